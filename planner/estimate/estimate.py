@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 from planner.allocator.implementation import alive, held
 from planner.catalog.shapes import grid
 from planner.estimate import fragmentation, host_ram
-from planner.estimate.roofline import step_seconds, total_flops
+from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
-from planner.estimate.traffic import step_work, traffic
+from planner.estimate.traffic import traffic
+from planner.estimate.work import step_work, total_flops
 from planner.layout import attention_kernel, margin
 from planner.layout.correction import Correction
 from planner.layout.phases import decoder, encoders, validation_grid

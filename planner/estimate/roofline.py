@@ -1,26 +1,19 @@
 """Seconds of a training step: what the tape counted, against what the card can do (a roofline, no measurement needed).
 
-FLOPs and bytes are exact sums over the recorded operators. Every efficiency below is a published measurement of that
-kind of kernel on that kind of card; none is fitted to a step time. A step's kernels are slower than those measured
+Every efficiency below is a published measurement of that kind of kernel on that kind of card; none is fitted to a step
+time. A step's kernels are slower than those measured
 alone, see `ROOFLINE_USUAL`; a trainer's Python and data loading are not in here.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import GpuProfile
-from planner.layout.attention_kernel import attention_efficiency
+from planner.estimate.work import KERNELS, Kind, StepWork, Work
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.tape.format import KINDS, Tape
-from planner.tape.program import Block
-from planner.tape.templates import kept_template
-
-KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
 
 ROOFLINE_LEAST, ROOFLINE_USUAL = 0.79, 0.825
 """The part of a real step that its kernels' roofline was, at the least and in the middle: 0.79 to 0.86 over the
@@ -57,6 +50,32 @@ COPY_EFFICIENCY = 0.9
 """Reached memory bandwidth over the data sheet's: H100 copies 3.0 of 3.35 TB/s; RTX 4090 918 to 924 of 1008 GB/s
 (tinygrad/open-gpu-kernel-modules#6)."""
 
+SMALL_HEAD = 64
+"""Up to this size of an attention head the second of the pairs below holds, beyond it the first."""
+
+FLASH_2 = {9: ((0.374, 0.326), (0.328, 0.294)), 10: ((0.374, 0.326), (0.328, 0.294))}
+"""(forward, backward) by major compute capability, for heads of 128 and of 64. H100: 370 and 322, 324 and 291 of 989
+TFLOP/s at 16k tokens, no mask (FlashAttention-3 paper, arXiv 2407.08608, figures 5 and 6). B200 is not published and
+taken alike."""
+
+FLASH_2_MMA = ((0.73, 0.63), (0.73, 0.63))
+"""The same where the kernel uses the card's only matrix instruction (8.x, 12.x): best of A100 in the FlashAttention-2
+paper (arXiv 2307.08691, section 4.1). RTX A5000, heads of 64: 0.74 and 0.70 (gpu-mode/ring-attention#10)."""
+
+FLASH_3 = ((0.655, 0.567), (0.503, 0.479))
+"""H100: 648 and 561, 497 and 474 of 989 TFLOP/s, the same figures of arXiv 2407.08608."""
+
+CUDNN = {9: ((0.60, 0.52), (0.418, 0.438)), 10: ((0.55, 0.47), (0.383, 0.396))}
+"""H100: 595 and 516, 413 and 433 of 989 TFLOP/s, the same figures. B200: FlashAttention-4 reaches 0.71 and is up to 1.3
+times faster than cuDNN 9.13 (its abstract); backward, and small heads, in H100's proportion."""
+
+EFFICIENT = (0.82, 0.53)
+"""Memory-efficient attention over FlashAttention-2: 43.4 of 53.1 and 27.4 of 51.9 TFLOP/s on one card
+(Dao-AILab/flash-attention#416, 4096 tokens)."""
+
+MATH = (0.15, 0.18)
+"""Standard attention: H100 0.14 and 0.18 (arXiv 2407.08608), RTX A5000 0.17 and 0.18 (gpu-mode/ring-attention#10)."""
+
 NVLINK = 0.8
 """NCCL over NVLink: 20 % protocol overhead, 370 of 450 GB/s (a NCCL developer in NVIDIA/nccl-tests#212)."""
 
@@ -73,39 +92,6 @@ HOST_ADAM_SECONDS = 0.26e-9
 
 DISK_BYTES_PER_SECOND = 3.2e9
 """One NVMe drive on four lanes of PCIe 3: 3.94 GB/s on the wire, 3.2 to 3.5 on data sheets."""
-
-
-class Work(NamedTuple):
-    """What operators compute (FLOP) and move (bytes). For the kind `kernels`, `flops` is the number of launches."""
-
-    flops: int
-    nbytes: int
-
-    def __sub__(self, other: Work) -> Work:
-        return Work(self.flops - other.flops, self.nbytes - other.nbytes)
-
-
-Kind = tuple[str, int]
-"""(one of tape.KINDS, 1 when its arithmetic is bf16 or fp16)"""
-SizeTerm = tuple[str, int, tuple[int, ...]]
-"""A kind, and the exponents of the tape's atoms that its coefficients are multiplied with."""
-
-
-Choice = Callable[[Block | None], bool]
-"""Whether a block (module list, index) counts, or (None) what is outside the blocks."""
-
-
-class StepWork(NamedTuple):
-    """The work of one training step on one GPU, by kind of operator."""
-
-    passes: Mapping[Kind, Work]
-    """forward and backward of one micro-batch"""
-    optimizer: Mapping[Kind, Work] = {}
-    """one optimizer step over all trained parameters"""
-    forward: Mapping[Kind, Work] = {}
-    """what of the passes is forward; nothing: not told apart"""
-    head_size: int = 128
-    """of the model's attention"""
 
 
 class Traffic(NamedTuple):
@@ -141,94 +127,6 @@ class Seconds(NamedTuple):
     """optimizer in host RAM, drive"""
     high: float = 0.0
     """kernels at the least part of the roofline seen, every operator as slow to launch as ours, nothing hidden"""
-
-
-def symbolic_work(
-    tape: Tape, piece: str, counts: Sequence[int] | None = None, only: Choice | None = None, passes: str = ""
-) -> dict[SizeTerm, Work]:
-    """Coefficients of a piece's work at full depth, for every shape: the part to compute once.
-
-    `counts` are the blocks per run, else the full model's. A kept template counts once per block that uses it, or that
-    is among the chosen. `passes`: of this pass alone.
-    """
-    counts = counts or [run.count for run in tape.runs]
-    sums: dict[SizeTerm, list[int]] = {}
-    for section in tape.pieces[piece]:
-        if passes not in ("", section.passes):
-            continue
-        run = None if section.run is None else tape.runs[section.run]
-        uses = [0] * len(section.templates)
-        depth = 1 if section.run is None or not section.step else counts[section.run]
-        for block in range(depth):
-            index = block if section.step else section.block
-            if only is None or only((run.module_list, run.start + index % run.count) if run else None):
-                uses[kept_template(section, block, depth) if section.step else 0] += 1
-        for template, times in zip(section.templates, uses, strict=True):
-            for kind, half, flops, nbytes, exponents in template.work:
-                cell = sums.setdefault((KINDS[kind], half, exponents), [0, 0])
-                cell[0] += times * flops
-                cell[1] += times * nbytes
-    return {term: Work(*cell) for term, cell in sums.items()}
-
-
-def evaluate_work(terms: Mapping[SizeTerm, Work], atoms: Sequence[int]) -> dict[Kind, Work]:
-    """Symbolic work, summed by kind, at the given values of the tape's atoms."""
-    total: dict[Kind, Work] = {}
-    for (kind, half, exponents), (flops, nbytes) in terms.items():
-        factor = math.prod(atom**power for atom, power in zip(atoms, exponents, strict=True) if power)
-        before = total.get((kind, half), Work(0, 0))
-        total[kind, half] = Work(before.flops + flops * factor, before.nbytes + nbytes * factor)
-    return total
-
-
-def work_of(
-    tape: Tape,
-    piece: str,
-    grid: Mapping[str, int],
-    counts: Sequence[int] | None = None,
-    only: Choice | None = None,
-    passes: str = "",
-) -> dict[Kind, Work]:
-    """The work of one piece of a tape at one shape, over the full depth. `grid` as of `planner.catalog.shapes.grid`."""
-    return evaluate_work(symbolic_work(tape, piece, counts, only, passes), tape.values(grid))
-
-
-def add_work(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work]:
-    """The sum of two amounts of work, kind by kind."""
-    total = dict(one)
-    for kind, amount in other.items():
-        before = total.get(kind, Work(0, 0))
-        total[kind] = Work(before.flops + amount.flops, before.nbytes + amount.nbytes)
-    return total
-
-
-def optimizer_work_of(
-    tape: Tape, piece: str, grid: Mapping[str, int], scale: float, one_by_one: bool
-) -> dict[Kind, Work]:
-    """The work of an optimizer step: its operators walk over all parameters together, or there are some for each
-    (`one_by_one`), so it grows with their bytes, not by block.
-
-    `scale`: bytes of trained parameters of the full model per byte recorded.
-    """
-    recorded = evaluate_work(_recorded_work(tape, piece), tape.values(grid))
-    grows = {kind: scale if one_by_one or kind[0] != KERNELS else 1.0 for kind in recorded}
-    return {
-        kind: Work(round(amount.flops * grows[kind]), round(amount.nbytes * grows[kind]))
-        for kind, amount in recorded.items()
-    }
-
-
-@functools.lru_cache(maxsize=256)
-def _recorded_work(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
-    """Of the blocks that were recorded. A search asks for the same ones again and again."""
-    return symbolic_work(tape, piece, [run.recorded for run in tape.runs])
-
-
-def total_flops(work: StepWork, strategy: Strategy) -> int:
-    """Floating-point operations of one step, recomputation included."""
-    parts = (work.passes, work.optimizer)
-    passes, optimizer = (sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in parts)
-    return passes * strategy.gradient_accumulation + optimizer
 
 
 def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, traffic: Traffic) -> Seconds:
@@ -338,6 +236,40 @@ def efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, kind: str, half: i
     if kind == "attention":
         return attention_efficiency(gpu, strategy, job, half, head_size)
     return matmul_efficiency(gpu) if kind == "matmul" and half else DEFAULT_EFFICIENCY
+
+
+def attention_efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, half: int, head_size: int) -> float:
+    """The part of the peak rate that attention reaches, forward and backward mixed by their FLOPs: backward does five
+    products where forward does two."""
+    forward, backward = _attention_passes(gpu, strategy, half, head_size)
+    if job.method == "sample":
+        return forward
+    runs = 1 if strategy.gradient_checkpointing == "none" else 2
+    return (runs + 2.5) / (runs / forward + 2.5 / backward)
+
+
+def _attention_passes(gpu: GpuProfile, strategy: Strategy, half: int, head_size: int) -> tuple[float, float]:
+    """(forward, backward) efficiency of the kernel that runs.
+
+    torch 2.13 asks cuDNN (from 9.15.1) first on 9.x and 10.x (sdp_utils.cpp, check_prefer_cudnn_attention), else flash,
+    which needs 8.0 and a half format.
+    """
+    if gpu.attention_tflops and half and strategy.attention == "sdpa":
+        forward, backward = (rate / gpu.bf16_tflops for rate in gpu.attention_tflops)
+        return forward, backward
+    major, _ = gpu.capability
+    size = int(head_size <= SMALL_HEAD)
+    flash = FLASH_2.get(major, FLASH_2_MMA)[size]
+    requested = strategy.attention
+    if requested == "math":
+        return MATH
+    if major < 8 or not half or requested in ("efficient", "xformers"):
+        return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
+    if requested == "flash-3" and major == 9:
+        return FLASH_3[size]
+    if requested in ("sdpa", "cudnn") and major in CUDNN:
+        return CUDNN[major][size]
+    return flash
 
 
 def matmul_efficiency(gpu: GpuProfile) -> float:

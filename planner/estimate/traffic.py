@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from planner.estimate.roofline import KERNELS, Kind, StepWork, Traffic, Work, add_work, optimizer_work_of, work_of
+from planner.estimate.roofline import Traffic
 from planner.layout.checkpoint_inputs import block_inputs, shared_inputs
 from planner.layout.experts import exchanged_bytes
-from planner.layout.run import Run, main_piece
+from planner.layout.run import Run
 from planner.layout.sharding import nvme
 from planner.layout.sharding.zero import FULL, HALF
 from planner.spec.job import SPLIT
-
-Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
-"""The work of one forward and backward, and what of it is forward."""
-
-
-def step_work(run: Run, passes: Passes | None = None) -> StepWork:
-    """The work of one step. ``passes``: when they are known already."""
-    both, forward = passes or passes_work(run)
-    one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
-    optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
-    own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, run.work.optimizer_bytes)}
-    return StepWork(both, add_work(optimizer, own), forward, run.facts.model.head_size)
-
-
-def passes_work(run: Run) -> Passes:
-    """The work of one forward and backward; blocks that alone are checkpointed as they are in that recording."""
-    return _passes_work(run, ""), _passes_work(run, "forward")
-
-
-def _passes_work(run: Run, passes: str) -> dict[Kind, Work]:
-    facts, blocks = run.facts, run.checkpointed
-    if not blocks:
-        return work_of(facts.step, main_piece(facts.step), run.grid, passes=passes)
-    assert facts.checkpointed is not None
-    others = work_of(facts.step, "step", run.grid, only=lambda block: block not in blocks, passes=passes)
-    chosen = work_of(facts.checkpointed, "step", run.grid, only=lambda block: block in blocks, passes=passes)
-    return add_work(others, chosen)
 
 
 def traffic(run: Run) -> Traffic:

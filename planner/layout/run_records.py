@@ -78,7 +78,7 @@ class HostTerms:
 
 
 class WorkTerms:
-    """Work of a step that no tape counts. Read by `planner.estimate.traffic`, for seconds."""
+    """Work of a step that no tape counts, for its seconds. Read by `planner.estimate.work` and `.traffic`."""
 
     exchanged_bytes: int = 0
     """what a micro-batch's attentions exchange between the GPUs that share its tokens, as if all were sent"""

@@ -16,9 +16,10 @@ from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError, NotRecordedError
 from planner.estimate import host_ram
 from planner.estimate.estimate import outside_bytes
-from planner.estimate.roofline import StepWork, Traffic, step_seconds
+from planner.estimate.roofline import Traffic, step_seconds
 from planner.estimate.stages import replay_encoding
-from planner.estimate.traffic import Passes, passes_work, step_work, traffic
+from planner.estimate.traffic import traffic
+from planner.estimate.work import Passes, StepWork, passes_work, step_work
 from planner.layout.phases import encoding_runs
 from planner.layout.pipeline import drop_other_workspaces, free_leftovers, transforms, workspace_kernels
 from planner.layout.run import Facts, Run, unfold_recording

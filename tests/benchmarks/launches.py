@@ -14,7 +14,7 @@ import time
 import torch
 
 from planner.catalog import lookup
-from planner.estimate.roofline import KERNELS, work_of
+from planner.estimate.work import KERNELS, work_of
 from planner.layout.inputs import tape
 from planner.spec.job import Job, Strategy
 from trainers.families import family

@@ -7,18 +7,8 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
-from planner.estimate.roofline import (
-    StepWork,
-    Traffic,
-    Work,
-    efficiency,
-    peak_flops,
-    step_seconds,
-    symbolic_work,
-    total_flops,
-    work_of,
-)
-from planner.estimate.traffic import step_work
+from planner.estimate.roofline import Traffic, efficiency, peak_flops, step_seconds
+from planner.estimate.work import StepWork, Work, step_work, symbolic_work, total_flops, work_of
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.spec.configuration import Configuration

@@ -10,7 +10,7 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
-from planner.estimate.traffic import step_work
+from planner.estimate.work import step_work
 from planner.layout.experts import expert_assumption
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out

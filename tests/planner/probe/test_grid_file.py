@@ -19,7 +19,8 @@ from planner.commands import cli
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.roofline import step_seconds
-from planner.estimate.traffic import step_work, traffic
+from planner.estimate.traffic import traffic
+from planner.estimate.work import step_work
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, held_out, in_held_out_half
 from planner.garbage_collection import without_garbage_collection

@@ -1,0 +1,168 @@
+"""The work of a training step: what its operators compute and move, summed over the recordings at a shape.
+
+FLOPs and bytes are exact sums over the recorded operators; `planner.estimate.roofline` says how long a card takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from planner.layout.run import Run, main_piece
+from planner.spec.job import Strategy
+from planner.tape.format import KINDS, Tape
+from planner.tape.program import Block
+from planner.tape.templates import kept_template
+
+KERNELS = "kernels"  # the kind whose `flops` counts kernel launches
+
+
+class Work(NamedTuple):
+    """What operators compute (FLOP) and move (bytes). For the kind `kernels`, `flops` is the number of launches."""
+
+    flops: int
+    nbytes: int
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.flops - other.flops, self.nbytes - other.nbytes)
+
+
+Kind = tuple[str, int]
+"""(one of tape.KINDS, 1 when its arithmetic is bf16 or fp16)"""
+SizeTerm = tuple[str, int, tuple[int, ...]]
+"""A kind, and the exponents of the tape's atoms that its coefficients are multiplied with."""
+
+
+Choice = Callable[[Block | None], bool]
+"""Whether a block (module list, index) counts, or (None) what is outside the blocks."""
+
+
+class StepWork(NamedTuple):
+    """The work of one training step on one GPU, by kind of operator."""
+
+    passes: Mapping[Kind, Work]
+    """forward and backward of one micro-batch"""
+    optimizer: Mapping[Kind, Work] = {}
+    """one optimizer step over all trained parameters"""
+    forward: Mapping[Kind, Work] = {}
+    """what of the passes is forward; nothing: not told apart"""
+    head_size: int = 128
+    """of the model's attention"""
+
+
+Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
+"""The work of one forward and backward, and what of it is forward."""
+
+
+def step_work(run: Run, passes: Passes | None = None) -> StepWork:
+    """The work of one step. ``passes``: when they are known already."""
+    both, forward = passes or passes_work(run)
+    one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
+    optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
+    own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, run.work.optimizer_bytes)}
+    return StepWork(both, add_work(optimizer, own), forward, run.facts.model.head_size)
+
+
+def passes_work(run: Run) -> Passes:
+    """The work of one forward and backward; blocks that alone are checkpointed as they are in that recording."""
+    return _passes_work(run, ""), _passes_work(run, "forward")
+
+
+def _passes_work(run: Run, passes: str) -> dict[Kind, Work]:
+    facts, blocks = run.facts, run.checkpointed
+    if not blocks:
+        return work_of(facts.step, main_piece(facts.step), run.grid, passes=passes)
+    assert facts.checkpointed is not None
+    others = work_of(facts.step, "step", run.grid, only=lambda block: block not in blocks, passes=passes)
+    chosen = work_of(facts.checkpointed, "step", run.grid, only=lambda block: block in blocks, passes=passes)
+    return add_work(others, chosen)
+
+
+def symbolic_work(
+    tape: Tape, piece: str, counts: Sequence[int] | None = None, only: Choice | None = None, passes: str = ""
+) -> dict[SizeTerm, Work]:
+    """Coefficients of a piece's work at full depth, for every shape: the part to compute once.
+
+    `counts` are the blocks per run, else the full model's. A kept template counts once per block that uses it, or that
+    is among the chosen. `passes`: of this pass alone.
+    """
+    counts = counts or [run.count for run in tape.runs]
+    sums: dict[SizeTerm, list[int]] = {}
+    for section in tape.pieces[piece]:
+        if passes not in ("", section.passes):
+            continue
+        run = None if section.run is None else tape.runs[section.run]
+        uses = [0] * len(section.templates)
+        depth = 1 if section.run is None or not section.step else counts[section.run]
+        for block in range(depth):
+            index = block if section.step else section.block
+            if only is None or only((run.module_list, run.start + index % run.count) if run else None):
+                uses[kept_template(section, block, depth) if section.step else 0] += 1
+        for template, times in zip(section.templates, uses, strict=True):
+            for kind, half, flops, nbytes, exponents in template.work:
+                cell = sums.setdefault((KINDS[kind], half, exponents), [0, 0])
+                cell[0] += times * flops
+                cell[1] += times * nbytes
+    return {term: Work(*cell) for term, cell in sums.items()}
+
+
+def evaluate_work(terms: Mapping[SizeTerm, Work], atoms: Sequence[int]) -> dict[Kind, Work]:
+    """Symbolic work, summed by kind, at the given values of the tape's atoms."""
+    total: dict[Kind, Work] = {}
+    for (kind, half, exponents), (flops, nbytes) in terms.items():
+        factor = math.prod(atom**power for atom, power in zip(atoms, exponents, strict=True) if power)
+        before = total.get((kind, half), Work(0, 0))
+        total[kind, half] = Work(before.flops + flops * factor, before.nbytes + nbytes * factor)
+    return total
+
+
+def work_of(
+    tape: Tape,
+    piece: str,
+    grid: Mapping[str, int],
+    counts: Sequence[int] | None = None,
+    only: Choice | None = None,
+    passes: str = "",
+) -> dict[Kind, Work]:
+    """The work of one piece of a tape at one shape, over the full depth. `grid` as of `planner.catalog.shapes.grid`."""
+    return evaluate_work(symbolic_work(tape, piece, counts, only, passes), tape.values(grid))
+
+
+def add_work(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind, Work]:
+    """The sum of two amounts of work, kind by kind."""
+    total = dict(one)
+    for kind, amount in other.items():
+        before = total.get(kind, Work(0, 0))
+        total[kind] = Work(before.flops + amount.flops, before.nbytes + amount.nbytes)
+    return total
+
+
+def optimizer_work_of(
+    tape: Tape, piece: str, grid: Mapping[str, int], scale: float, one_by_one: bool
+) -> dict[Kind, Work]:
+    """The work of an optimizer step: its operators walk over all parameters together, or there are some for each
+    (`one_by_one`), so it grows with their bytes, not by block.
+
+    `scale`: bytes of trained parameters of the full model per byte recorded.
+    """
+    recorded = evaluate_work(_recorded_work(tape, piece), tape.values(grid))
+    grows = {kind: scale if one_by_one or kind[0] != KERNELS else 1.0 for kind in recorded}
+    return {
+        kind: Work(round(amount.flops * grows[kind]), round(amount.nbytes * grows[kind]))
+        for kind, amount in recorded.items()
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _recorded_work(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
+    """Of the blocks that were recorded. A search asks for the same ones again and again."""
+    return symbolic_work(tape, piece, [run.recorded for run in tape.runs])
+
+
+def total_flops(work: StepWork, strategy: Strategy) -> int:
+    """Floating-point operations of one step, recomputation included."""
+    parts = (work.passes, work.optimizer)
+    passes, optimizer = (sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in parts)
+    return passes * strategy.gradient_accumulation + optimizer
