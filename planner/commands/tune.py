@@ -236,7 +236,7 @@ def _runner(screen: Screen, gpu: str | None, seed: int) -> tuple[Runner, Ledger]
         return RealRunner(command="vplan tune"), Ledger(default_path())
     from planner.probe.simulated import SimulatedRunner
 
-    return SimulatedRunner(seed, screen.facts, screen.lay_out), Ledger(user_data.folder() / "simulated.jsonl")
+    return SimulatedRunner(seed, screen.facts, screen.run_cache.lay_out), Ledger(user_data.folder() / "simulated.jsonl")
 
 
 class _Answer:

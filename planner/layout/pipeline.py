@@ -5,13 +5,14 @@ To add a strategy field, write a function on a Run that changes its stages in pl
 
 from __future__ import annotations
 
-from planner.layout import attention_kernel, trainer_terms
+from planner.layout import trainer_terms
 from planner.layout.context_parallel import context_parallel
 from planner.layout.experts import experts, waiting_gradients
 from planner.layout.fp32_masters import masters
 from planner.layout.partial_training import freeze_unmatched
 from planner.layout.phases import residents, saving, validation
-from planner.layout.run import Facts, Run, Transform, unfold_recording
+from planner.layout.recorded_run import add_optimizer, recorded_step
+from planner.layout.run import Facts, Run, Transform
 from planner.layout.sampling import sampling
 from planner.layout.sharding.fsdp import fsdp
 from planner.layout.sharding.nvme import check_buffers
@@ -31,7 +32,6 @@ from planner.layout.single_gpu import (
 from planner.layout.stored_positions import stored_positions, stored_positions_in_validation
 from planner.layout.unpriced import refuse_unpriced
 from planner.spec.configuration import Configuration
-from planner.spec.job import Machine, Strategy
 
 TRANSFORMS: tuple[Transform, ...] = (
     # First what the recorded step itself is: what comes later copies it, or weaves into it, as it stands by then.
@@ -77,35 +77,9 @@ def transforms(trainer: str) -> tuple[Transform, ...]:
 def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str = "vplan") -> Run:
     """The run of a configuration at the shape of ``grid``, as ``trainer`` would do it."""
     refuse_unpriced(configuration)
-    run = Run(configuration, facts, grid)
-    run.load, run.step, run.checkpointed = unfold_recording(run.program, facts, configuration.strategy)
-    run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
-    run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
-    run.sizes = run.program.bytes_of(grid)
-    drop_other_workspaces(run)
-    free_leftovers(run)
+    run = recorded_step(configuration, facts)
+    add_optimizer(run)
+    run.grid, run.sizes = grid, run.program.bytes_of(grid)
     for transform in transforms(trainer):
         transform(run)
     return run
-
-
-def workspace_kernels(strategy: Strategy, machine: Machine, facts: Facts) -> frozenset[str]:
-    """The names of the attention kernels that will run and so take their workspaces."""
-    return frozenset(attention_kernel.workspaces(attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops)))
-
-
-def drop_other_workspaces(run: Run) -> None:
-    """Removes the workspaces of attention kernels that will not run from the step, in place."""
-    chosen = workspace_kernels(run.strategy, run.machine, run.facts)
-    others = [buffer for buffer, kernel in run.program.kernel.items() if kernel not in chosen]
-    if others:
-        run.drop(run.step, others)
-
-
-def free_leftovers(run: Run) -> None:
-    """The loop's variables: the batch, the loss and whatever else a step leaves die when the next one begins."""
-    if run.samples_only:  # the next call makes its input anew, from what the scheduler made of this prediction
-        run.free(run.step, run.leftovers)
-        return
-    run.free(run.optimizer_first, run.leftovers)
-    run.free(run.optimizer, run.leftovers)

@@ -36,7 +36,6 @@ from planner.spec.job import SPLIT, Job, Machine, Strategy
 from planner.spec.plan import PhaseName
 from planner.tape.format import Tape
 from planner.tape.parameter_table import Parameters
-from planner.tape.partial_checkpointing import partial
 from planner.tape.program import Block, Moment, Program, Stage
 from planner.tape.variants import Precision
 
@@ -333,8 +332,8 @@ class Run:
         """Bytes of trained parameters of the full model per byte recorded: how an optimizer step's work grows."""
         gradients, shares = self.named("gradient"), self.shared(_recorded_shares)
         sizes = list(map(self.sizes.__getitem__, gradients.values()))
-        unfold_recording = sum(map(operator.mul, sizes, map(shares.__getitem__, gradients)))
-        return sum(sizes) / unfold_recording if sizes else 1.0
+        recorded_bytes = sum(map(operator.mul, sizes, map(shares.__getitem__, gradients)))
+        return sum(sizes) / recorded_bytes if sizes else 1.0
 
     @property
     def swapped_blocks(self) -> dict[Block, list[int]]:
@@ -378,15 +377,6 @@ def _recorded_shares(run: Run) -> dict[str, float]:
 def main_piece(tape: Tape) -> str:
     """The piece that is a training step, or one call of the model where a job only samples."""
     return "step" if "step" in tape.pieces else "denoise"
-
-
-def unfold_recording(program: Program, facts: Facts, strategy: Strategy) -> tuple[Stage, Stage, frozenset[Block]]:
-    """(load, step, the blocks that are checkpointed where only some are): the recorded step at full depth."""
-    load = program.unfold(facts.step, "load")
-    if facts.checkpointed is None:
-        return load, program.unfold(facts.step, main_piece(facts.step)), frozenset()
-    assert strategy.checkpointed_blocks is not None, "partial says how many"
-    return load, *partial(program, facts.step, facts.checkpointed, strategy.checkpointed_blocks)
 
 
 Transform = Callable[[Run], None]

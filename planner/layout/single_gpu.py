@@ -180,7 +180,7 @@ def _updates_by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
         freed = ~event if ends else freed
     if freed is not None:
         updates[freed] = events
-    stage.stretches = stage.stretches[-1:]  # the end of the step, see `planner.layout.pipeline.free_leftovers`
+    stage.stretches = stage.stretches[-1:]  # the end of the step, see `planner.layout.recorded_run.add_optimizer`
     return updates
 
 

@@ -19,7 +19,7 @@ from planner.errors import NotEstimatedError
 from planner.estimate.estimate import outside_bytes
 from planner.layout import margin
 from planner.layout.phases import encoding_runs
-from planner.layout.pipeline import workspace_kernels
+from planner.layout.recorded_run import workspace_kernels
 from planner.layout.run import Run
 from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.search.batched_peaks import PeakForms, peak_forms
@@ -174,7 +174,7 @@ class Forms:
             candidate = search.question.candidate(job, strategy)
             facts = self.screen.facts(candidate)
             where = grid(search.question.model, job)
-            run = self.screen.lay_out(candidate, facts, where, self.screen.trainer)
+            run = self.screen.run_cache.lay_out(candidate, facts, where, self.screen.trainer)
             self.outside[strategy] = outside_bytes(run) - facts.gpu.context_bytes
             own_shape = run.samples_only or run.phases.encode or (run.phases.validation and not job.validation)
             self._forms[key] = None if own_shape else peak_forms(run), CUBLAS_HANDLES * cublas_bytes(facts.gpu)

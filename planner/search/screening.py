@@ -6,26 +6,24 @@ they are exact but for fragmentation: what is allocated is a lower bound of what
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import held
 from planner.catalog.shapes import grid
-from planner.errors import NotEstimatedError, NotRecordedError
+from planner.errors import NotEstimatedError
 from planner.estimate import host_ram
 from planner.estimate.estimate import outside_bytes
 from planner.estimate.roofline import Traffic, step_seconds
 from planner.estimate.stages import replay_encoding
 from planner.estimate.traffic import traffic
-from planner.estimate.work import Passes, StepWork, passes_work, step_work
+from planner.estimate.work import StepWork, step_work
 from planner.layout.phases import encoding_runs
-from planner.layout.pipeline import drop_other_workspaces, free_leftovers, transforms, workspace_kernels
-from planner.layout.run import Facts, Run, unfold_recording
+from planner.layout.run import Facts, Run
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.layout.unpriced import refuse_unpriced, refuse_untaken
 from planner.search import lower_bounds
+from planner.search.run_cache import RunCache, TapeSizes
 from planner.spec.configuration import Configuration
 from planner.spec.job import Bucket
 from planner.spec.rules import ResolvedStrategy
@@ -65,11 +63,8 @@ class Screen:
     def __init__(self, facts: FactsGetter, trainer: str = "vplan") -> None:
         self._find = facts
         self.trainer = trainer
+        self.run_cache = RunCache()
         self._facts: dict[Configuration, Facts | NotEstimatedError] = {}
-        self._steps: dict[tuple[object, ...], Run | NotRecordedError] = {}
-        self._laid_out: dict[tuple[object, ...], Run] = {}
-        self._sizes: dict[tuple[object, ...], TapeSizes] = {}
-        self._work: dict[tuple[object, ...], Passes] = {}
         self._floors: dict[tuple[object, ...], lower_bounds.Walked] = {}
         self._quick_estimates: dict[Configuration, QuickEstimate] = {}
 
@@ -94,10 +89,13 @@ class Screen:
         """Seconds of a step's passes if nothing had to be moved: never more than a quick estimate's, and
         known sooner."""
         facts = self.facts(configuration)
-        return max(
-            step_seconds(configuration, StepWork(self._passes(run)[0]), facts.gpu, Traffic()).total
-            for run in (self._empty(configuration, facts, where) for where in _grids(configuration, facts))
-        )
+        partly = facts.checkpointed is not None  # laid out only where that says which blocks are checkpointed
+        runs = [
+            self.run_cache.untransformed(configuration, facts, where) if partly else Run(configuration, facts, where)
+            for where in _grids(configuration, facts)
+        ]
+        works = [StepWork(self.run_cache.passes(run)[0]) for run in runs]
+        return max(step_seconds(configuration, work, facts.gpu, Traffic()).total for work in works)
 
     def floor_bytes(self, configuration: Configuration) -> int:
         """A lower bound of the device bytes of a strategy, with as many swapped blocks or fewer: at most its quick
@@ -128,7 +126,7 @@ class Screen:
         """Device bytes that the swapped blocks of the running expert would take beyond the ring of buffers that they
         come through."""
         facts = self.facts(configuration)
-        run = self._bare(configuration, facts, grid(facts.model, configuration.job))
+        run = self.run_cache.untransformed(configuration, facts, grid(facts.model, configuration.job))
         blocks = [run.total_bytes(buffers) for buffers in run.swapped_blocks.values()]
         return sum(blocks) - min(SWAP_RING_BUFFERS, len(blocks)) * max(blocks, default=0)
 
@@ -179,7 +177,7 @@ class Screen:
         if configuration.strategy.context_parallel > 1:  # what waits there is divided once it is laid out
             return self.quick_estimate(configuration).host_ram_bytes
         facts = self.facts(configuration)
-        runs = (self._bare(configuration, facts, where) for where in _grids(configuration, facts))
+        runs = (self.run_cache.untransformed(configuration, facts, where) for where in _grids(configuration, facts))
         return max(host_ram.ram_bytes(run, configuration.machine) for run in runs)
 
     def encoding_bytes(self, configuration: Configuration) -> int:
@@ -199,87 +197,26 @@ class Screen:
         without what is cached before."""
         facts = self.facts(configuration)
         where = grid(facts.model, configuration.job)
-        run = self.lay_out(configuration, facts, where, self.trainer)
-        return allocated_peak(run, self._sizes_at(configuration, facts, where))[0]
+        run = self.run_cache.lay_out(configuration, facts, where, self.trainer)
+        return allocated_peak(run, self.run_cache.sizes(configuration, facts, where))[0]
 
     def _quick_estimate_at(self, configuration: Configuration, shape: Bucket) -> QuickEstimate:
         facts = self.facts(configuration)
         where = grid(facts.model, configuration.job, shape)
-        run = self.lay_out(configuration, facts, where, self.trainer)
-        allocated, in_optimizer = allocated_peak(run, self._sizes_at(configuration, facts, where))
+        run = self.run_cache.lay_out(configuration, facts, where, self.trainer)
+        allocated, in_optimizer = allocated_peak(run, self.run_cache.sizes(configuration, facts, where))
         correction, outside = facts.measurements.correction, outside_bytes(run)
         device = correction.peak(allocated, allocated, outside).device_bytes
         encoding = max((entry.encoding_only.peak_bytes for entry in encoding_runs(run)), default=0)
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
         device = max(device, correction.peak(encoding, encoding, outside, "encode").device_bytes)
-        work = step_work(run, self._passes(run))
+        work = step_work(run, self.run_cache.passes(run))
         seconds = step_seconds(configuration, work, facts.gpu, traffic(run)).total * run.calls
         ram = host_ram.ram_bytes(run, configuration.machine)
         states = run.total_bytes(run.named("optimizer").values())
         states *= run.trained_experts
         return QuickEstimate(configuration.strategy, allocated, device, ram, seconds, in_optimizer, states)
-
-    def _empty(self, configuration: Configuration, facts: Facts, where: dict[str, int]) -> Run:
-        """A run that knows which work it does: laid out only where that says which blocks are checkpointed."""
-        if facts.checkpointed is not None:
-            return self._bare(configuration, facts, where)
-        return Run(configuration, facts, where)
-
-    def _passes(self, run: Run) -> Passes:
-        key = (id(run.facts.step), run.checkpointed, *run.grid.values())
-        if key not in self._work:
-            self._work[key] = passes_work(run)
-        return self._work[key]
-
-    def lay_out(self, configuration: Configuration, facts: Facts, where: dict[str, int], trainer: str) -> Run:
-        """`planner.layout.pipeline.lay_out`, starting from a copy of tapes that were unfolded before."""
-        run = self._bare(configuration, facts, where).untransformed_copy()
-        for transform in transforms(trainer):
-            transform(run)
-        return run
-
-    def _bare(self, configuration: Configuration, facts: Facts, where: dict[str, int]) -> Run:
-        """The tapes laid out once, at a shape, before any transformation. Not to be changed."""
-        base = self._unfolded(configuration, facts)
-        sizes = self._sizes_at(configuration, facts, where).nbytes
-        return replace(base, base=base, configuration=configuration, facts=facts, sizes=sizes, grid=where)
-
-    def _sizes_at(self, configuration: Configuration, facts: Facts, where: dict[str, int]) -> TapeSizes:
-        """What every buffer and stretch of the tapes takes at a shape."""
-        shape = (*_tapes(facts, configuration), *where.values())
-        if shape not in self._sizes:
-            self._sizes[shape] = TapeSizes.of(self._unfolded(configuration, facts), where)
-        return self._sizes[shape]
-
-    def _unfolded(self, configuration: Configuration, facts: Facts) -> Run:
-        """Both tapes laid out; the step's, which is most of the work, only once per recording."""
-        tapes = _tapes(facts, configuration)
-        if tapes not in self._laid_out:
-            step = self._step(configuration, facts)
-            own = replace(step.configuration, strategy=configuration.strategy)
-            program, copy = step.program.copy(), step.step.copy()
-            run = replace(step, base=step, configuration=own, facts=facts, program=program, step=copy)
-            run.optimizer_first = run.program.unfold(facts.optimizer, "optimizer_first")
-            run.optimizer = run.program.unfold(facts.optimizer, "optimizer")
-            free_leftovers(run)
-            self._laid_out[tapes] = run
-        return self._laid_out[tapes]
-
-    def _step(self, configuration: Configuration, facts: Facts) -> Run:
-        key = _tapes(facts, configuration)[:-1]
-        if key not in self._steps:
-            run = Run(configuration, facts)
-            try:
-                run.load, run.step, run.checkpointed = unfold_recording(run.program, facts, run.strategy)
-                drop_other_workspaces(run)
-                self._steps[key] = run
-            except NotRecordedError as error:  # two recordings that cannot be put together, of which many ask
-                self._steps[key] = error
-        step = self._steps[key]
-        if isinstance(step, NotRecordedError):
-            raise step
-        return step
 
 
 def _grids(configuration: Configuration, facts: Facts) -> list[dict[str, int]]:
@@ -287,51 +224,13 @@ def _grids(configuration: Configuration, facts: Facts) -> list[dict[str, int]]:
     return [grid(facts.model, configuration.job, shape) for shape in configuration.job.shapes]
 
 
-def _tapes(facts: Facts, configuration: Configuration) -> tuple[object, ...]:
-    """What tells one layout from another: the recordings, of how many blocks each is taken, and attention's kernel."""
-    step = (
-        id(facts.step),
-        id(facts.checkpointed),
-        configuration.strategy.checkpointed_blocks,
-        workspace_kernels(configuration.strategy, configuration.machine, facts),
-    )
-    return *step, id(facts.optimizer)
-
-
-@dataclass
-class TapeSizes:
-    """The sizes of all buffers of a run's tapes at one shape, before any transformation."""
-
-    run: Run | None = None
-    nbytes: list[int] = field(default_factory=list)
-    """by buffer"""
-
-    @classmethod
-    def of(cls, run: Run, where: Mapping[str, int]) -> TapeSizes:
-        """The sizes at the shape of the grid `where`."""
-        return cls(run, run.program.bytes_of(where))
-
-    @functools.cached_property
-    def stretches(self) -> dict[int, tuple[int, int]]:
-        """id of a stretch's list of events -> (change, peak) in allocated bytes.
-
-        Computed on first use, because asking for host RAM alone, at many shapes, does not need it.
-        """
-        run = self.run
-        stages = (run.load, run.step, run.optimizer_first, run.optimizer) if run else ()
-        return {id(events): held(events, self.nbytes) for stage in stages for _, events in stage.stretches if events}
-
-
-UNKNOWN = TapeSizes()
-
-
-def allocated_peak(run: Run, base: TapeSizes = UNKNOWN) -> tuple[int, bool]:
+def allocated_peak(run: Run, base: TapeSizes | None = None) -> tuple[int, bool]:
     """The most bytes that tensors hold at once in a whole run, and whether that is in the optimizer's step.
 
     ``base``: of the tapes it was laid out from, so as not to sum up again what is as it was. (Without expandable
     segments a block may keep up to 1 MiB more than was asked for, which is not counted here.)
     """
-    known = {} if run.resized else base.stretches.copy()
+    known = base.stretches.copy() if base and not run.resized else {}
     stages = run.stages
     rises = {id(stage): _rise_and_peak(stage, run.sizes, known) for _, stage in stages}
     risen = 0

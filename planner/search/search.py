@@ -208,7 +208,7 @@ class Search:
     def fresh_estimate(self, job: Job, strategy: ResolvedStrategy, cached: bool = True) -> Estimate:
         """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `assess`."""
         screen, candidate = self.screen, self.question.candidate(job, strategy)
-        self._latest = assess(candidate, screen.facts(candidate), screen.trainer, screen.lay_out, cached)
+        self._latest = assess(candidate, screen.facts(candidate), screen.trainer, screen.run_cache.lay_out, cached)
         return self._latest.estimate
 
     def try_estimate(self, job: Job, strategy: ResolvedStrategy) -> Estimate | None:

@@ -84,7 +84,7 @@ class Suggester:
             there = replace(plan.configuration, machine=question.machine.replace(gpu=card.name))
             facts = load_facts(there, question.model, card)
             # Most cards of a class allocate the very same: the replay of the one before is used again.
-            assessment = assess(there, facts, self.trainer, self.screen.lay_out, like=assessment)
+            assessment = assess(there, facts, self.trainer, self.screen.run_cache.lay_out, like=assessment)
             if assessment.estimate.verdict != plan.verdict:
                 others.append(assessment.estimate)
         return tuple(others)

@@ -12,34 +12,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.errors import NotRecordedError, VplanError
-from planner.tape.format import Tape
-from planner.tape.program import Block, Moment, Program, Stage
+from planner.tape.program import Block, Moment, Program, Stage, renamed_events
 
 Pair = tuple[Moment, list[int], list[int]]
 """A moment, and its events without checkpointing and with it."""
 
 
-def partial(program: Program, plain: Tape, full: Tape, count: int) -> tuple[Stage, frozenset[Block]]:
-    """(the step in which the first ``count`` blocks are checkpointed, those blocks); ``load`` is unfolded already.
+def partial(program: Program, model: str, plain: Stage, full: Stage, count: int) -> tuple[Stage, frozenset[Block]]:
+    """(the step in which the first ``count`` blocks are checkpointed, those blocks). ``plain`` and ``full``: the step
+    of the model's either recording, the second unfolded beside the first.
 
     Raises a NotRecordedError where the two recordings do not walk alike, a VplanError for more blocks than there are.
     """
-    without, with_it = program.unfold(plain, "step"), _unfold_beside(program, full)
-    pairs = list(_pairs(without, with_it))
-    renamed = _same_in_forward(program, pairs, plain)
+    pairs = list(_pairs(plain, full))
+    renamed = _same_in_forward(program, model, pairs)
     blocks = checkpointed_blocks(pairs)
     if count > len(blocks):
         fault = f"checkpointed_blocks {count}: the model has {len(blocks)} blocks that can be checkpointed"
         raise VplanError(fault, f"use at most {len(blocks)}, or --gradient-checkpointing full")
     chosen = frozenset(blocks[:count])
     if len(chosen) == len(blocks):
-        return with_it, chosen
+        return full, chosen
     renamed |= _same_in_backward(program, pairs)
     stretches = []
     for moment, events, recomputed in pairs:
-        known = [_renamed(event, renamed) for event in recomputed]
-        stretches.append((moment, known if _block(moment) in chosen else events.copy()))
-    both = [(events, [_renamed(event, renamed) for event in recomputed]) for _, events, recomputed in pairs]
+        here = renamed_events(recomputed, renamed)
+        stretches.append((moment, here if _block(moment) in chosen else events.copy()))
+    both = [(events, renamed_events(recomputed, renamed)) for _, events, recomputed in pairs]
     weights = set(program.named["weight"].values())
     _free_once(stretches, both, weights)
     return Stage("step", stretches), chosen
@@ -63,24 +62,6 @@ def _block(moment: Moment) -> Block:
     return moment.module_list, moment.block
 
 
-def _renamed(event: int, renamed: dict[int, int]) -> int:
-    return renamed.get(event, event) if event >= 0 else ~renamed.get(~event, ~event)
-
-
-def _unfold_beside(program: Program, full: Tape) -> Stage:
-    """Unfolds a second step whose named buffers (gradients, the batch) are those of the first."""
-    first = {kind: buffers.copy() for kind, buffers in program.named.items()}
-    stage = program.unfold(full, "step")
-    same: dict[int, int] = {}
-    for kind, buffers in first.items():
-        now = program.named[kind]
-        same |= {now[name]: buffer for name, buffer in buffers.items() if now[name] != buffer}
-        now |= buffers
-    return Stage(
-        stage.name, [(moment, [_renamed(event, same) for event in events]) for moment, events in stage.stretches]
-    )
-
-
 def _pairs(without: Stage, with_it: Stage) -> Iterator[Pair]:
     """Stretches of the same moment side by side; where a recording has none (nothing is freed there), an empty one."""
     ours, theirs = without.stretches.copy(), with_it.stretches.copy()
@@ -97,7 +78,7 @@ def _pairs(without: Stage, with_it: Stage) -> Iterator[Pair]:
             yield moment, events, []
 
 
-def _same_in_forward(program: Program, pairs: list[Pair], tape: Tape) -> dict[int, int]:
+def _same_in_forward(program: Program, model: str, pairs: list[Pair]) -> dict[int, int]:
     """A buffer of the checkpointed recording's forward -> the other's, one by one in order."""
     forward = [(events, recomputed) for moment, events, recomputed in pairs if moment.passes == "forward"]
     ours, theirs = ([event for pair in forward for event in pair[which] if event >= 0] for which in (0, 1))
@@ -106,7 +87,7 @@ def _same_in_forward(program: Program, pairs: list[Pair], tape: Tape) -> dict[in
         for one, other in zip(ours, theirs, strict=True)
     )
     if not alike:
-        fault = f"{tape.model} does other work in forward when it is checkpointed, so a part cannot be put together"
+        fault = f"{model} does other work in forward when it is checkpointed, so a part cannot be put together"
         raise NotRecordedError(fault, "use --gradient-checkpointing full or none")
     return dict(zip(theirs, ours, strict=True))
 
@@ -118,7 +99,7 @@ def _size(program: Program, buffer: int) -> object:
 
 def _same_in_backward(program: Program, pairs: list[Pair]) -> dict[int, int]:
     """The same of what leaves its stretch in backward: gradients for the block before, by size and order. Those of
-    weights are one and the same already (`_unfold_beside`), and no other buffer may take their place."""
+    weights are one and the same already (`Program.unfold_beside`), and no other buffer may take their place."""
     found: dict[int, int] = {}
     for moment, events, recomputed in pairs:
         if moment.passes != "backward":

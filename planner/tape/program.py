@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -149,6 +149,22 @@ class Program:
             return _Unfolding(self, tape, first_size, depths, part).stage(piece)
         except KeyError as error:  # a block of a section, or a name
             raise tape.damaged(f"{piece} refers to {error.args[0]}, which is not there") from None
+
+    def unfold_beside(self, tape: Tape, piece: str) -> Stage:
+        """Lays out a piece of a second recording, whose named buffers (gradients, the batch) are those of the first."""
+        first = {kind: buffers.copy() for kind, buffers in self.named.items()}
+        stage = self.unfold(tape, piece)
+        same: dict[int, int] = {}
+        for kind, buffers in first.items():
+            now = self.named[kind]
+            same |= {now[name]: buffer for name, buffer in buffers.items() if now[name] != buffer}
+            now |= buffers
+        return Stage(stage.name, [(moment, renamed_events(events, same)) for moment, events in stage.stretches])
+
+
+def renamed_events(events: Iterable[int], renamed: Mapping[int, int]) -> list[int]:
+    """Events with some buffers replaced by others."""
+    return [renamed.get(event, event) if event >= 0 else ~renamed.get(~event, ~event) for event in events]
 
 
 class Part(NamedTuple):

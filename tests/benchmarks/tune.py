@@ -87,7 +87,7 @@ class Case:
         self.hidden = Hidden.drawn(self.question.gpu, self.seed)
         self.policy = MeasuredPolicy(self.question, self.screen, lambda job, way: True)
         self.space = Search(self.question, self.screen, self.policy)
-        self.runner = SimulatedRunner(self.seed, self.screen.facts, self.screen.lay_out)
+        self.runner = SimulatedRunner(self.seed, self.screen.facts, self.screen.run_cache.lay_out)
         self.still = replace(self.runner, crash=0.0, asked={})
         self.known: dict[tuple[Job, Strategy], float] = {}
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
 from planner.layout.inputs import load_facts
-from planner.layout.run import Run, unfold_recording
+from planner.layout.recorded_run import recorded_step
+from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Strategy
 from planner.tape.program import Stage
@@ -92,8 +93,7 @@ def _keep_beside(run: Run, stage: Stage, nbytes: int) -> None:
 @functools.lru_cache(maxsize=64)
 def _step(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> _Step:
     recordings = load_facts(configuration)
-    run = Run(configuration, recordings, dict(shape))
-    _, step, _ = unfold_recording(run.program, recordings, configuration.strategy)
+    run = recorded_step(configuration, recordings)
     sizes = run.program.bytes_of(dict(shape))
-    held = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in step.ops)
+    held = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in run.step.ops)
     return _Step(max(held), sum(sizes[buffer] for buffer in run.named("gradient").values()))

@@ -20,7 +20,8 @@ from planner.catalog.shapes import job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.layout.inputs import load_facts
-from planner.layout.run import Run, unfold_recording
+from planner.layout.recorded_run import recorded_step
+from planner.layout.run import Run
 from planner.layout.unpriced import refuse_unpriced
 from planner.search.screening import Screen, allocated_peak
 from planner.search.space import most_swapped
@@ -193,7 +194,7 @@ def looked(job: Job, **strategy: Any) -> int:
     """Allocated peak of training alone: what is encoded before it needs more than a short clip does."""
     configuration = Configuration.of(job, Strategy.read(strategy), CARD)
     found = load_facts(configuration)
-    return allocated_peak(SCREEN.lay_out(configuration, found, shape_of(WAN, job), "vplan"))[0]
+    return allocated_peak(SCREEN.run_cache.lay_out(configuration, found, shape_of(WAN, job), "vplan"))[0]
 
 
 def wan(method: str, **shape: int) -> Job:
@@ -233,9 +234,8 @@ def test_a_gradient_is_no_other_tensor_where_some_blocks_are_checkpointed() -> N
     model = lookup.model("mochi-1")
     job, machine = job_for(model, {"method": "full", "frames": 25}), Machine(gpu="b200")
     strategy = resolve(job, Strategy(gradient_checkpointing="partial", checkpointed_blocks=42), machine)
-    run = Run(Configuration(job, strategy, machine), load_facts(Configuration.of(job, strategy, machine)))
-    _, step, _ = unfold_recording(run.program, run.facts, strategy)
-    assert not {~event for event in step.ops if event < 0} & set(run.named("gradient").values())
+    run = recorded_step(Configuration(job, strategy, machine), load_facts(Configuration.of(job, strategy, machine)))
+    assert not {~event for event in run.step.ops if event < 0} & set(run.named("gradient").values())
 
 
 @given(ANY, st.integers(0, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))

@@ -66,7 +66,7 @@ def test_a_simulated_probe_gives_one_too() -> None:
     asks = question("80GB", batch_size=4)
     strategy = asks.strategy.replace(gradient_checkpointing="none")
     plan = Plan(job=asks.job, strategy=strategy, machine=asks.machine.replace(host_ram=64 * GIB))
-    row = SimulatedRunner(0, SCREEN.facts, SCREEN.lay_out, 0.0).run(plan, steps=3, time_limit=1e6)
+    row = SimulatedRunner(0, SCREEN.facts, SCREEN.run_cache.lay_out, 0.0).run(plan, steps=3, time_limit=1e6)
     assert row.measured.outcome == "ok" and row.measured.device_bytes is not None
     trace = trace_of(row.to_json())
     assert trace is not None and set(trace.phases) == {"train", "optimizer"}

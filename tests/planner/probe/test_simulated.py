@@ -29,7 +29,7 @@ def plan(gpu: str = "24GB", host: int = 32 * GIB, batch: int = 1, **strategy: ob
 
 
 def runner(seed: int = 0, crash: float = 0.0) -> SimulatedRunner:
-    return SimulatedRunner(seed, SCREEN.facts, SCREEN.lay_out, crash)
+    return SimulatedRunner(seed, SCREEN.facts, SCREEN.run_cache.lay_out, crash)
 
 
 @pytest.mark.parametrize("module", [planner.probe.simulated_truth, planner.probe.simulated])

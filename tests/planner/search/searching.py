@@ -62,7 +62,7 @@ def asked() -> Question:
 def worker(folder: Path, storage: str | None = None, seed: int = SEED, asks: Question | None = None) -> Tuning:
     """A worker of a study that takes three probes, one of which runs out."""
     asks = asks or asked()
-    runner = Written(SimulatedRunner(seed, SCREEN.facts, SCREEN.lay_out, crash=0.0), folder / "probed.txt")
+    runner = Written(SimulatedRunner(seed, SCREEN.facts, SCREEN.run_cache.lay_out, crash=0.0), folder / "probed.txt")
     study = Study(storage or str(folder / "study.journal"), "a-study", QUESTION)
     setup = Setup.of(environment(asks.gpu, seed, ""))
     return Tuning(Tuner(asks, SCREEN, Goal()), study, runner, Ledger(folder / "ledger.jsonl"), LIMITS, setup)

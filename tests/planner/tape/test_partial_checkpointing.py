@@ -46,7 +46,7 @@ def test_put_together_is_as_recorded(model: str, name: str, count: int) -> None:
     plain, full = (shallow(tape(model, known)) for known in (name, name.replace("none", "full")))
     program = Program()
     load = program.unfold(plain, "load")
-    step, blocks = partial(program, plain, full, count)
+    step, blocks = partial(program, model, program.unfold(plain, "step"), program.unfold_beside(full, "step"), count)
     assert sorted(index for _, index in blocks) == list(range(count))
     sizes = program.bytes_of(shape)
 
@@ -69,10 +69,11 @@ def test_all_blocks_are_the_checkpointed_recording_and_more_are_refused() -> Non
     shape = grid(lookup.model("wan2.1-t2v-1.3b"), job_for(lookup.model("wan2.1-t2v-1.3b"), {}))
     program, alone = Program(), Program()
     program.unfold(plain, "load"), alone.unfold(full, "load")
-    step, _ = partial(program, plain, full, 30)
+    stages = program.unfold(plain, "step"), program.unfold_beside(full, "step")
+    step, _ = partial(program, plain.model, *stages, 30)
     other = alone.unfold(full, "step")
     sizes, theirs = program.bytes_of(shape), alone.bytes_of(shape)
     level = [sizes[event] if event >= 0 else -sizes[~event] for event in step.ops]
     assert level == [theirs[event] if event >= 0 else -theirs[~event] for event in other.ops]
     with pytest.raises(VplanError, match="has 30 blocks"):
-        partial(program, plain, full, 31)
+        partial(program, plain.model, *stages, 31)

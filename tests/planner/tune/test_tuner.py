@@ -105,7 +105,10 @@ def test_a_roomy_card_takes_one_probe() -> None:
 
 
 def test_nothing_is_measured_that_is_measured_or_running_and_all_that_is_could_be_better() -> None:
-    search, runner = Tuner(asked(), SCREEN, Goal()), SimulatedRunner(SEED, SCREEN.facts, SCREEN.lay_out, crash=0.0)
+    search, runner = (
+        Tuner(asked(), SCREEN, Goal()),
+        SimulatedRunner(SEED, SCREEN.facts, SCREEN.run_cache.lay_out, crash=0.0),
+    )
     keys, outcomes = [], []
     while found := search.next():
         best = search.best
