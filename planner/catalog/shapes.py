@@ -156,3 +156,8 @@ def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str
         "E": (job.references or model.shape.references) * rows * columns
         + round(shape.frames * model.shape.audio_tokens_per_frame),
     }
+
+
+def grids(model: ModelProfile, job: Job) -> list[dict[str, int]]:
+    """The `grid` of each of the job's shapes."""
+    return [grid(model, job, shape) for shape in job.shapes]

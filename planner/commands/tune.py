@@ -294,7 +294,7 @@ class _Answer:
 
     def _switches(self, found: Estimate) -> list[Switch]:
         """What is switched on; what each did is `suggest`'s to say."""
-        before, after = self.tuning.tuner.search.baseline(found.job), found.strategy
+        before, after = self.tuning.tuner.search.space.baseline(found.job), found.strategy
         fields = [*switched(before, after), *(["checkpointed_blocks"] if after.checkpointed_blocks else [])]
         return [Switch(field, getattr(before, field) or 0, getattr(after, field), 0, 0.0) for field in fields]
 

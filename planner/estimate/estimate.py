@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import alive, held
-from planner.catalog.shapes import grid
+from planner.catalog.shapes import grid, grids
 from planner.estimate import fragmentation, host_ram
 from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
@@ -126,8 +126,7 @@ def replay(
 
     ``earlier``: of a run that may be the same to the byte.
     """
-    job = configuration.job
-    runs = [layout(configuration, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes]
+    runs = [layout(configuration, facts, shape, trainer) for shape in grids(facts.model, configuration.job)]
     if len(runs) == 1:
         return runs[0], reused_replay(runs[0], earlier, cached=cached) or replay_stages(runs[0], cached=cached)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.

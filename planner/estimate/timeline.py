@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.allocator.implementation import CachingAllocator
-from planner.catalog.shapes import grid
+from planner.catalog.shapes import grids
 from planner.estimate.estimate import (
     BREAKDOWN,
     PHASE_MOMENTS,
@@ -80,8 +80,7 @@ class Timeline:
 def laid_out(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> Run:
     """The run of a configuration; with buckets, of the largest shape."""
     job = configuration.job
-    shapes = [grid(facts.model, job, shape) for shape in job.shapes]
-    largest = max(shapes, key=lambda at: at["B"] * at["F"] * at["H"] * at["W"])
+    largest = max(grids(facts.model, job), key=lambda at: at["B"] * at["F"] * at["H"] * at["W"])
     return lay_out(configuration, facts, largest, trainer)
 
 

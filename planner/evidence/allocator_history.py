@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
-from planner.catalog.shapes import grid
+from planner.catalog.shapes import grids
 from planner.errors import VplanError, quoted
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
@@ -169,8 +169,7 @@ def laid_out(plan: Plan) -> Run:
     """The run of a plan at its largest shape: the one that a probe steps."""
     configuration = plan.configuration
     facts = load_facts(configuration)
-    shapes = [grid(facts.model, plan.job, shape) for shape in plan.job.shapes]
-    largest = max(shapes, key=lambda at: at["B"] * (at["F"] * at["H"] * at["W"] + at["T"]))
+    largest = max(grids(facts.model, plan.job), key=lambda at: at["B"] * (at["F"] * at["H"] * at["W"] + at["T"]))
     return lay_out(configuration, facts, largest)
 
 

@@ -5,7 +5,7 @@ A search leaves these out; who types one is told.
 
 from __future__ import annotations
 
-from planner.catalog.shapes import grid
+from planner.catalog.shapes import grids
 from planner.errors import NotEstimatedError
 from planner.layout import attention_kernel, context_parallel
 from planner.layout.run import Facts
@@ -22,7 +22,7 @@ def refuse_unpriced(configuration: Configuration) -> None:
 
 def refuse_untaken(configuration: Configuration, facts: Facts) -> None:
     """Raises a NotEstimatedError for values that the model does not take, before laying the run out would find them."""
-    job, strategy = configuration.job, configuration.strategy
+    strategy = configuration.strategy
     attention_kernel.kernel(strategy, configuration.machine, facts.gpu, facts.step.ops)
-    for shape in job.shapes if strategy.context_parallel > 1 else ():
-        context_parallel.split_plan(facts.model, grid(facts.model, job, shape), strategy.context_parallel)
+    for grid in grids(facts.model, configuration.job) if strategy.context_parallel > 1 else ():
+        context_parallel.split_plan(facts.model, grid, strategy.context_parallel)

@@ -17,7 +17,7 @@ from planner.allocator.implementation import CachingAllocator
 from planner.catalog import lookup
 from planner.catalog.plan_id import row_id
 from planner.catalog.profiles import GpuProfile
-from planner.catalog.shapes import grid
+from planner.catalog.shapes import grids
 from planner.estimate.estimate import Layout
 from planner.evidence.measurement import ProbeRow
 from planner.hardware.memory_trace import POINTS, MemoryTrace, PhaseTrace
@@ -93,10 +93,7 @@ class SimulatedRunner:
         """The runs of a plan, one for each shape of its job."""
         configuration = plan.configuration
         facts = self.facts(configuration)
-        return [
-            self.layout(configuration, facts, grid(facts.model, plan.job, shape), plan.trainer)
-            for shape in plan.job.shapes
-        ]
+        return [self.layout(configuration, facts, grid, plan.trainer) for grid in grids(facts.model, plan.job)]
 
 
 class _Played:

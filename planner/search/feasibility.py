@@ -10,7 +10,6 @@ from __future__ import annotations
 from planner.search.policy import Policy
 from planner.search.question import Question
 from planner.search.screening import QuickEstimate, Screen
-from planner.search.space import most_swapped
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job
 from planner.spec.plan import Estimate
@@ -83,7 +82,3 @@ class Feasibility:
     def has_ram(self, quick: QuickEstimate) -> bool:
         """Whether the host has the RAM that a quick estimate needs."""
         return not self.exceeds_ram(quick.host_ram_bytes)
-
-    def most_swapped(self, job: Job, strategy: ResolvedStrategy) -> int:
-        """The most blocks that may be swapped under a strategy; 0 where the user typed how many, or none can be."""
-        return most_swapped(job, strategy, self.question.model, self.question.fixed)

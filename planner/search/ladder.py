@@ -37,7 +37,7 @@ def quick_estimates(search: Search, job: Job) -> tuple[QuickEstimate, ...]:
 
 def ladder(search: Search, job: Job, estimates: Iterable[QuickEstimate]) -> tuple[QuickEstimate, ...]:
     """Those of the estimates, in a search's order of preference, that need less memory than all before them."""
-    start = search.baseline(job)
+    start = search.space.baseline(job)
     within_ram = [quick for quick in estimates if search.feasibility.has_ram(quick)]
     fastest = min((quick.step_seconds for quick in within_ram), default=1.0)
 

@@ -180,6 +180,6 @@ def longest(
 
 def _ways(search: Search, job: Job, rungs: Iterable[QuickEstimate]) -> list[ResolvedStrategy]:
     """The ladder's, each without swapped blocks and with as many as the RAM holds."""
-    swap = search.baseline(job).swap_blocks
+    swap = search.space.baseline(job).swap_blocks
     bare = dict.fromkeys(rung.strategy.replace(swap_blocks=swap) for rung in rungs)
     return list(dict.fromkeys([*bare, *(search.most_in_ram(job, strategy) for strategy in bare)]))

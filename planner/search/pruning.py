@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 
 from planner.search.feasibility import Feasibility
+from planner.search.space import Space
 from planner.spec.job import Job
 from planner.spec.rules import ResolvedStrategy
 
@@ -17,15 +18,16 @@ from planner.spec.rules import ResolvedStrategy
 class Pruning:
     """Decides by lower bounds alone, which are known sooner than a quick estimate."""
 
-    def __init__(self, feasibility: Feasibility) -> None:
+    def __init__(self, feasibility: Feasibility, space: Space) -> None:
         self.feasibility = feasibility
+        self.space = space
         self.question = feasibility.question
         self.screen = feasibility.screen
         self._short_of_ram: dict[tuple[Job, ResolvedStrategy], bool] = {}
 
     def never_fits(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether this verdict is ruled out, however many blocks are swapped."""
-        if not self.feasibility.most_swapped(job, strategy):
+        if not self.space.most_swapped(job, strategy):
             return self.above_budget(job, strategy, verdict) or self.short_of_ram(job, strategy)
         if self.question.learned.proofs:  # some number of swapped blocks may have been tried
             return False
@@ -34,7 +36,7 @@ class Pruning:
 
     def weights_force_swap(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether the weights alone rule this verdict out where no blocks are swapped, and some may be."""
-        if not self.feasibility.most_swapped(job, strategy) or self._was_run(job, strategy):
+        if self._was_run(job, strategy) or not self.space.most_swapped(job, strategy):
             return False
         nbytes = self.screen.parameter_bytes(self.question.candidate(job, strategy))
         return self.feasibility.exceeds_gpu(nbytes, strategy, verdict)
@@ -42,9 +44,7 @@ class Pruning:
     def must_swap(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether blocks must be swapped to come to a verdict, and may be."""
         untried = not self.question.learned.proofs
-        return (
-            untried and bool(self.feasibility.most_swapped(job, strategy)) and self.above_budget(job, strategy, verdict)
-        )
+        return untried and bool(self.space.most_swapped(job, strategy)) and self.above_budget(job, strategy, verdict)
 
     def above_budget(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether the GPU's memory rules out this strategy, and with fewer swapped blocks."""
@@ -58,13 +58,13 @@ class Pruning:
 
     def floor_bytes(self, job: Job, strategy: ResolvedStrategy) -> int:
         """A lower bound of device bytes, with as many blocks swapped as the host's RAM holds."""
-        if self.feasibility.most_swapped(job, strategy):
+        if self.space.most_swapped(job, strategy):
             strategy = self._most_in_ram(job, strategy) or strategy
         return self.screen.floor_bytes(self.question.candidate(job, strategy))
 
     def short_of_ram(self, job: Job, strategy: ResolvedStrategy) -> bool:
         """Whether the host's RAM rules out a strategy whose blocks cannot be swapped."""
-        if self.question.machine.host_ram is None or self.feasibility.most_swapped(job, strategy):
+        if self.question.machine.host_ram is None or self.space.most_swapped(job, strategy):
             return False
         if self._was_run(job, strategy):
             return False
@@ -85,7 +85,7 @@ class Pruning:
             swapped = strategy.replace(swap_blocks=blocks)
             return self.feasibility.exceeds_ram(self.screen.floor_ram_bytes(self.question.candidate(job, swapped)))
 
-        counts = range(self.feasibility.most_swapped(job, strategy) + 1)
+        counts = range(self.space.most_swapped(job, strategy) + 1)
         held = bisect.bisect_left(counts, True, key=exceeds)
         return strategy.replace(swap_blocks=held - 1) if held else None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import held
-from planner.catalog.shapes import grid
+from planner.catalog.shapes import grid, grids
 from planner.errors import NotEstimatedError
 from planner.estimate import host_ram
 from planner.estimate.estimate import outside_bytes
@@ -89,11 +89,11 @@ class Screen:
         """Seconds of a step's passes if nothing had to be moved: never more than a quick estimate's, and
         known sooner."""
         facts = self.facts(configuration)
-        partly = facts.checkpointed is not None  # laid out only where that says which blocks are checkpointed
-        runs = [
-            self.run_cache.untransformed(configuration, facts, where) if partly else Run(configuration, facts, where)
-            for where in _grids(configuration, facts)
-        ]
+        shapes = grids(facts.model, configuration.job)
+        if facts.checkpointed is None:
+            runs = [Run(configuration, facts, where) for where in shapes]
+        else:  # which blocks are checkpointed is known once it is laid out
+            runs = [self.run_cache.untransformed(configuration, facts, where) for where in shapes]
         works = [StepWork(self.run_cache.passes(run)[0]) for run in runs]
         return max(step_seconds(configuration, work, facts.gpu, Traffic()).total for work in works)
 
@@ -144,7 +144,7 @@ class Screen:
         if others or not lower_bounds.is_walked(configuration.job, configuration.strategy):
             return []
         facts, steps = self.facts(configuration), []
-        for where in _grids(configuration, facts):
+        for where in grids(facts.model, configuration.job):
             key = (id(facts.step), *where.values())
             if key not in self._floors:
                 self._floors[key] = lower_bounds.walked(facts.step, where)
@@ -177,13 +177,15 @@ class Screen:
         if configuration.strategy.context_parallel > 1:  # what waits there is divided once it is laid out
             return self.quick_estimate(configuration).host_ram_bytes
         facts = self.facts(configuration)
-        runs = (self.run_cache.untransformed(configuration, facts, where) for where in _grids(configuration, facts))
+        runs = (
+            self.run_cache.untransformed(configuration, facts, where) for where in grids(facts.model, configuration.job)
+        )
         return max(host_ram.ram_bytes(run, configuration.machine) for run in runs)
 
     def encoding_bytes(self, configuration: Configuration) -> int:
         """Device bytes of what is cached before training, at the worst of the job's shapes, and at the most."""
         facts = self.facts(configuration)
-        runs = (Run(configuration, facts, where) for where in _grids(configuration, facts))
+        runs = (Run(configuration, facts, where) for where in grids(facts.model, configuration.job))
         encodings = [encoding for run in runs for encoding in encoding_runs(run)]
         peaks = (
             replay_encoding(encoding).reserved_peak_bytes + encoding.device.split_bytes["encode"]
@@ -217,11 +219,6 @@ class Screen:
         states = run.total_bytes(run.named("optimizer").values())
         states *= run.trained_experts
         return QuickEstimate(configuration.strategy, allocated, device, ram, seconds, in_optimizer, states)
-
-
-def _grids(configuration: Configuration, facts: Facts) -> list[dict[str, int]]:
-    """The job's shapes as its model counts them."""
-    return [grid(facts.model, configuration.job, shape) for shape in configuration.job.shapes]
 
 
 def allocated_peak(run: Run, base: TapeSizes | None = None) -> tuple[int, bool]:

@@ -25,7 +25,7 @@ from planner.search.policy import EstimatePolicy, Policy
 from planner.search.pruning import Pruning
 from planner.search.question import Question, Suggestion, Switch
 from planner.search.screening import QuickEstimate, Screen
-from planner.search.space import baseline, effort, strategies, switched
+from planner.search.space import Space, effort, switched
 from planner.search.swap_count import SwapCount
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job
@@ -45,16 +45,15 @@ class Search:
         self.question = question
         self.screen = screen
         self.policy = policy or EstimatePolicy(question)
+        self.space = Space(question)
         self.feasibility = Feasibility(question, screen, self.policy)
-        self.pruning = Pruning(self.feasibility)
+        self.pruning = Pruning(self.feasibility, self.space)
         self.swap_count = SwapCount(self.feasibility, self.pruning)
         self.missing: NotEstimatedError | None = None
         """Why the first strategy that could not be estimated could not."""
         self.chosen: Assessment | None = None
         """The plan of the last `best`, with its replay."""
         self._latest: Assessment | None = None
-        self._strategies: dict[tuple[Job, bool], dict[ResolvedStrategy, bool]] = {}
-        self._baselines: dict[Job, ResolvedStrategy] = {}
         self._estimates: dict[tuple[Job, ResolvedStrategy], Estimate] = {}
         self._tiled: dict[Job, bool] = {}
 
@@ -83,8 +82,8 @@ class Search:
 
     def candidates(self, job: Job, lossy: bool | None = None) -> list[ResolvedStrategy]:
         """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
-        recorded = []
-        for strategy, is_lossy in self._allowed(job, self.needs_tiles(job)).items():
+        recorded, tiled = [], self.needs_tiles(job)
+        for strategy, is_lossy in self.space.strategies(job, tiled).items():
             if lossy in (None, is_lossy):
                 try:
                     self.screen.facts(self.question.candidate(job, strategy))
@@ -101,14 +100,6 @@ class Search:
         where = grid(self.question.model, job)
         return bool(tapes) and all(where[name] == fixed for name, fixed in tapes[0].regime.items())
 
-    def _allowed(self, job: Job, tiled: bool) -> dict[ResolvedStrategy, bool]:
-        """Strategy -> whether it is lossy, of all that nothing forbids."""
-        if (job, tiled) not in self._strategies:
-            question = self.question
-            allowed = strategies(job, question.strategy, question.machine, question.fixed, tiled)
-            self._strategies[job, tiled] = {strategy: bool(strategy.lossy_fields(job)) for strategy in allowed}
-        return self._strategies[job, tiled]
-
     def needs_tiles(self, job: Job) -> bool:
         """Whether the clip, cached whole by the VAE, would need more than the card gives."""
         question = self.question
@@ -116,7 +107,7 @@ class Search:
             return False
         if job not in self._tiled:
             needed = 0  # asked of any that is allowed, and not where what is typed contradicts itself
-            any_plain = next(iter(self._allowed(job, False)))
+            any_plain = next(iter(self.space.strategies(job, False)))
             with contextlib.suppress(NotEstimatedError):  # of another precision, say: `candidates` notes why
                 needed = self.screen.encoding_bytes(question.candidate(job, any_plain))
             self._tiled[job] = margin.interval(needed, sides=question.sides)[1] > question.budget_bytes
@@ -129,7 +120,10 @@ class Search:
 
         ``below``: device bytes that their quick estimates must stay below, which may change behind each plan.
         """
-        start = self.baseline(job)
+        candidates = self.candidates(job, lossy)
+        floors = [(one, self.screen.floor_seconds(self.question.candidate(job, one))) for one in candidates]
+        fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
+        start = self.space.baseline(job)
         tie = itertools.count()
         failed: set[ResolvedStrategy] = set()  # replayed, and short of the verdict
         infeasible = Infeasible(self.feasibility, self.swap_count, job, verdict)
@@ -146,11 +140,6 @@ class Search:
             work = effort(start, strategy.replace(swap_blocks=1) if swaps else strategy)
             heapq.heappush(queue, ((engine, speed, work, memory), next(tie), strategy, quick))
 
-        floors = [
-            (strategy, self.screen.floor_seconds(self.question.candidate(job, strategy)))
-            for strategy in self.candidates(job, lossy)
-        ]
-        fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
         for candidate, seconds in floors:
             push(candidate, seconds, None)
         # A strategy comes first by its bound, then by its quick estimate; and again, with more swapped blocks, where a
@@ -181,13 +170,6 @@ class Search:
                 infeasible.add(bare)
             elif quick.strategy not in failed:
                 push(quick.strategy, quick.step_seconds, quick)
-
-    def baseline(self, job: Job) -> ResolvedStrategy:
-        """The strategy with nothing switched on but what the user typed."""
-        if job not in self._baselines:
-            question = self.question
-            self._baselines[job] = baseline(job, question.strategy, question.machine, question.fixed)
-        return self._baselines[job]
 
     def quick_estimate(self, job: Job, strategy: ResolvedStrategy) -> QuickEstimate:
         """Memory and step seconds of a strategy for a job, without a replay."""
@@ -311,7 +293,7 @@ class Search:
 
         By quick estimates: what fragmentation takes or gives on the way is left out.
         """
-        job, state = plan.job, self.baseline(plan.job)
+        job, state = plan.job, self.space.baseline(plan.job)
         last = self._try_quick_estimate(job, state) or self._quick_estimate_of(plan)
         switches = []
         for field in switched(state, plan.strategy):

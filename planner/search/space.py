@@ -12,11 +12,40 @@ from collections.abc import Collection, Iterator
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import ContradictionError
+from planner.search.question import Question
 from planner.spec.combinations.contradictions import contradictions
 from planner.spec.combinations.search_exclusions import SearchCandidate, exclusions
 from planner.spec.configuration import Configuration
 from planner.spec.job import NOTES, Job, Machine, Method, Strategy
 from planner.spec.rules import ResolvedStrategy, resolve
+
+
+class Space:
+    """The strategies that one question allows, kept for each job it is asked about."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self._strategies: dict[tuple[Job, bool], dict[ResolvedStrategy, bool]] = {}
+        self._baselines: dict[Job, ResolvedStrategy] = {}
+
+    def baseline(self, job: Job) -> ResolvedStrategy:
+        """The strategy with nothing switched on but what the user typed."""
+        if job not in self._baselines:
+            question = self.question
+            self._baselines[job] = baseline(job, question.strategy, question.machine, question.fixed)
+        return self._baselines[job]
+
+    def strategies(self, job: Job, tiled: bool) -> dict[ResolvedStrategy, bool]:
+        """Strategy -> whether it is lossy, of all that nothing forbids. ``tiled``: as for `strategies`."""
+        if (job, tiled) not in self._strategies:
+            question = self.question
+            allowed = strategies(job, question.strategy, question.machine, question.fixed, tiled)
+            self._strategies[job, tiled] = {strategy: bool(strategy.lossy_fields(job)) for strategy in allowed}
+        return self._strategies[job, tiled]
+
+    def most_swapped(self, job: Job, strategy: ResolvedStrategy) -> int:
+        """The most blocks that may be swapped under a strategy; 0 where the user typed how many, or none can be."""
+        return most_swapped(job, strategy, self.question.model, self.question.fixed)
 
 
 def _in_turn(*methods: Method) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ class SwapCount:
             return strategy
         key = (job, strategy)
         if key not in self._most:
-            last = self.feasibility.most_swapped(job, strategy)
+            last = self.pruning.space.most_swapped(job, strategy)
             self._most[key] = strategy.replace(swap_blocks=self._most_held(job, strategy, last)) if last else strategy
         return self._most[key]
 
