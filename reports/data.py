@@ -176,7 +176,7 @@ class Builder:
         """The nearest measured rows of the model, and the plan's own evidence, each compared with its prediction."""
         predicted = self.estimate()
         of_plan = accuracy.compare(
-            [evidence_row(self.plan, entry) for entry in self.plan.evidence],
+            [evidence_row(self.plan, entry) for entry in self.plan.evidence if not entry.env.is_virtual],
             lambda *_: Prediction.of(predicted),
             lambda *_: 0,
         )

@@ -6,14 +6,15 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 from planner.catalog import lookup, user_data
 from planner.catalog.plan_id import row_id
+from planner.commands import USAGE
 from planner.commands._shared import render
 from planner.commands._shared.progress import Progress
 from planner.commands._shared.request import TypedQuestion, request_options
@@ -31,7 +32,7 @@ from planner.commands._shared.verb import (
     write_report,
 )
 from planner.errors import VplanError
-from planner.evidence.measurement import Setup
+from planner.evidence.measurement import REHEARSED, Setup
 from planner.launch.supported import check_computers
 from planner.layout.inputs import load_facts
 from planner.search.objectives import PREFERRED, chosen_objective
@@ -57,8 +58,8 @@ FAILED = 4
 """Exit code: the processes we started failed for another reason than memory."""
 
 NO_GPU = (
-    "tune measures real runs and needs an NVIDIA GPU, but none responds: "
-    "`vplan suggest` answers by estimate alone, and `vplan tune --runner simulate` shows a search"
+    "tune measures real runs and needs an NVIDIA GPU, but none responds: `vplan suggest` answers by estimate alone, "
+    "`vplan tune --runner rehearse` proves a plan on a virtual GPU, and --runner simulate shows a search"
 )
 
 
@@ -68,7 +69,7 @@ NO_GPU = (
         "vplan tune wan2.1-t2v-1.3b --gpu 24GB --frames 81 -o plan.toml",
         "vplan tune plan.toml --prefer batch --max-minutes 30",
         "vplan tune wan2.1-t2v-14b --gpu h100 --storage postgresql://me@db/vplan",
-        "vplan tune wan2.1-t2v-1.3b --runner simulate --gpu 24GB --frames 81",
+        "vplan tune wan2.1-t2v-1.3b --runner rehearse --gpu 24GB --frames 81",
     ),
 )
 @request_options(searched=True)
@@ -110,9 +111,15 @@ NO_GPU = (
 @click.option(
     "--runner",
     "runner_name",
-    type=click.Choice(["real", "simulate"]),
+    type=click.Choice(["real", "rehearse", "simulate"]),
     default="real",
-    help="simulate: use no GPU, but a simulated machine drawn from --seed.  [default: real]",
+    help="rehearse: use no GPU, but a virtual one, for memory alone; simulate: a simulated machine drawn from --seed.  "
+    "[default: real]",
+)
+@click.option(
+    "--python",
+    metavar="PATH",
+    help="Python with the CUDA wheel of PyTorch, for rehearse.  [default: VPLAN_CUDA_PYTHON]",
 )
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, metavar="N", help="Seed of the simulated machine.")
 @output_option("the plan")
@@ -131,10 +138,13 @@ def command(
 
     Options you set stay fixed; the rest is searched. Each probe runs real steps in a fresh process. Run the same
     command again to resume the study; run it on several nodes with one --storage URL to share the work (on a node with
-    several GPUs, give each worker its own with CUDA_VISIBLE_DEVICES). Exit code 3: nothing fits; 4: the probes failed
-    for another reason.
+    several GPUs, give each worker its own with CUDA_VISIBLE_DEVICES). With --runner rehearse the probes run on a
+    virtual GPU and prove that a plan fits, and its speed stays an estimate. Exit code 3: nothing fits; 4: the probes
+    failed for another reason.
     """
     real = said["runner_name"] == "real"
+    if said["python"] is not None and said["runner_name"] != REHEARSED:
+        raise VplanError("--python is for rehearsals", "add --runner rehearse, or leave it out", USAGE)
     gpu = _own_gpu() if real else None
     question = asked.settle(gpu=None if asked.gpu else gpu)  # of --gpu auto the card is known
     question = question._replace(allow_lossy=allow is not None)
@@ -142,13 +152,15 @@ def command(
         raise VplanError(
             f"the plan is for {asked.trainer}, but tune measures vplan's own training step", 'write trainer = "vplan"'
         )
-    if real:
+    if said["runner_name"] != "simulate":
         check_computers(question.machine)
     goal = Goal(chosen_objective(question, prefer))
     screen = Screen(lambda configuration: load_facts(configuration, question.model, question.gpu))
-    tuner = Tuner(question, screen, goal, _applied(question) if real else lambda job, way: True)
+    meter = _meter(screen, gpu, said, question)
+    basis: Literal["rehearsed", "measured"] = "rehearsed" if meter.runner.name == REHEARSED else "measured"
+    tuner = Tuner(question, screen, goal, meter.applicable, basis)
     with (
-        _tuning(tuner, screen, gpu, said, prefer) as (tuning, progress),
+        _tuning(tuner, meter, said, prefer) as (tuning, progress),
         stoppable(lambda: f"{len(tuning.rows)} probes are kept; the same command continues from them"),
     ):
         why = tuning.run(progress.show)
@@ -168,26 +180,50 @@ def _own_gpu() -> str:
     return str(cards[0]["name"])
 
 
-def _setup(gpu: str | None, runner: Runner, question: Question) -> Setup:
-    """On what this worker measures."""
-    if gpu is None:
-        from planner.probe.simulated import SimulatedRunner, environment
+class _Meter(NamedTuple):
+    """What probes plans, on what, and where its rows go."""
 
-        assert isinstance(runner, SimulatedRunner)
-        return Setup.of(environment(question.gpu, runner.seed, "vplan tune"))
-    from planner.hardware.doctor import gpus
-
-    driver, _ = gpus()
-    return Setup(gpu, str(driver["version"]), metadata.version("torch"), metadata.version("diffusers"))
+    runner: Runner
+    setup: Setup
+    ledger: Ledger
+    applicable: Applicable
 
 
-def _applied(question: Question) -> Applicable:
-    """Whether our own step applies a strategy on this machine."""
+def _meter(screen: Screen, gpu: str | None, said: dict[str, Any], question: Question) -> _Meter:
+    """This machine's GPU, a virtual one or a simulated machine. Those that do not exist have ledgers of their own."""
+    from planner.evidence.ledger import Ledger, default_path
+
+    if gpu is not None:
+        from planner.hardware.doctor import gpus
+        from planner.probe.probe import RealRunner
+
+        real = RealRunner(command="vplan tune")
+        driver, _ = gpus()
+        setup = Setup(gpu, str(driver["version"]), metadata.version("torch"), metadata.version("diffusers"))
+        return _Meter(real, setup, Ledger(default_path()), _applied(question, real.python.has))
+    folder = user_data.folder()
+    if said["runner_name"] == REHEARSED:
+        from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter
+
+        interpreter = cuda_interpreter(said["python"])
+        command = f"vplan tune --runner {REHEARSED}"
+        virtual = RehearsalRunner(interpreter=interpreter, command=command, say=lambda line: click.echo(line, err=True))
+        setup, ledger = virtual.setup(question.gpu), Ledger(folder / "rehearsed.jsonl")
+        return _Meter(virtual, setup, ledger, _applied(question, virtual.has))
+    from planner.probe.simulated import SimulatedRunner, environment
+
+    simulated = SimulatedRunner(said["seed"], screen.facts, screen.run_cache.lay_out)
+    setup = Setup.of(environment(question.gpu, simulated.seed, "vplan tune"))
+    return _Meter(simulated, setup, Ledger(folder / "simulated.jsonl"), lambda job, way: True)
+
+
+def _applied(question: Question, has: Callable[[str], bool]) -> Applicable:
+    """Whether our own step applies a strategy, and the Python that runs it has the packages."""
     from planner.launch.launch import libraries
     from planner.launch.supported import settled
 
     def allowed(job: Job, way: Strategy) -> bool:
-        if any(importlib.util.find_spec(package) is None for package in libraries(way)):
+        if not all(map(has, libraries(way))):
             return False
         try:
             settled(Plan(job=job, strategy=way, machine=question.machine))
@@ -199,17 +235,14 @@ def _applied(question: Question) -> Applicable:
 
 
 @contextlib.contextmanager
-def _tuning(
-    tuner: Tuner, screen: Screen, gpu: str | None, said: dict[str, Any], prefer: str
-) -> Iterator[tuple[Tuning, Progress]]:
+def _tuning(tuner: Tuner, meter: _Meter, said: dict[str, Any], prefer: str) -> Iterator[tuple[Tuning, Progress]]:
     """A worker of the question's study, with its progress on stderr."""
     from planner.tune.storage import without_password
     from planner.tune.study import Study
     from planner.tune.worker import Limits, Tuning
 
     question = tuner.question
-    runner, ledger = _runner(screen, gpu, said["seed"])
-    setup = _setup(gpu, runner, question)
+    runner, setup, ledger, _ = meter
     asks = {
         "job": question.job.to_json(),
         "strategy": {name: getattr(question.strategy, name) for name in sorted(question.strategy.model_fields_set)},
@@ -224,19 +257,6 @@ def _tuning(
     tuning = Tuning(tuner, Study(storage, name, asks), runner, ledger, limits, setup)
     with Progress(name, without_password(storage)) as progress:
         yield tuning, progress
-
-
-def _runner(screen: Screen, gpu: str | None, seed: int) -> tuple[Runner, Ledger]:
-    """What measures, and where its rows go: a machine that is not there has a ledger of its own."""
-    from planner.evidence.ledger import Ledger, default_path
-
-    if gpu is not None:
-        from planner.probe.probe import RealRunner
-
-        return RealRunner(command="vplan tune"), Ledger(default_path())
-    from planner.probe.simulated import SimulatedRunner
-
-    return SimulatedRunner(seed, screen.facts, screen.run_cache.lay_out), Ledger(user_data.folder() / "simulated.jsonl")
 
 
 class _Answer:
@@ -301,14 +321,20 @@ class _Answer:
     def _proof(self, best: FinishedProbe) -> str:
         """One line: what the probe took, beside the estimate and the budget."""
         seen, found = best.measured, best.estimate
+        proved = "[bold green]proved[/]"
         step = f"{format_seconds(seen.step_seconds)} per step" if seen.step_seconds else "runs"
+        if self.tuning.tuner.basis == "rehearsed":
+            proved = "[bold green]proved in rehearsal[/]"
+            step = f"{format_seconds(found.step_seconds)} per step (estimated)"
         if seen.device_bytes is None:
-            return f"[bold green]proved[/]: {step}; GPU memory was not measured"
+            return f"{proved}: {step}; GPU memory was not measured"
         took, estimated, budget = map(gib, (seen.device_bytes, found.peak.device_bytes, found.budget_bytes))
-        return f"[bold green]proved[/]: used {took:.2f} GiB of {budget:.2f} (estimated {estimated:.2f}), {step}"
+        return f"{proved}: used {took:.2f} GiB of {budget:.2f} (estimated {estimated:.2f}), {step}"
 
     def _basis(self) -> str:
         """A card of another architecture runs other kernels: what it took is near the truth, not it."""
+        if self.tuning.tuner.basis == "rehearsed":
+            return "rehearsed"
         gpu = self.tuning.setup.gpu if self.tuning.setup else ""
         with contextlib.suppress(VplanError):  # a card that the catalogue does not know
             if lookup.gpu(gpu).architecture != self.question.gpu.architecture:

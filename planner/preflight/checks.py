@@ -124,6 +124,10 @@ def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
         yield Check("versions", "note", "the plan has not been measured yet", "test it here: --probe")
         return
     env = plan.evidence[-1].env
+    if env.is_virtual:
+        words = f"proved in rehearsal with torch {env.torch} and diffusers {env.diffusers}, and not measured yet"
+        yield Check("versions", "note", f"the plan was {words}", "test it here: --probe")
+        return
     driver = doctor.gpus()[0]["version"] if cards else None
     now = {"torch": doctor.package_version("torch"), "diffusers": doctor.package_version("diffusers"), "driver": driver}
     now["gpu"] = cards[0]["name"] if cards else None

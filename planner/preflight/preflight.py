@@ -14,7 +14,7 @@ from typing import Literal
 
 from planner.catalog import lookup
 from planner.catalog.shapes import check_blocks, check_job
-from planner.errors import NotRecordedError, VplanError
+from planner.errors import NotEstimatedError, VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.evidence.ledger import Ledger, default_path
@@ -23,6 +23,7 @@ from planner.launch.supported import settled
 from planner.layout.inputs import load_facts
 from planner.preflight.checks import FAILED, SHORT, Check, Facts, Need, on_data, on_disk, on_host, versions
 from planner.preflight.gpu_wait import cards_of, on_card, wait
+from planner.probe.worker_python import WorkerPython
 from planner.spec.combinations.contradictions import check
 from planner.spec.plan import Estimate, Plan
 from planner.units import format_gib
@@ -90,7 +91,8 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
     cards: list[Facts] = []
     if options.device == "cuda":
         cards = cards_of(plan)
-    estimate, checks = estimated(plan, must=options.device == "cuda" and not options.probe)
+    rehearses = WorkerPython().is_virtual
+    estimate, checks = estimated(plan, must=options.device == "cuda" and not options.probe and not rehearses)
     # What this very plan took when it was measured on such a card beats what an estimate of it says, but for host RAM.
     need = needed(plan, estimate, cards)
     if (
@@ -105,6 +107,8 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
     if need and cards:
         checks += [entry for card in cards for entry in on_card(card, need)]
     checks += list(on_host(plan, estimate))
+    if rehearses:  # what it takes is what the rehearsal is to find out
+        checks = [each._replace(level="warning") if each.exit_code == SHORT else each for each in checks]
     output = options.output or Path.cwd()
     data, more = on_data(plan, options.data, options.skip_bad) if options.data else ({}, [])
     checks += more
@@ -132,15 +136,15 @@ def ready(plan: Plan) -> Plan:
 
 
 def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
-    """(estimate, checks): the plan estimated again on this version, and whether it fits its own budget. Without a
-    recording: a VplanError with `must`, else None."""
+    """(estimate, checks): the plan estimated again on this version, and whether it fits its own budget. Where nothing
+    is recorded of it: a VplanError with `must`, else None."""
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
         machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine
         configuration = replace(plan.configuration, machine=machine)
         facts = with_learned(load_facts(configuration, profile, card), plan.trainer)
         estimate = assess(configuration, facts, plan.trainer).estimate
-    except NotRecordedError as error:
+    except NotEstimatedError as error:
         if must:
             raise
         return None, [Check("plan", "warning", f"not estimated: {error.message}", error.fix)]

@@ -32,7 +32,7 @@ from planner.launch import launch
 from planner.launch.supported import settled
 from planner.probe.worker_python import WorkerPython
 from planner.spec.job import Machine, Strategy
-from planner.spec.plan import Environment, Measured, Outcome, Plan
+from planner.spec.plan import VIRTUAL, Environment, Measured, Outcome, Plan
 from planner.worker_process import (
     REQUEST,
     SCRATCH,
@@ -147,7 +147,7 @@ def rehearsed(row: ProbeRow) -> ProbeRow:
 
     Without what only a real machine knows: seconds, and host RAM, where weights on virtual cards take none.
     """
-    env = row.env.replace(gpu=f"virtual {row.env.gpu}", driver="virtual")
+    env = row.env.replace(gpu=f"{VIRTUAL} {row.env.gpu}", driver=VIRTUAL)
     details = {name: value for name, value in row.details.items() if name not in UNTRUE}
     measured = row.measured.replace(step_seconds=None, host_bytes=None)
     return row.replace(measured=measured, env=env, runner=REHEARSED, details=details)

@@ -1,4 +1,4 @@
-"""Whatever can measure a plan: our own GPU, or a machine that is simulated. Searches know no more of it than this."""
+"""Whatever can measure a plan: our own GPU, a virtual one, or a machine that is simulated. Searches know no more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Runner(Protocol):
 
     @property
     def name(self) -> str:
-        """`real` or `simulate`; it is written into the row."""
+        """`real`, `rehearse` or `simulate`; it is written into the row."""
 
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         """A few steps of the plan: `steps` steady ones are timed, and all of it ends within `time_limit` seconds, a

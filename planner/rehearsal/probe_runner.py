@@ -13,16 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planner.catalog import lookup
+from planner.catalog.profiles import GpuProfile
 from planner.errors import VplanError
-from planner.evidence.measurement import REHEARSED, ProbeRow
+from planner.evidence.measurement import REHEARSED, ProbeRow, Setup
 from planner.launch import launch
 from planner.probe.probe import RealRunner, probe
 from planner.probe.worker_python import WorkerPython
 from planner.rehearsal.cards import read_table
 from planner.rehearsal.compiler import libraries_for
 from planner.rehearsal.interpreter import Interpreter, interpreter_of
+from planner.rehearsal.ram_guard import RamGuard, spare_ram
 from planner.rehearsal.rehearsal import Rehearsal, environment_with_cards
-from planner.spec.plan import Plan
+from planner.spec.plan import VIRTUAL, Plan
 
 VARIABLE = "VPLAN_CUDA_PYTHON"
 """Environment variable that names a Python with PyTorch's CUDA wheel."""
@@ -130,6 +132,16 @@ class RehearsalRunner(RealRunner):
     def name(self) -> str:
         return REHEARSED
 
+    def has(self, module: str) -> bool:
+        """Whether its Python can import a module of that name."""
+        return module in _packages(self.interpreter.path).modules
+
+    def setup(self, card: GpuProfile) -> Setup:
+        """On what its rows of a card are taken, as they say it."""
+        versions = _packages(self.interpreter.path).versions
+        name = f"{VIRTUAL} NVIDIA {card.title}"
+        return Setup(name, VIRTUAL, versions.get("torch", "unknown"), versions.get("diffusers", "unknown"))
+
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         libraries = libraries_for(self.interpreter, say=self.say)
         card = lookup.parse_gpus(plan.machine.gpu)[1]
@@ -139,7 +151,8 @@ class RehearsalRunner(RealRunner):
             (folder / "tmp").mkdir()
             python = _VirtualPython(self.interpreter, environment_with_cards(rehearsal, folder, libraries))
             runner = replace(self, python=python)
-            row = probe(plan, runner, steps=steps, time_limit=time_limit, encode=encode or self.encode)
+            with RamGuard(spare_ram()):
+                row = probe(plan, runner, steps=steps, time_limit=time_limit, encode=encode or self.encode)
             device_bytes = max(read_table(folder).card_peaks)
         # As the cards counted: a probe samples NVML, and can miss a short peak.
         return row.replace(measured=row.measured.replace(device_bytes=device_bytes or None))

@@ -27,6 +27,7 @@ from planner.rehearsal.interpreter import Interpreter
 from planner.rehearsal.live_memory import ProcessMemory, read_histories
 from planner.rehearsal.observations import Observed, read_observed
 from planner.rehearsal.process_tree import adopt_orphans, end_all, host_bytes
+from planner.rehearsal.ram_guard import spare_ram
 from planner.worker_process import unwind_on_sigterm
 
 OBSERVER = Path(__file__).resolve().parents[2] / "trainers" / "observer" / "entry"
@@ -46,8 +47,6 @@ PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 TICK_SECONDS = 0.25
 STRAGGLER_SECONDS = 120.0
 """How long ranks that have done their steps are held for one that has not."""
-OWN_RAM_SHARE = 0.9
-"""Of the RAM that is free on this machine: a run that takes more is ended."""
 
 Ending = Literal["done", "steps", "failed", "time", "host-ram", "machine-ram"]
 """done: exit code 0; steps: all ranks did theirs; host-ram: over the limit; machine-ram: over what is free here."""
@@ -171,7 +170,7 @@ def _start(rehearsal: Rehearsal, folder: Path, output: int) -> subprocess.Popen[
 def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path) -> RehearsalOutcome:
     """Watch until one of the endings; the processes may still be there."""
     start = time.monotonic()
-    spare = int(psutil.virtual_memory().available * OWN_RAM_SHARE)
+    spare = spare_ram()
     limit = min(spare, rehearsal.host_ram) if rehearsal.host_ram else spare
     peak = pinned_peak = 0
     first_done: float | None = None

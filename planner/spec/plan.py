@@ -102,6 +102,11 @@ class HostPeak(Record):
     """at that phase"""
 
 
+Basis = Literal["recorded", "nearby", "rehearsed", "measured"]
+"""What an estimate rests on, the surest last: recordings, measurements of other plans or cards, a run of this plan on
+virtual cards, a run on such a card."""
+
+
 class Estimate(Record):
     """What a job under a strategy on a machine will take: peaks by phase in bytes, host RAM, step seconds, the verdict
     and its range."""
@@ -131,7 +136,7 @@ class Estimate(Record):
     low_bytes: Bytes
     high_bytes: Bytes
     """the peak lies between the two"""
-    basis: Literal["recorded", "nearby", "measured"]
+    basis: Basis
     lossy: tuple[str, ...] = ()
     """names of the strategy's fields that lose precision"""
     attention_kernel: str
@@ -179,6 +184,10 @@ class Measured(Record):
     """times the allocator had to empty its cache to serve a request: above 0 the run is at the edge"""
 
 
+VIRTUAL = "virtual"
+"""The driver of a rehearsed run, and what stands before the name of its card."""
+
+
 class Environment(Record):
     """The card, driver and library versions that a measurement was taken with."""
 
@@ -190,6 +199,11 @@ class Environment(Record):
     command: str
     time: str
     """ISO 8601, UTC"""
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether its cards did not exist: such a run has no seconds, and counts as no measurement."""
+        return self.driver == VIRTUAL
 
 
 class Evidence(Record):

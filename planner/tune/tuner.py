@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from planner.errors import VplanError
 from planner.search.cost import loss
@@ -38,12 +39,19 @@ class Goal:
 
 
 class Tuner:
-    """One search for the best plan that a measurement has proved."""
+    """One search for the best plan that a measurement, or a rehearsal, has proved."""
 
     def __init__(
-        self, question: Question, screen: Screen, goal: Goal, applicable: Applicable = lambda job, strategy: True
+        self,
+        question: Question,
+        screen: Screen,
+        goal: Goal,
+        applicable: Applicable = lambda job, strategy: True,
+        basis: Literal["rehearsed", "measured"] = "measured",
     ) -> None:
+        """``basis``: what a finished probe amounts to. A rehearsed one has no seconds, and the estimated ones count."""
         self.question = question
+        self.basis = basis
         self.goal = goal
         self.policy = MeasuredPolicy(question, screen, applicable)
         self.search = Search(question, screen, self.policy)
@@ -116,8 +124,8 @@ class Tuner:
             if estimate and self.goal.size(estimate.job) >= WORTH_A_PROBE * self.goal.size(best.estimate.job):
                 return estimate
         error_model = self.policy.error_model
-        seconds = best.measured.step_seconds
-        assert error_model is not None and seconds is not None
+        seconds = best.measured.step_seconds or best.estimate.step_seconds
+        assert error_model is not None
         lost = self._rank(best)[0]
         for estimate in self.search.by_speed(best.estimate.job, lossy):
             if not self.question.allow_lossy and loss(estimate.job, estimate.strategy) > lost:
@@ -136,7 +144,7 @@ class Tuner:
         """The estimate of a plan with what was measured in its place. The phases are the estimate's still."""
         estimate, measured = best.estimate, best.measured
         device = measured.device_bytes
-        changes: dict[str, object] = {"verdict": "fits", "limit": None, "basis": "measured"}
+        changes: dict[str, object] = {"verdict": "fits", "limit": None, "basis": self.basis}
         if device is not None:
             changes |= {"low_bytes": device, "high_bytes": device}
         if measured.step_seconds is not None:
@@ -154,6 +162,8 @@ class Tuner:
     def _nearby(self, estimate: Estimate) -> Estimate:
         """A plan that was not measured, with its speed as far from the estimate as its neighbour's."""
         assert self.policy.error_model is not None
+        if not self.policy.error_model.ran:  # nobody knows more of its speed than the estimate
+            return estimate
         seconds = self.policy.error_model.seconds(estimate.strategy, estimate.step_seconds)
         return estimate.replace(step_seconds=seconds, step_seconds_high=None, basis="nearby")
 

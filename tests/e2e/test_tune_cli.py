@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,41 @@ def test_without_optuna_the_fix_is_named(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setitem(sys.modules, "optuna", None)
     _, talk = tune(capsys, *ONE, *SHORT, *SIMULATE, code=1)
     assert "needs optuna" in talk and "vplan[train]" in talk
+
+
+# ---- on virtual cards
+
+CUDA_PYTHON = os.environ.get("VPLAN_CUDA_PYTHON", "")
+needs_cuda_wheel = pytest.mark.skipif(
+    not CUDA_PYTHON, reason="needs VPLAN_CUDA_PYTHON: a Python with PyTorch's CUDA wheel (no GPU)"
+)
+
+
+@needs_cuda_wheel
+def test_a_plan_is_proved_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path, home: Path) -> None:
+    path = tmp_path / "plan.toml"
+    words = (*ONE, *SHORT, "--gradient-checkpointing", "full", "--runner", "rehearse", "-o", str(path))
+    page, talk = tune(capsys, *words)
+    page = " ".join(page.split())  # however it wraps
+    assert "proved in rehearsal: used" in page and "per step (estimated)" in page
+    assert "rehearsed 4." in talk and "measured" not in talk
+    plan = read_plan(path)
+    assert plan.estimate is not None and (plan.estimate.basis, plan.estimate.verdict) == ("rehearsed", "fits")
+    (proof,) = plan.evidence
+    assert proof.env.is_virtual and proof.measured.step_seconds is None
+    assert plan.estimate.high_bytes == proof.measured.device_bytes
+    assert 0.98 < proof.measured.device_bytes / plan.estimate.peak.device_bytes < 1.02
+    (line,) = (home / "rehearsed.jsonl").read_text().splitlines()
+    assert json.loads(line)["runner"] == "rehearse"
+    assert not (home / "ledger.jsonl").exists()
+    # Another study takes the row from there; estimates learn nothing from it.
+    again, _ = tune(capsys, *words[:-2], "--study", "again", "--json")
+    found = json.loads(again)
+    assert (found["probes"], found["plan"]["basis"]) == ([], "rehearsed")
+    assert cli.main(["estimate", str(path), "--json"], standalone_mode=False) == 0
+    assert json.loads(capsys.readouterr().out)["basis"] == "recorded"
+
+
+def test_python_is_for_rehearsals(capsys: pytest.CaptureFixture[str]) -> None:
+    _, talk = tune(capsys, *ONE, *SIMULATE, "--python", sys.executable, code=2)
+    assert "--python is for rehearsals" in talk

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from planner.tune.study import StudyTrial
     from planner.tune.worker import Tuning
 
-COLUMNS = ("probe", "plan", ">estimated", ">measured GiB", ">s/step", "outcome")
+COLUMNS = ("probe", "plan", ">estimated", ">took GiB", ">s/step", "outcome")
 
 
 class Progress:
@@ -51,7 +51,9 @@ class Progress:
             if (number, cells[-1]) not in self._said:
                 self._said.add((number, cells[-1]))
                 line = f"[{number}] {cells[1]}: estimated {cells[2]} GiB"
-                seen = f", measured {cells[3]} GiB, {cells[4]} s/step" if cells[3] != "-" else ""
+                took = "rehearsed" if tuning.tuner.basis == "rehearsed" else "measured"
+                seen = f", {took} {cells[3]} GiB" if cells[3] != "-" else ""
+                seen += f", {cells[4]} s/step" if cells[4] != "-" else ""
                 self._console.print(f"{line}{seen}: {cells[-1]}", soft_wrap=True, markup=False)
 
 

@@ -250,6 +250,27 @@ def test_what_was_measured_here_counts_for_more_than_the_estimate(monkeypatch: p
         assert answer["need"]["basis"] == "recorded" and levels(answer)["versions"] == "warning"
 
 
+def test_what_was_rehearsed_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch, [RTX])
+    write_plan(plan(evidence=(proof(7 * GIB, gpu=f"virtual {RTX['Name']}", driver="virtual"),)), "plan.toml")
+    answer = json.loads(run("plan.toml", "--json").stdout)
+    assert (answer["verdict"], answer["need"]["basis"]) == ("go", "recorded")
+    (versions,) = [check for check in answer["checks"] if check["name"] == "versions"]
+    assert versions["level"] == "note" and "proved in rehearsal with torch" in versions["message"]
+
+
+def test_inside_a_rehearsal_memory_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch, [held(16 * GIB)])
+    assert run("plan.toml").exit_code == 3
+    monkeypatch.setenv("VPLAN_GPU_FOLDER", "/nowhere")
+    answer = json.loads(run("plan.toml", "--json").stdout)
+    assert answer["verdict"] == "go" and "error" not in levels(answer).values()
+    unrecorded = plan()
+    write_plan(unrecorded.replace(job=unrecorded.job.replace(text_tokens=777)), "plan.toml")
+    answer = json.loads(run("plan.toml", "--json").stdout)
+    assert answer["verdict"] == "go" and levels(answer)["plan"] == "warning"
+
+
 def test_the_estimate_is_of_the_torch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = []
     for installed in ("2.13", "2.11"):

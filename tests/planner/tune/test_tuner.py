@@ -173,3 +173,19 @@ def test_what_the_runner_cannot_apply_is_not_looked_at() -> None:
     assert first_of(search).strategy.gradient_checkpointing == "full"
     told(search, first_of(search), ran(first_of(search), 0.95))
     assert search.next() is None
+
+
+def test_what_was_rehearsed_has_the_seconds_of_its_estimate() -> None:
+    search = Tuner(question("24GiB"), SCREEN, Goal(), basis="rehearsed")
+    first = first_of(search)
+    probe = told(search, first, ran(first).replace(step_seconds=None))
+    assert probe.proved and search.best is probe and search.value(probe) == first.step_seconds
+    answer = search.answer(probe)
+    assert (answer.basis, answer.step_seconds, answer.high_bytes) == (
+        "rehearsed",
+        first.step_seconds,
+        first.peak.device_bytes,
+    )
+    assert {other.basis for other in search.runners_up(probe)} <= {"recorded"}
+    following = search.next()
+    assert following is None or following.step_seconds * WORTH_A_PROBE <= first.step_seconds

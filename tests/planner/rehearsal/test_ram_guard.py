@@ -1,0 +1,34 @@
+"""What runs below is ended where it takes too much RAM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("elftools")
+
+from planner.errors import VplanError
+from planner.rehearsal.ram_guard import RamGuard, spare_ram
+from planner.units import MIB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a rehearsal needs Linux")
+
+
+def hold(mib: int, seconds: float) -> subprocess.CompletedProcess[bytes]:
+    code = f"import time; held = b'x' * ({mib} << 20); time.sleep({seconds})"
+    return subprocess.run([sys.executable, "-c", code], check=False)
+
+
+def test_too_much_is_ended() -> None:
+    with pytest.raises(VplanError, match="of RAM, and this machine has") as error, RamGuard(100 * MIB):
+        assert hold(300, 60).returncode == -9
+    assert error.value.exit_code == 4
+
+
+def test_what_stays_below_runs_to_its_end() -> None:
+    assert spare_ram() > 0
+    with RamGuard(200 * MIB) as guard:
+        assert hold(20, 0.6).returncode == 0
+    assert guard.exceeded_bytes == 0
