@@ -20,7 +20,8 @@ from planner.estimate.traffic import traffic
 from planner.estimate.work import step_work, total_flops
 from planner.layout import attention_kernel, margin
 from planner.layout.correction import Correction
-from planner.layout.phases import decoder, encoders, validation_grid
+from planner.layout.encoders_vae import decoder, encoders
+from planner.layout.phases import validation_grid
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.layout.single_gpu import NCCL_BYTES

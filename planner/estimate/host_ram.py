@@ -6,18 +6,13 @@ its pages back when they are wanted. What is copied or cast out of it is.
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
-from planner.layout import experts
-from planner.layout.checkpoint_inputs import block_inputs, shared_inputs
+from planner.layout import checkpoint_inputs, encoders_vae, experts, group_offload, phases, single_gpu
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.fp32_masters import master_bytes
-from planner.layout.group_offload import host_copy_bytes
-from planner.layout.phases import encoders, encoding_runs, weights_on_gpu
 from planner.layout.run import Run
 from planner.layout.sharding import nvme
-from planner.layout.single_gpu import ema_bytes
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Machine, Strategy
 from planner.spec.plan import PhaseName
@@ -67,19 +62,70 @@ class HostRam(NamedTuple):
         return self.phases[self.phase]
 
 
+class HostShare(NamedTuple):
+    """What a run's layout keeps in the host RAM of one process, bytes: each part is counted by what puts it there."""
+
+    experts: int
+    """the expert that does not run, or those of its blocks that are swapped"""
+    blocks: int
+    """swapped blocks of the one that runs"""
+    ema: int
+    """the moving average"""
+    components: int
+    """text encoders and the VAE that come to the GPU for each batch"""
+    encoding: int
+    """the most while a text encoder encodes, before the model is there"""
+    groups: int
+    """the model under group offload"""
+    grouping: int
+    """the most while that is applied"""
+    moved: int
+    """the model while it makes room for a validation sample's VAE"""
+    checkpoints: int
+    """inputs of checkpointed blocks"""
+    drive_weights: int
+    """of weights that are on a drive"""
+    drive_states: int
+    """of optimizer states that are on a drive"""
+    drive_saving: int
+    """the same while a checkpoint is written"""
+
+
+def host_share(run: Run) -> HostShare:
+    """The share of a run, which need not be transformed."""
+    moved, encoding = phases.moved_host_bytes(run), phases.encoding_host_bytes(run)
+    groups, grouping = group_offload.model_host_bytes(run)
+    return HostShare(
+        experts=experts.host_bytes(run),
+        blocks=single_gpu.swapped_host_bytes(run),
+        ema=single_gpu.ema_bytes(run) if run.strategy.ema == "cpu" else 0,
+        components=encoders_vae.components_host_bytes(run),
+        encoding=encoding,
+        groups=groups,
+        grouping=grouping,
+        moved=moved,
+        checkpoints=checkpoint_inputs.offloaded_bytes(run),
+        drive_weights=nvme.params_host_bytes(run),
+        drive_states=nvme.optimizer_host_bytes(run),
+        drive_saving=nvme.checkpoint_host_bytes(run),
+    )
+
+
 def host_ram(run: Run, machine: Machine) -> HostRam:
     """Host RAM of one node, phase by phase. What each process holds counts once per GPU; what only rank 0 does counts
     once."""
-    per_process, on_rank_0 = (_sampling(run), {}) if run.samples_only else (_training(run, machine), _rank_0(run))
+    share = host_share(run)
+    per_process = _sampling(run, share) if run.samples_only else _training(run, machine, share)
+    on_rank_0 = {} if run.samples_only else _rank_0(run)
     by_phase: dict[PhaseName, Parts] = {}
     for phase, parts in per_process.items():
         total = {name: nbytes * machine.gpus for name, nbytes in {"process": PROCESS_BYTES, **parts}.items()}
         for name, nbytes in on_rank_0.get(phase, {}).items():
             total[name] = total.get(name, 0) + nbytes
         by_phase[phase] = {name: nbytes for name, nbytes in total.items() if nbytes}
-    phases = {phase: sum(parts.values()) for phase, parts in by_phase.items()}
-    top = max(reversed(phases), key=phases.__getitem__)
-    return HostRam(top, phases, by_phase[top])
+    totals = {phase: sum(parts.values()) for phase, parts in by_phase.items()}
+    top = max(reversed(totals), key=totals.__getitem__)
+    return HostRam(top, totals, by_phase[top])
 
 
 def ram_bytes(run: Run, machine: Machine) -> int:
@@ -90,24 +136,18 @@ def ram_bytes(run: Run, machine: Machine) -> int:
 # ---- training
 
 
-def _training(run: Run, machine: Machine) -> dict[PhaseName, Parts]:
-    strategy = run.strategy
-    held = _held(run, machine)
-    phases: dict[PhaseName, Parts] = {}
-    if waiting := _waiting(run):
-        phases["encode"] = {"weights": waiting}
-    phases["load"] = {"weights": held["weights"], "ema": held["ema"], "loading": _loading(run)}
-    phases["train"] = held
-    if strategy.validation_mode != "off":
-        # Where nothing is transformed yet, what is swapped is still there.
-        swapped = set(_swapped(run)) if strategy.swap_blocks else set()
-        model = run.total_bytes(buffer for buffer in weights_on_gpu(run) if buffer not in swapped)
-        grouped, applying = _groups(run)
-        phases["denoise"] = {**held, "weights": held["weights"] + max(grouped, applying)}
-        moved = grouped if strategy.group_offload != "none" else model if strategy.validation_mode == "offload" else 0
-        phases["decode"] = {**held, "weights": held["weights"] + moved}
-    phases["save"] = {**held, "saving": nvme.checkpoint_host_bytes(run)}
-    return phases
+def _training(run: Run, machine: Machine, share: HostShare) -> dict[PhaseName, Parts]:
+    held = _held(run, machine, share)
+    by_phase: dict[PhaseName, Parts] = {}
+    if share.encoding:
+        by_phase["encode"] = {"weights": share.encoding}
+    by_phase["load"] = {"weights": held["weights"], "ema": held["ema"], "loading": _loading(run)}
+    by_phase["train"] = held
+    if run.strategy.validation_mode != "off":
+        by_phase["denoise"] = {**held, "weights": held["weights"] + max(share.groups, share.grouping)}
+        by_phase["decode"] = {**held, "weights": held["weights"] + share.groups + share.moved}
+    by_phase["save"] = {**held, "saving": share.drive_saving}
+    return by_phase
 
 
 def _rank_0(run: Run) -> dict[PhaseName, Parts]:
@@ -116,36 +156,31 @@ def _rank_0(run: Run) -> dict[PhaseName, Parts]:
     With a moving average validation runs on it, and the trained weights wait (diffusers ``EMAModel.store`` copies them
     to the CPU, ``copy_to`` writes over them on the GPU).
     """
-    stored = trained_bytes(run) if run.strategy.ema != "none" else 0
+    stored = run.trained_bytes if run.strategy.ema != "none" else 0
     return {"denoise": {"ema": stored}, "decode": {"ema": stored}, "save": {"saving": _saving(run)}}
 
 
-def _held(run: Run, machine: Machine) -> Parts:
+def _held(run: Run, machine: Machine, share: HostShare) -> Parts:
     """What a process holds throughout training."""
     strategy = run.strategy
-    weights = experts.host_bytes(run) + _swapped_encoders(run)
-    activations, optimizer = run.host.extra_bytes, 0
-    if strategy.gradient_checkpointing == "offload":  # registered with CUDA as they lie (trainers/memory/pinned.py)
-        activations += sum(map(run.total_bytes, block_inputs(run).values()))
-        if run.host.copies_shared_inputs:
-            activations += run.facts.model.blocks * run.total_bytes(shared_inputs(run))
-    if strategy.swap_blocks:  # likewise
-        weights += _swapped_bytes(run)
-    if strategy.offload_optimizer == "nvme":
-        optimizer += nvme.optimizer_host_bytes(run)
-    if strategy.offload_params == "nvme":
-        weights += nvme.params_host_bytes(run)
+    weights = share.experts + share.components + share.blocks + share.drive_weights
+    optimizer = share.drive_states
     if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
-        optimizer += _offloaded_bytes(strategy, machine, trained_bytes(run), run.trained_parameters)
+        optimizer += _offloaded_bytes(strategy, machine, run.trained_bytes, run.trained_parameters)
     if strategy.optimizer in UNPAGED:
         optimizer += run.total_bytes(run.paged_states)
     if strategy.offload_params == "cpu":
         split = 2 * sum(run.elements.values())
         if strategy.sharding == "fsdp":  # with the gradients and two states of what is trained
-            split += 4 * trained_bytes(run) - 2 * run.trained_parameters
+            split += 4 * run.trained_bytes - 2 * run.trained_parameters
         weights += split // machine.world
-    ema = ema_bytes(run) if strategy.ema == "cpu" else 0
-    return {"weights": weights, "activations": activations, "optimizer": optimizer, "ema": ema, "data": _data(run)}
+    return {
+        "weights": weights,
+        "activations": run.host.extra_bytes + share.checkpoints,
+        "optimizer": optimizer,
+        "ema": share.ema,
+        "data": _data(run),
+    }
 
 
 def _offloaded_bytes(strategy: Strategy, machine: Machine, trained: int, parameters: int) -> int:
@@ -184,17 +219,6 @@ def _data(run: Run) -> int:
     return (PREFETCHED * run.host.loader_workers + 1) * grid["B"] * sample
 
 
-def _swapped_bytes(run: Run) -> int:
-    """What the swapped blocks wait with: an engine that splits casts to 16 bits what a recording keeps in fp32."""
-    split = run.strategy.sharding in SPLIT
-    cast = {run.parameters[name]: 2 * elements for name, elements in run.elements.items()} if split else {}
-    return sum(cast.get(buffer, run.sizes[buffer]) for buffer in _swapped(run))
-
-
-def _swapped(run: Run) -> list[int]:
-    return list(itertools.chain.from_iterable(run.swapped_blocks.values()))
-
-
 def _loading(run: Run) -> int:
     """What the weights pass through on their way to the GPU.
 
@@ -222,7 +246,7 @@ def _saving(run: Run) -> int:
     ``cpu_offload``), below it the module is cloned (accelerate ``get_state_dict``, ``clone_tensors_for_torch_save``).
     A moving average is written as a model of its own, made on the CPU in fp32 (diffusers ``EMAModel.save_pretrained``).
     """
-    strategy, trained = run.strategy, trained_bytes(run)
+    strategy, trained = run.strategy, run.trained_bytes
     if strategy.sharding in ("zero-3", "fsdp"):
         beyond = trained - 2 * run.trained_parameters if strategy.sharding == "fsdp" else 0
         return 2 * sum(run.elements.values()) + beyond
@@ -232,69 +256,27 @@ def _saving(run: Run) -> int:
     return average + min(trained, SHARD_BYTES)
 
 
-def trained_bytes(run: Run) -> int:
-    """Bytes of the trained parameters in their storage format, 4 or 2 each."""
-    return (4 if trained_storage(run.job, run.strategy) == "fp32" else 2) * run.trained_parameters
-
-
 # ---- sampling
 
 
-def _sampling(run: Run) -> dict[PhaseName, Parts]:
+def _sampling(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
     """What waits for its turn. With a part that is ``swapped`` the pipeline is whole in host RAM from the start."""
     strategy, vae = run.strategy, run.facts.model.vae
-    grouped, applying = _groups(run)
-    held, model = _held(run, run.machine)["weights"], _weights(run)
+    held, model = _held(run, run.machine, share)["weights"], _weights(run)
     if strategy.vae == "swapped":
         held += int(vae.parameters * BYTES_PER_PARAMETER[strategy.vae_dtype])
-    away = model if strategy.vae == "swapped" and not grouped else 0
+    away = model if strategy.vae == "swapped" and not share.groups else 0
     before = model if strategy.text_encoder == "swapped" else 0
     return {
-        "encode": {"weights": before + max(held, _waiting(run))},
-        "load": {"weights": held + max(applying, grouped), "loading": 0 if grouped else _loading(run)},
-        "denoise": {"weights": held + grouped},
-        "decode": {"weights": held + max(grouped, away)},
+        "encode": {"weights": before + max(held, share.encoding)},
+        "load": {"weights": held + max(share.grouping, share.groups), "loading": 0 if share.groups else _loading(run)},
+        "denoise": {"weights": held + share.groups},
+        "decode": {"weights": held + max(share.groups, away)},
     }
 
 
 def _weights(run: Run) -> int:
     return run.total_bytes(run.named("weight").values())
-
-
-def _groups(run: Run) -> tuple[int, int]:
-    """What group offload holds, and the most while it is applied; 0 without it.
-
-    The first copy of a weight goes when its group is first let go: by leaf each at once, by block only when all groups
-    are made (``_apply_group_offloading_block_level``).
-    """
-    strategy = run.strategy
-    if strategy.group_offload == "none":
-        return 0, 0
-    sizes = {name: run.sizes[buffer] for name, buffer in run.named("weight").items()}
-    lists = {entry.module_list for entry in run.facts.step.runs}
-    pageable, pinned = host_copy_bytes(strategy.group_offload, strategy.group_offload_stream, sizes, lists)
-    plain = sum(sizes.values())
-    return pageable + pinned, plain + pinned if strategy.group_offload == "block" else max(plain, pinned)
-
-
-# ---- text encoders
-
-
-def _waiting(run: Run) -> int:
-    """The most that a text encoder keeps in host RAM while it encodes before the model is there."""
-    return max((encoding.encoding_only.waiting_bytes for encoding in encoding_runs(run, may_wait=True)), default=0)
-
-
-def _swapped_encoders(run: Run) -> int:
-    """Encoders and, in training, the VAE that come to the GPU for each batch and wait in between."""
-    places = ["swapped"]
-    if run.samples_only and run.strategy.group_offload != "none":  # a resident one waits too, all but its turn
-        places.append("resident")
-    return sum(
-        int(entry.parameters * BYTES_PER_PARAMETER[entry.dtype])
-        for place in places
-        for entry in encoders(run, place, 1)
-    )
 
 
 # ---- disk
@@ -306,7 +288,7 @@ def disk_bytes(run: Run) -> int:
     if run.strategy.sharding.startswith("zero"):
         return 14 * run.trained_parameters + nvme.drive_bytes(run)
     if run.strategy.sharding == "fsdp":
-        return 3 * trained_bytes(run)
+        return 3 * run.trained_bytes
     gradients = run.named("gradient")
     states = run.total_bytes(run.named("optimizer").values())
     trained = run.total_bytes(gradients.values())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from planner.estimate.roofline import Traffic
-from planner.layout.checkpoint_inputs import block_inputs, shared_inputs
+from planner.layout.checkpoint_inputs import offloaded_bytes
 from planner.layout.experts import exchanged_bytes
 from planner.layout.run import Run
 from planner.layout.sharding import nvme
-from planner.layout.sharding.zero import FULL, HALF
+from planner.layout.sharding.collectives import sent_bytes
+from planner.layout.sharding.zero import HALF
 from planner.spec.job import SPLIT
 
 
@@ -23,19 +24,15 @@ def traffic(run: Run) -> Traffic:
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
         swapped = sum(map(run.total_bytes, run.swapped_blocks.values()))
         host += passes * accumulation * swapped
-    if strategy.gradient_checkpointing == "offload":
-        inputs = (buffer for kept in block_inputs(run).values() for buffer in kept)
-        host += accumulation * run.total_bytes(inputs)
-        if run.host.copies_shared_inputs:
-            host += accumulation * run.facts.model.blocks * run.total_bytes(shared_inputs(run))
+    host += accumulation * offloaded_bytes(run)
     split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
         host_waiting = 2 * gradients // split
         parameters = run.trained_parameters // split
     if strategy.sharding in ("zero-1", "zero-2"):
-        gpu_waiting = _split_bytes(run) * (world - 1) // world
+        gpu_waiting = sent_bytes(run) * (world - 1) // world
     elif strategy.sharding in SPLIT:
-        gpu = _split_bytes(run) * (world - 1) // world
+        gpu = sent_bytes(run) * (world - 1) // world
     elif world > 1:  # all-reduce, in the last micro-batch only
         gpu = 2 * gradients * (world - 1) // world
     if (parts := strategy.context_parallel) > 1:  # attention waits for what it is sent
@@ -49,25 +46,3 @@ def traffic(run: Run) -> Traffic:
         host_waiting += 0 if strategy.group_offload_stream else 2 * weights
     host_waiting += exchanged_bytes(run)
     return Traffic(host, gpu, host_waiting, gpu_waiting, parameters, nvme.drive_traffic_bytes(run))
-
-
-def _split_bytes(run: Run) -> int:
-    """What engines that split send in a step, as if to all GPUs.
-
-    DeepSpeed: stages 1 and 2 all-reduce gradients (``use_multi_rank_bucket_allreduce``), stage 1 behind the last
-    micro-batch, and gather the new weights; stage 3 reduce-scatters, and gathers weights for forward and again for
-    backward. FSDP2 the same, with gradients in fp32, and weights outside the blocks gathered once.
-    """
-    accumulation = run.strategy.gradient_accumulation
-    gradients = run.named("gradient")
-    trained = sum(elements for name, elements in run.elements.items() if name in gradients)
-    match run.strategy.sharding:
-        case "zero-1":
-            return 3 * HALF * trained
-        case "zero-2":
-            return (2 * accumulation + 1) * HALF * trained
-        case "zero-3":
-            return accumulation * HALF * (trained + 2 * sum(run.elements.values()))
-    block_of = run.facts.step.block_of
-    gathered = sum(elements * (1 if block_of(name) is None else 2) for name, elements in run.elements.items())
-    return accumulation * (HALF * gathered + FULL * trained)

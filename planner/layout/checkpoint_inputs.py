@@ -54,3 +54,14 @@ def _made_outside(run: Run) -> list[int]:
                 if inside and moment.passes == "backward":
                     freed_inside.append(~event)
     return freed_inside
+
+
+def offloaded_bytes(run: Run) -> int:
+    """What the checkpoints of one micro-batch hold in host RAM, bytes: each block's input, and for trainers that copy
+    `shared_inputs` (``HostTerms.copies_shared_inputs``) these once for every block. 0 where they are not offloaded."""
+    if run.strategy.gradient_checkpointing != "offload":
+        return 0
+    nbytes = sum(map(run.total_bytes, block_inputs(run).values()))
+    if run.host.copies_shared_inputs:
+        nbytes += run.facts.model.blocks * run.total_bytes(shared_inputs(run))
+    return nbytes

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from planner.allocator import implementation
 from planner.catalog.components import SPLIT_OVER, SPLIT_SHARE, chunks_of, frames_of
-from planner.catalog.profiles import TextEncoder, Vae
+from planner.catalog.profiles import ModelProfile, TextEncoder, Vae
 from planner.layout.group_offload import GroupTransfers, host_copy_bytes
-from planner.layout.run import STRATEGY_MOMENT
+from planner.layout.run import STRATEGY_MOMENT, Facts, Run
 from planner.spec.job import Strategy
 from planner.tape.format import Monomial, Tape
 from planner.tape.program import Part, Program, Stage
@@ -63,6 +63,55 @@ class ComponentPass(NamedTuple):
     def piece_of_layers(self) -> bool:
         """Whether the component is a stack of layers, whose weights can be loaded to the GPU one layer at a time."""
         return self.tape is not None and self.counts is None and bool(self.tape.runs)
+
+
+def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
+    """The text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``, for one batch of the run."""
+    strategy, model = run.strategy, run.facts.model
+    components = []
+    if strategy.text_encoder == residence:
+        in_turn = strategy.group_offload if run.samples_only else "none"
+        for encoder in model.text_encoders:
+            tape = run.facts.around.get(f"{encoder.folder}/encode")
+            component = text_component(encoder, tape, strategy, batch)
+            components.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
+    if strategy.vae == residence and not run.samples_only:
+        clip = _clip(model, run.grid, batch)
+        components.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
+    return components
+
+
+def component_bytes(run: Run, residence: str) -> int:
+    """The weights of the text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``."""
+    return sum(int(entry.parameters * BYTES_PER_PARAMETER[entry.dtype]) for entry in encoders(run, residence, 1))
+
+
+def components_host_bytes(run: Run) -> int:
+    """Host RAM, bytes, of the encoders and, in training, the VAE that come to the GPU for each batch and wait in
+    between."""
+    places = ["swapped"]
+    if run.samples_only and run.strategy.group_offload != "none":  # a resident one waits too, all but its turn
+        places.append("resident")
+    return sum(component_bytes(run, place) for place in places)
+
+
+def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
+    vae = facts.model.vae
+    image = "-image" if frames == 1 and vae.traits.has_image_tapes else ""
+    return facts.around.get(f"{vae.folder}/{piece}{image}")
+
+
+def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str, int]:
+    """A shape in latents, as VAEs count it: B, F, H, W."""
+    frames, rows, columns = model.shape.patch
+    return {"B": batch, "F": grid["F"] * frames, "H": grid["H"] * rows, "W": grid["W"] * columns}
+
+
+def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentPass:
+    """The VAE's pass that decodes `batch` samples. ``shape``: the grid, in the tape's atoms."""
+    model = run.facts.model
+    clip = _clip(model, shape, batch)
+    return vae_component(model.vae, _vae_tape(run.facts, "decode", clip["F"]), "decode", run.strategy, clip)
 
 
 def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> ComponentPass:

@@ -104,6 +104,22 @@ def host_copy_bytes(kind: str, stream: bool, weights: Mapping[str, int], lists: 
     return pageable, pinned
 
 
+def model_host_bytes(run: Run) -> tuple[int, int]:
+    """(while it runs, the most while it is applied): host RAM, bytes, of the model under group offload; else 0.
+
+    The first copy of a weight goes when its group is first let go: by leaf each at once, by block only when all groups
+    are made (``_apply_group_offloading_block_level``).
+    """
+    strategy = run.strategy
+    if strategy.group_offload == "none":
+        return 0, 0
+    sizes = {name: run.sizes[buffer] for name, buffer in run.named("weight").items()}
+    lists = {entry.module_list for entry in run.facts.step.runs}
+    pageable, pinned = host_copy_bytes(strategy.group_offload, strategy.group_offload_stream, sizes, lists)
+    plain = sum(sizes.values())
+    return pageable + pinned, plain + pinned if strategy.group_offload == "block" else max(plain, pinned)
+
+
 def _block_of(name: str, blocks: Mapping[Block, tuple[int, int]]) -> Block | None:
     """The block that a weight is of, by its name."""
     for module_list in {module_list for module_list, _ in blocks}:

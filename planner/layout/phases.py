@@ -7,7 +7,6 @@ stays: so it is replayed apart, once for all strategies. What stays or comes bac
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 from planner.allocator.implementation import held
 from planner.catalog.components import together
@@ -17,56 +16,22 @@ from planner.layout.encoders_vae import (
     BYTES_PER_PARAMETER,
     ComponentPass,
     alive_after,
+    decoder,
+    encoders,
     load_component,
     run_component,
-    text_component,
-    vae_component,
     waiting_bytes,
 )
 from planner.layout.group_offload import offload_model_groups
-from planner.layout.run import STRATEGY_MOMENT, Facts, Run
+from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.run_records import EncodingOnly
 from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.spec.job import QUANTISED, Bucket, Job
-from planner.tape.format import Tape
 from planner.tape.program import Moment, Part, Program, Stage
 from planner.tape.variants import trained_storage
 from planner.units import GIB
 
 # ---- encoding before training
-
-
-def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
-    """The text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``, for one batch of the run."""
-    strategy, model = run.strategy, run.facts.model
-    components = []
-    if strategy.text_encoder == residence:
-        in_turn = strategy.group_offload if run.samples_only else "none"
-        for encoder in model.text_encoders:
-            tape = run.facts.around.get(f"{encoder.folder}/encode")
-            component = text_component(encoder, tape, strategy, batch)
-            components.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
-    if strategy.vae == residence and not run.samples_only:
-        clip = _clip(model, run.grid, batch)
-        components.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
-    return components
-
-
-def component_bytes(run: Run, residence: str) -> int:
-    """The weights of the text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``."""
-    return sum(int(entry.parameters * BYTES_PER_PARAMETER[entry.dtype]) for entry in encoders(run, residence, 1))
-
-
-def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
-    vae = facts.model.vae
-    image = "-image" if frames == 1 and vae.traits.has_image_tapes else ""
-    return facts.around.get(f"{vae.folder}/{piece}{image}")
-
-
-def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str, int]:
-    """A shape in latents, as VAEs count it: B, F, H, W."""
-    frames, rows, columns = model.shape.patch
-    return {"B": batch, "F": grid["F"] * frames, "H": grid["H"] * rows, "W": grid["W"] * columns}
 
 
 BESIDE_WHOLE_BYTES = 2 * GIB
@@ -91,13 +56,12 @@ def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
     if may_wait:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     for group in filter(None, groups):
-        program, stage, sizes, peak = _encoding(group, cublas_bytes(gpu))
-        by_layer, waiting = "", sum(waiting_bytes(program, component) for component in group)
+        program, stage, sizes, peak, waiting = _encoding(group, cublas_bytes(gpu))
+        by_layer = ""
         weights = int(group[0].parameters * BYTES_PER_PARAMETER[group[0].dtype])
         if weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers:
-            program, stage, sizes, peak = _encoding((group[0]._replace(offload="layers"),), cublas_bytes(gpu))
-            by_layer = group[0].name.partition("-")[0]
-            waiting = weights
+            by_layer, waiting = group[0].name.partition("-")[0], weights
+            program, stage, sizes, peak, _ = _encoding((group[0]._replace(offload="layers"),), cublas_bytes(gpu))
         encoding = Run(run.configuration, run.facts, program=program, sizes=sizes)
         encoding.phases.encode = stage
         encoding.encoding_only = EncodingOnly(peak, waiting, by_layer)
@@ -106,9 +70,15 @@ def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
     return runs
 
 
+def encoding_host_bytes(run: Run) -> int:
+    """The most host RAM, bytes, that a text encoder keeps while it encodes before the model is there."""
+    return max((encoding.encoding_only.waiting_bytes for encoding in encoding_runs(run, may_wait=True)), default=0)
+
+
 @functools.lru_cache(maxsize=32)
-def _encoding(components: tuple[ComponentPass, ...], workspace: int) -> tuple[Program, Stage, list[int], int]:
-    """(program, stage, sizes, allocated peak) of loading, encoding with and freeing some components."""
+def _encoding(components: tuple[ComponentPass, ...], workspace: int) -> tuple[Program, Stage, list[int], int, int]:
+    """(program, stage, sizes, allocated peak, bytes that wait in host RAM) of loading, encoding with and freeing some
+    components."""
     program = Program()
     workspaces = [program.buffer(workspace, "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
     stage = Stage("encode", [(STRATEGY_MOMENT, workspaces)])
@@ -120,7 +90,8 @@ def _encoding(components: tuple[ComponentPass, ...], workspace: int) -> tuple[Pr
         stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
     stage.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(stage)]))
     sizes = program.bytes_of({})
-    return program, stage, sizes, held(stage.ops, sizes)[1]
+    waiting = sum(waiting_bytes(program, component) for component in components)
+    return program, stage, sizes, held(stage.ops, sizes)[1], waiting
 
 
 # ---- on the step's allocator
@@ -206,17 +177,20 @@ def batch_samples(run: Run) -> int:
     return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples_only else 1)
 
 
-def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentPass:
-    """The VAE's pass that decodes `batch` samples. ``shape``: the grid, in the tape's atoms."""
-    model = run.facts.model
-    clip = _clip(model, shape, batch)
-    return vae_component(model.vae, _vae_tape(run.facts, "decode", clip["F"]), "decode", run.strategy, clip)
-
-
 def weights_on_gpu(run: Run) -> list[int]:
     """Buffers of the model's weights that loading brings to the GPU and leaves there."""
     loaded = set(run.load.ops)
     return [buffer for buffer in run.named("weight").values() if buffer in loaded and ~buffer not in loaded]
+
+
+def moved_host_bytes(run: Run) -> int:
+    """Host RAM, bytes, of the model's weights while they make room for a validation sample's VAE."""
+    if run.strategy.validation_mode != "offload" or run.strategy.group_offload != "none":
+        return 0
+    # Where nothing is transformed yet, what is swapped is still there.
+    blocks = run.swapped_blocks.values() if run.strategy.swap_blocks else ()
+    swapped = {buffer for buffers in blocks for buffer in buffers}
+    return run.total_bytes(buffer for buffer in weights_on_gpu(run) if buffer not in swapped)
 
 
 def decode_with(run: Run, component: ComponentPass) -> Stage:

@@ -37,7 +37,7 @@ from planner.spec.plan import PhaseName
 from planner.tape.format import Tape
 from planner.tape.parameter_table import Parameters
 from planner.tape.program import Block, Moment, Program, Stage
-from planner.tape.variants import Precision
+from planner.tape.variants import Precision, trained_storage
 
 T = TypeVar("T")
 
@@ -300,6 +300,11 @@ class Run:
         if self.strategy.sharding in SPLIT:
             return self.trained_experts * self._split_elements
         return self.trained_experts * (self.total_bytes(self.named("gradient").values()) // self._trained_size)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the trained parameters as the optimizer finds them, 4 or 2 each."""
+        return (4 if trained_storage(self.job, self.strategy) == "fp32" else 2) * self.trained_parameters
 
     @property
     def _trained_size(self) -> int:

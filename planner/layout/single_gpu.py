@@ -12,6 +12,7 @@ from planner.errors import VplanError
 from planner.layout.checkpoint_inputs import block_inputs
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.sharding.stage_editor import first_backward
+from planner.spec.job import SPLIT
 from planner.tape.program import Block, Moment, Stage
 from planner.tape.variants import UNPAGED, Precision
 from planner.units import KIB, MIB
@@ -145,6 +146,17 @@ def block_swap(run: Run) -> None:
         run.drop(run.step, anew)
     for _ in range(min(SWAP_RING_BUFFERS, count)):
         run.add(run.load, largest, "buckets", "swap ring")
+
+
+def swapped_host_bytes(run: Run) -> int:
+    """Host RAM, bytes, that swapped blocks wait in, registered with CUDA as they lie (trainers/memory/pinned.py). An
+    engine that splits casts to 16 bits what a recording keeps in fp32."""
+    if not run.strategy.swap_blocks:
+        return 0
+    split = run.strategy.sharding in SPLIT
+    cast = {run.parameters[name]: 2 * elements for name, elements in run.elements.items()} if split else {}
+    swapped = itertools.chain.from_iterable(run.swapped_blocks.values())
+    return sum(cast.get(buffer, run.sizes[buffer]) for buffer in swapped)
 
 
 def _weights_made_anew(run: Run) -> frozenset[int]:

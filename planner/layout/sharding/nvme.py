@@ -37,7 +37,9 @@ def check_buffers(run: Run) -> None:
 
 def optimizer_host_bytes(run: Run) -> int:
     """Host RAM of one rank whose states are on the drive: gradients in 16 bits, those in fp32 that do not go there, and
-    the buffers that the others pass through."""
+    the buffers that the others pass through. 0 where they are elsewhere."""
+    if run.strategy.offload_optimizer != "nvme":
+        return 0
     partitions = _partitions(run)
     largest = max(sub_groups(partitions, DEEPSPEED.sub_group))
     return HALF * sum(partitions) + FULL * gradients_in_ram(partitions) + OPTIMIZER_BUFFERS * FULL * largest
@@ -63,7 +65,10 @@ def checkpoint_host_bytes(run: Run) -> int:
 
 
 def params_host_bytes(run: Run) -> int:
-    """Host RAM of one rank whose weights are on the drive: the pool, and trained weights up to ``max_in_cpu``."""
+    """Host RAM of one rank whose weights are on the drive: the pool, and trained weights up to ``max_in_cpu``. 0 where
+    they are elsewhere."""
+    if run.strategy.offload_params != "nvme":
+        return 0
     pool = PARAM_BUFFERS * PARAM_BUFFER_ELEMENTS
     return HALF * (pool + min(MOST_IN_CPU, sum(_partitions(run))))
 

@@ -6,8 +6,8 @@ trains. Its adapters are fp32 (jobs/process/BaseSDTrainProcess.py ``network.forc
 
 from __future__ import annotations
 
-from planner.layout.encoders_vae import BYTES_PER_PARAMETER, alive_after, load_component
-from planner.layout.phases import encoders, take_sizes
+from planner.layout.encoders_vae import BYTES_PER_PARAMETER, alive_after, encoders, load_component
+from planner.layout.phases import take_sizes
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.trainer_terms.lora_layers import wider_adapters
 from planner.layout.trainer_terms.shared import cache_emptied, modulation_in_8_bits, swap_in_place

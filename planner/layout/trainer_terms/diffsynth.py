@@ -6,7 +6,7 @@ Its text encoders, VAE and model stand on the GPU together in plain ``sft``, whi
 
 from __future__ import annotations
 
-from planner.layout.phases import encoders
+from planner.layout.encoders_vae import encoders
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu
 from planner.tape.program import Stage

@@ -5,8 +5,8 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 
 from __future__ import annotations
 
-from planner.layout.encoders_vae import ComponentPass, alive_after, load_component, run_component
-from planner.layout.phases import encoders, take_sizes, weights_on_gpu
+from planner.layout.encoders_vae import ComponentPass, alive_after, encoders, load_component, run_component
+from planner.layout.phases import take_sizes, weights_on_gpu
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.stored_positions import table_in_half
 from planner.tape.program import Moment, Stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.layout.phases import component_bytes
+from planner.layout.encoders_vae import component_bytes
 from planner.layout.run import Run, Transform
 
 

@@ -17,8 +17,8 @@ from planner.estimate.stages import replay_stages
 from planner.layout import inputs as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.encoders_vae import component_bytes
 from planner.layout.experts import idle_weights
-from planner.layout.phases import component_bytes
 from planner.layout.pipeline import lay_out
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, musubi_tuner

@@ -1,0 +1,28 @@
+"""What engines that split a model send to other GPUs in a step."""
+
+from __future__ import annotations
+
+from planner.layout.run import Run
+from planner.layout.sharding.zero import FULL, HALF
+
+
+def sent_bytes(run: Run) -> int:
+    """What engines that split send in a step, as if to all GPUs.
+
+    DeepSpeed: stages 1 and 2 all-reduce gradients (``use_multi_rank_bucket_allreduce``), stage 1 behind the last
+    micro-batch, and gather the new weights; stage 3 reduce-scatters, and gathers weights for forward and again for
+    backward. FSDP2 the same, with gradients in fp32, and weights outside the blocks gathered once.
+    """
+    accumulation = run.strategy.gradient_accumulation
+    gradients = run.named("gradient")
+    trained = sum(elements for name, elements in run.elements.items() if name in gradients)
+    match run.strategy.sharding:
+        case "zero-1":
+            return 3 * HALF * trained
+        case "zero-2":
+            return (2 * accumulation + 1) * HALF * trained
+        case "zero-3":
+            return accumulation * HALF * (trained + 2 * sum(run.elements.values()))
+    block_of = run.facts.step.block_of
+    gathered = sum(elements * (1 if block_of(name) is None else 2) for name, elements in run.elements.items())
+    return accumulation * (HALF * gathered + FULL * trained)
