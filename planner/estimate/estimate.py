@@ -18,16 +18,15 @@ from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
 from planner.estimate.traffic import traffic
 from planner.estimate.work import step_work, total_flops
-from planner.layout import attention_kernel, margin
+from planner.layout import attention_kernel, margin, phases
 from planner.layout.correction import Correction
-from planner.layout.encoders_vae import decoder, encoders
-from planner.layout.phases import validation_grid
+from planner.layout.encoders_vae import ComponentPass
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.layout.single_gpu import NCCL_BYTES
 from planner.spec.configuration import Configuration
 from planner.spec.job import Strategy
-from planner.spec.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhaseName, PhasePeak, Verdict
+from planner.spec.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhasePeak, Verdict
 from planner.tape.program import Moment
 from planner.tape.variants import UNPAGED
 from planner.units import format_gib
@@ -68,7 +67,7 @@ def estimate(configuration: Configuration, facts: Facts, trainer: str = "vplan",
 
     ``layout`` may give runs from a cache, as a search does.
     """
-    return estimate_run(*replay(configuration, facts, trainer, layout), trainer)
+    return estimate_run(*replay(configuration, facts, trainer, layout))
 
 
 class Assessment(NamedTuple):
@@ -98,12 +97,12 @@ def assess(
     ``like``: the same plan on another card, whose replay holds where the very same is allocated here.
     """
     run, played = replay(configuration, facts, trainer, layout, cached, like.played if like else ())
-    whole = estimate_run(run, played, trainer)
+    whole = estimate_run(run, played)
     expected = whole.verdict == "tight" and whole.limit is None and whole.peak.device_bytes <= whole.budget_bytes
     if not expected or whole.strategy.expandable_segments or whole.basis == "measured":
         return Assessment(run, played, whole)
     expandable = replace(configuration, strategy=configuration.strategy.replace(expandable_segments=True))
-    lean = estimate_run(*replay(expandable, facts, trainer, layout, cached), trainer)
+    lean = estimate_run(*replay(expandable, facts, trainer, layout, cached))
     if lean.verdict != "fits":
         return Assessment(run, played, whole)
     kept = whole.peak.device_bytes
@@ -131,14 +130,12 @@ def replay(
     if len(runs) == 1:
         return runs[0], reused_replay(runs[0], earlier, cached=cached) or replay_stages(runs[0], cached=cached)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
-    runs.sort(key=lambda run: _reserved(replay_stages(run, cached=cached)))
+    runs.sort(key=lambda run: fragmentation.reserved_bytes(replay_stages(run, cached=cached)))
     return runs[-1], max(
-        replay_stages(*runs, cached=cached), replay_stages(*reversed(runs), cached=cached), key=_reserved
+        replay_stages(*runs, cached=cached),
+        replay_stages(*reversed(runs), cached=cached),
+        key=fragmentation.reserved_bytes,
     )
-
-
-def _reserved(played: list[ReplayedStage]) -> int:
-    return max(entry.replayed.reserved_peak_bytes for entry in played)
 
 
 def after_step_bytes(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> int:
@@ -147,62 +144,56 @@ def after_step_bytes(configuration: Configuration, facts: Facts, trainer: str = 
     return next(entry for entry in reversed(replay_stages(run)) if entry.phase == "optimizer").allocated_after_bytes
 
 
-def estimate_run(run: Run, played: list[ReplayedStage], trainer: str = "vplan") -> Estimate:
-    """The estimate of a run from its replayed stages, as `trainer` would run it."""
+def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
+    """The estimate of a run from its replayed stages."""
     configuration, facts = run.configuration, run.facts
     job, strategy, machine = run.job, run.strategy, run.machine
     correction, outside = facts.measurements.correction, outside_bytes(run)
-    phases = {
+    by_phase = {
         phase: counter_maxima(phase_peak(entry, outside, correction) for entry in played if entry.phase == phase)
         for phase in dict.fromkeys(entry.phase for entry in played)
     }
+    where = max(by_phase, key=lambda phase: by_phase[phase].device_bytes)
+    peak = counter_maxima(by_phase.values())
     top = peak_stage(played)
-    peak = counter_maxima(phases.values())
-    work = step_work(run)
-    seconds = step_seconds(configuration, work, facts.gpu, traffic(run))
-    budget = facts.gpu.allocatable_bytes - machine.reserve
-    where = max(phases, key=lambda phase: phases[phase].device_bytes)
     at_most, most = _most(played, correction, outside)
-    sides = _sides(played, correction, where, peak.device_bytes, most)
-    low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
-    usual, longest = correction.step_seconds(seconds.total, seconds.high)
+    splitting = _splitting(at_most, most - peak.device_bytes)
+    breakdown = breakdown_at(top, peak, correction)
+    sides = fragmentation.peak_sides(played, correction, where, peak.device_bytes, most)
     ram = host_ram.host_ram(run, machine)
-    verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, budget, sides)
+    disk_bytes = host_ram.disk_bytes(run)
+    unrecorded = phases.unrecorded_components(run)
+    work = step_work(run)
+    flops = total_flops(work, strategy)
+    seconds = step_seconds(configuration, work, facts.gpu, traffic(run))
+    usual, longest = correction.step_seconds(seconds.total, seconds.high)
+    words = (*correction.words, *splitting, *_assumptions(run, played, unrecorded))
+    verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, sides)
+    low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
     unproved = Estimate(
         job=job,
         strategy=strategy,
         machine=machine,
         peak=Peak(**peak.__dict__, phase=top.phase, moment=describe_moment(top, strategy)),
-        phases=phases,
-        breakdown=breakdown_at(top, peak, correction),
+        phases=by_phase,
+        breakdown=breakdown,
         host_ram_bytes=ram.nbytes,
         host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
-        disk_bytes=host_ram.disk_bytes(run),
+        disk_bytes=disk_bytes,
         step_seconds=usual * run.calls,
         step_seconds_high=longest * run.calls,
-        flops=total_flops(work, strategy) * run.calls,
-        budget_bytes=budget,
-        verdict=verdict,
+        flops=flops * run.calls,
+        budget_bytes=_budget_bytes(run),
+        verdict="tight" if verdict == "fits" and unrecorded else verdict,
         limit=limit,
         low_bytes=low,
         high_bytes=high,
         basis=correction.basis(where),
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops),
-        assumptions=(*correction.words, *_splitting(at_most, most - peak.device_bytes), *_assumptions(run, played)),
+        assumptions=words,
     )
-    return facts.measurements.with_proofs(unproved, trainer)
-
-
-def _sides(
-    played: list[ReplayedStage], correction: Correction, where: PhaseName, device_bytes: int, most_bytes: int
-) -> margin.Sides:
-    """How sure the device peak is: what measurements or recordings say, around what holes may make of it, and the most
-    that may be there."""
-    lowest, highest = fragmentation.reserved_range(played)
-    reserved, share = _reserved(played), correction.share(where)
-    more = max(round(share * (highest - reserved)), most_bytes - device_bytes)
-    return fragmentation.widen(correction.sides_of(where), device_bytes, round(share * (reserved - lowest)), more)
+    return facts.measurements.with_proofs(unproved, run.trainer)
 
 
 def _most(played: list[ReplayedStage], correction: Correction, outside: int) -> tuple[ReplayedStage, int]:
@@ -239,26 +230,19 @@ def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
     return PhasePeak(**{name: max(getattr(peak, name) for peak in entries) for name in PhasePeak.model_fields})
 
 
-def _assumptions(run: Run, played: list[ReplayedStage]) -> tuple[str, ...]:
-    """What the estimate does not count, and what it takes for granted, in words."""
+def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[ComponentPass]) -> tuple[str, ...]:
+    """What the estimate does not count, and what it takes for granted, in words. ``unrecorded``: text encoders and VAEs
+    without a recording."""
+    left_out = (
+        f"{entry.name.partition('-')[0]} has no recording to {entry.piece}: only its weights are counted"
+        for entry in unrecorded
+    )
     layers = [entry.run.encoding_only.by_layer for entry in played if entry.run.encoding_only.by_layer]
     words = (f"{name} is larger than the card and runs layer by layer" for name in dict.fromkeys(layers))
     compiled = ("torch.compile decides what backward keeps: estimated as without it, with 10 % more margin either way",)
     more = compiled if run.strategy.compile != "none" else ()
     part = ("activations are those of full training, so this is an upper bound",) if run.job.trainable else ()
-    return (*_left_out(run), *words, *_elastic(run.strategy), *more, *part)
-
-
-def _left_out(run: Run) -> tuple[str, ...]:
-    """What the estimate does not count of text encoders and VAEs, in words."""
-    components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
-    if run.samples_only or run.phases.validation:
-        components.append(decoder(run, run.grid if run.samples_only else validation_grid(run.job, run.facts.model), 1))
-    return tuple(
-        f"{entry.name.partition('-')[0]} has no recording to {entry.piece}: only its weights are counted"
-        for entry in components
-        if entry.tape is None
-    )
+    return (*left_out, *words, *_elastic(run.strategy), *more, *part)
 
 
 def _elastic(strategy: Strategy) -> tuple[str, ...]:
@@ -269,18 +253,22 @@ def _elastic(strategy: Strategy) -> tuple[str, ...]:
 
 
 def _verdict(
-    run: Run, device_bytes: int, host_bytes: int, budget: int, sides: margin.Sides
+    run: Run, device_bytes: int, host_bytes: int, sides: margin.Sides
 ) -> tuple[Verdict, Literal["gpu", "host"] | None]:
     """The verdict and what is short. On unified memory the host's share comes out of the same budget."""
     machine = run.machine
     unified = machine.unified or run.facts.gpu.unified
     compiled = run.strategy.compile != "none"
-    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), budget, compiled, sides)
+    verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), _budget_bytes(run), compiled, sides)
     if verdict == "no":
         return "no", "gpu"
     if not unified and machine.host_ram is not None and host_bytes > machine.host_ram:
         return "no", "host"
-    return ("tight" if verdict == "fits" and _left_out(run) else verdict), None
+    return verdict, None
+
+
+def _budget_bytes(run: Run) -> int:
+    return run.facts.gpu.allocatable_bytes - run.machine.reserve
 
 
 def phase_peak(entry: ReplayedStage, outside: int, correction: Correction) -> PhasePeak:

@@ -12,7 +12,9 @@ import random
 from collections.abc import Sequence
 
 from planner.estimate.stages import ReplayedStage, replay_stages
+from planner.layout.correction import Correction
 from planner.layout.margin import Sides
+from planner.spec.plan import PhaseName
 from planner.units import MIB
 
 REPLAYS = 8
@@ -26,7 +28,7 @@ SEGMENT_BYTES = 2 * MIB
 
 def reserved_range(played: Sequence[ReplayedStage]) -> tuple[int, int]:
     """The least and the most that the run's peak reserves, in bytes, over replays with other holes."""
-    reserved = _reserved(played)
+    reserved = reserved_bytes(played)
     strategy = played[-1].run.strategy
     if strategy.expandable_segments:  # few holes: 70 of 76 published runs would not move by half a per cent
         return reserved, reserved
@@ -34,8 +36,19 @@ def reserved_range(played: Sequence[ReplayedStage]) -> tuple[int, int]:
     runs = list({id(entry.run): entry.run for entry in played if entry.phase != "encode"}.values())
     own = {id(run) for run in runs}
     apart = max((entry.replayed.reserved_peak_bytes for entry in played if id(entry.run) not in own), default=0)
-    others = [_reserved(replay_stages(*runs, cached=False, spare=spare)) for spare in _spare(reserved)]
+    others = [reserved_bytes(replay_stages(*runs, cached=False, spare=spare)) for spare in _spare(reserved)]
     return max(apart, min(reserved, *others)), max(reserved, *others)
+
+
+def peak_sides(
+    played: Sequence[ReplayedStage], correction: Correction, where: PhaseName, device_bytes: int, most_bytes: int
+) -> Sides:
+    """How sure the device peak is: what measurements or recordings say, around what holes may make of it, and the most
+    that may be there. ``where``: the phase of the peak."""
+    lowest, highest = reserved_range(played)
+    reserved, share = reserved_bytes(played), correction.share(where)
+    more = max(round(share * (highest - reserved)), most_bytes - device_bytes)
+    return widen(correction.sides_of(where), device_bytes, round(share * (reserved - lowest)), more)
 
 
 def widen(sides: Sides, device_bytes: int, less_bytes: int, more_bytes: int) -> Sides:
@@ -45,7 +58,8 @@ def widen(sides: Sides, device_bytes: int, less_bytes: int, more_bytes: int) -> 
     return 1 - (1 - below) * lowest, (1 + above) * highest - 1
 
 
-def _reserved(played: Sequence[ReplayedStage]) -> int:
+def reserved_bytes(played: Sequence[ReplayedStage]) -> int:
+    """The most that replayed stages reserve, bytes."""
     return max(entry.replayed.reserved_peak_bytes for entry in played)
 
 

@@ -93,7 +93,8 @@ class HostShare(NamedTuple):
 
 def host_share(run: Run) -> HostShare:
     """The share of a run, which need not be transformed."""
-    moved, encoding = phases.moved_host_bytes(run), phases.encoding_host_bytes(run)
+    moved = phases.moved_host_bytes(run)
+    encoding = phases.encoding_host_bytes(run)
     groups, grouping = group_offload.model_host_bytes(run)
     return HostShare(
         experts=experts.host_bytes(run),

@@ -10,7 +10,7 @@ def block_inputs(run: Run) -> dict[Block, list[int]]:
     """What the checkpoint of each block keeps: made in an earlier block's forward, freed in its own backward.
 
     The first block's input and what all blocks share (text, modulation) are made outside the blocks and left out: a few
-    MiB a block, and one input. Where it is more, it is in `shared_inputs`.
+    MiB a block, and one input. Where it is more, `offloaded_bytes` counts it.
     """
     return run.shared(_block_inputs)
 
@@ -32,12 +32,22 @@ def _block_inputs(run: Run) -> dict[Block, list[int]]:
     return kept
 
 
-def shared_inputs(run: Run) -> list[int]:
-    """What all blocks are given alike, where it is larger than what each hands on: a modulation per token (Wan 2.2
-    TI2V). A checkpoint keeps its tensor arguments, so torch's ``save_on_cpu`` copies it for every block
-    (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs)."""
-    largest = max((run.sizes[buffer] for kept in block_inputs(run).values() for buffer in kept), default=0)
-    return [buffer for buffer in run.shared(_made_outside) if run.sizes[buffer] > largest]
+def offloaded_bytes(run: Run) -> int:
+    """What the checkpoints of one micro-batch hold in host RAM, bytes: each block's input; 0 where they are not
+    offloaded.
+
+    A checkpoint keeps its tensor arguments, so torch's ``save_on_cpu`` copies for every block what all are given alike
+    (torch/utils/checkpoint.py, _CheckpointFrame.save_inputs): counted where it is larger than what each hands on, as a
+    modulation per token is (Wan 2.2 TI2V). Ours does not (``HostTerms.copies_shared_inputs``).
+    """
+    if run.strategy.gradient_checkpointing != "offload":
+        return 0
+    inputs = [buffer for kept in block_inputs(run).values() for buffer in kept]
+    if not run.host.copies_shared_inputs:
+        return run.total_bytes(inputs)
+    largest = max(map(run.sizes.__getitem__, inputs), default=0)
+    alike = [buffer for buffer in run.shared(_made_outside) if run.sizes[buffer] > largest]
+    return run.total_bytes(inputs) + run.facts.model.blocks * run.total_bytes(alike)
 
 
 def _made_outside(run: Run) -> list[int]:
@@ -54,14 +64,3 @@ def _made_outside(run: Run) -> list[int]:
                 if inside and moment.passes == "backward":
                     freed_inside.append(~event)
     return freed_inside
-
-
-def offloaded_bytes(run: Run) -> int:
-    """What the checkpoints of one micro-batch hold in host RAM, bytes: each block's input, and for trainers that copy
-    `shared_inputs` (``HostTerms.copies_shared_inputs``) these once for every block. 0 where they are not offloaded."""
-    if run.strategy.gradient_checkpointing != "offload":
-        return 0
-    nbytes = sum(map(run.total_bytes, block_inputs(run).values()))
-    if run.host.copies_shared_inputs:
-        nbytes += run.facts.model.blocks * run.total_bytes(shared_inputs(run))
-    return nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -42,8 +43,8 @@ class ComponentPass(NamedTuple):
     tiles: int = 1
     """how many times it runs, one tile or sample after the other, keeping what came out"""
 
-    split_bytes: int = 0
-    """the most that convolutions which work in parts take beyond what the tape says"""
+    splits: bool = False
+    """whether convolutions over a limit work in parts"""
 
     offload: str = "none"
     """none; layers: of a stack, each comes to the GPU for its turn; block or leaf: as group offload does it"""
@@ -58,6 +59,16 @@ class ComponentPass(NamedTuple):
     def weights(self) -> str:
         """The category under which a program names its weights."""
         return f"weight of {self.part.name}"
+
+    @property
+    def split_bytes(self) -> int:
+        """The most that a convolution of the largest thing it holds takes more in parts than whole; 0 if none is
+        split."""
+        if self.tape is None or not self.splits:
+            return 0
+        values = self.tape.values(self.part.grid)
+        largest = self.part.batch * max(size.value(values) for size in self.tape.sizes if isinstance(size, Monomial))
+        return SPLIT_SHARE * largest if largest > SPLIT_OVER * (4 if self.dtype == "fp32" else 2) else 0
 
     @property
     def piece_of_layers(self) -> bool:
@@ -77,7 +88,8 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
             components.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
     if strategy.vae == residence and not run.samples_only:
         clip = _clip(model, run.grid, batch)
-        components.append(vae_component(model.vae, _vae_tape(run.facts, "encode", clip["F"]), "encode", strategy, clip))
+        tape = _vae_tape(run.facts, "encode", clip["F"])
+        components.append(vae_component(model.vae, tape, "encode", strategy, clip))
     return components
 
 
@@ -111,7 +123,8 @@ def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentPass:
     """The VAE's pass that decodes `batch` samples. ``shape``: the grid, in the tape's atoms."""
     model = run.facts.model
     clip = _clip(model, shape, batch)
-    return vae_component(model.vae, _vae_tape(run.facts, "decode", clip["F"]), "decode", run.strategy, clip)
+    tape = _vae_tape(run.facts, "decode", clip["F"])
+    return vae_component(model.vae, tape, "decode", run.strategy, clip)
 
 
 def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> ComponentPass:
@@ -144,15 +157,8 @@ def vae_component(
     chunks = chunks_of(vae, frames)
     grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
     counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
-    split = _split_bytes(tape, part, strategy.vae_dtype) if vae.traits.splits_convolutions and tape else 0
-    return ComponentPass(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, split)
-
-
-def _split_bytes(tape: Tape, part: Part, dtype: str) -> int:
-    """The most that a convolution of the largest thing it holds takes more in parts than whole; 0 if none is split."""
-    values = tape.values(part.grid)
-    largest = part.batch * max(size.value(values) for size in tape.sizes if isinstance(size, Monomial))
-    return SPLIT_SHARE * largest if largest > SPLIT_OVER * (4 if dtype == "fp32" else 2) else 0
+    splits = vae.traits.splits_convolutions
+    return ComponentPass(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, splits)
 
 
 # ---- laying out
@@ -268,3 +274,34 @@ def waiting_bytes(program: Program, component: ComponentPass) -> int:
     sizes = {name: program.plain_bytes(buffer) for name, buffer in _weights(program, component).items()}
     lists = {run.module_list for run in component.tape.runs}
     return sum(host_copy_bytes(component.offload, component.stream, sizes, lists))
+
+
+class EncodingLayout(NamedTuple):
+    """Some components loaded, run and freed again, on an allocator of their own."""
+
+    program: Program
+    stage: Stage
+    sizes: list[int]
+    """by buffer, bytes"""
+    peak_bytes: int
+    """allocated"""
+    waiting_bytes: int
+    """weights in host RAM, from which they come in turn"""
+
+
+@functools.lru_cache(maxsize=32)
+def lay_out_encoding(components: tuple[ComponentPass, ...], workspace_bytes: int, workspaces: int) -> EncodingLayout:
+    """Loads some components, encodes with them and frees them again, beside cuBLAS's workspaces."""
+    program = Program()
+    beside = [program.buffer(workspace_bytes, "workspace", "cublas") for _ in range(workspaces)]
+    stage = Stage("encode", [(STRATEGY_MOMENT, beside)])
+    loaded = [load_component(program, component) for component in components]
+    for loading, _ in loaded:
+        stage.stretches += loading.stretches
+    for component, (_, blocks) in zip(components, loaded, strict=True):
+        done = run_component(program, component, blocks)
+        stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
+    stage.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(stage)]))
+    sizes = program.bytes_of({})
+    waiting = sum(waiting_bytes(program, component) for component in components)
+    return EncodingLayout(program, stage, sizes, implementation.held(stage.ops, sizes)[1], waiting)

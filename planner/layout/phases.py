@@ -6,9 +6,6 @@ stays: so it is replayed apart, once for all strategies. What stays or comes bac
 
 from __future__ import annotations
 
-import functools
-
-from planner.allocator.implementation import held
 from planner.catalog.components import together
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
@@ -18,16 +15,16 @@ from planner.layout.encoders_vae import (
     alive_after,
     decoder,
     encoders,
+    lay_out_encoding,
     load_component,
     run_component,
-    waiting_bytes,
 )
 from planner.layout.group_offload import offload_model_groups
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.run_records import EncodingOnly
 from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.spec.job import QUANTISED, Bucket, Job
-from planner.tape.program import Moment, Part, Program, Stage
+from planner.tape.program import Moment, Part, Stage
 from planner.tape.variants import trained_storage
 from planner.units import GIB
 
@@ -56,15 +53,17 @@ def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
     if may_wait:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     for group in filter(None, groups):
-        program, stage, sizes, peak, waiting = _encoding(group, cublas_bytes(gpu))
-        by_layer = ""
         weights = int(group[0].parameters * BYTES_PER_PARAMETER[group[0].dtype])
-        if weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers:
-            by_layer, waiting = group[0].name.partition("-")[0], weights
-            program, stage, sizes, peak, _ = _encoding((group[0]._replace(offload="layers"),), cublas_bytes(gpu))
-        encoding = Run(run.configuration, run.facts, program=program, sizes=sizes)
-        encoding.phases.encode = stage
-        encoding.encoding_only = EncodingOnly(peak, waiting, by_layer)
+        layers = weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers
+        if layers:
+            group = (group[0]._replace(offload="layers"),)
+        laid_out = lay_out_encoding(group, cublas_bytes(gpu), CUBLAS_HANDLES)
+        encoding = Run(run.configuration, run.facts, program=laid_out.program, sizes=laid_out.sizes)
+        encoding.phases.encode = laid_out.stage
+        by_layer = group[0].name.partition("-")[0] if layers else ""
+        encoding.encoding_only = EncodingOnly(
+            laid_out.peak_bytes, weights if layers else laid_out.waiting_bytes, by_layer
+        )
         encoding.device.split_bytes = {"encode": max(component.split_bytes for component in group)}
         runs.append(encoding)
     return runs
@@ -73,25 +72,6 @@ def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
 def encoding_host_bytes(run: Run) -> int:
     """The most host RAM, bytes, that a text encoder keeps while it encodes before the model is there."""
     return max((encoding.encoding_only.waiting_bytes for encoding in encoding_runs(run, may_wait=True)), default=0)
-
-
-@functools.lru_cache(maxsize=32)
-def _encoding(components: tuple[ComponentPass, ...], workspace: int) -> tuple[Program, Stage, list[int], int, int]:
-    """(program, stage, sizes, allocated peak, bytes that wait in host RAM) of loading, encoding with and freeing some
-    components."""
-    program = Program()
-    workspaces = [program.buffer(workspace, "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
-    stage = Stage("encode", [(STRATEGY_MOMENT, workspaces)])
-    loaded = [load_component(program, component) for component in components]
-    for loading, _ in loaded:
-        stage.stretches += loading.stretches
-    for component, (_, blocks) in zip(components, loaded, strict=True):
-        done = run_component(program, component, blocks)
-        stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
-    stage.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(stage)]))
-    sizes = program.bytes_of({})
-    waiting = sum(waiting_bytes(program, component) for component in components)
-    return program, stage, sizes, held(stage.ops, sizes)[1], waiting
 
 
 # ---- on the step's allocator
@@ -175,6 +155,15 @@ def _dequantised_bytes(run: Run) -> int:
 def batch_samples(run: Run) -> int:
     """Samples of one batch: where a job only samples, guidance may double them on their way through the model."""
     return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples_only else 1)
+
+
+def unrecorded_components(run: Run) -> list[ComponentPass]:
+    """The text encoders and VAEs of a run that were not recorded, so that only their weights are counted."""
+    shape = run.grid if run.samples_only else validation_grid(run.job, run.facts.model)
+    components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
+    if run.samples_only or run.phases.validation:
+        components.append(decoder(run, shape, 1))
+    return [entry for entry in components if entry.tape is None]
 
 
 def weights_on_gpu(run: Run) -> list[int]:

@@ -79,7 +79,7 @@ def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], tr
     refuse_unpriced(configuration)
     run = recorded_step(configuration, facts)
     add_optimizer(run)
-    run.grid, run.sizes = grid, run.program.bytes_of(grid)
+    run.grid, run.sizes, run.trainer = grid, run.program.bytes_of(grid), trainer
     for transform in transforms(trainer):
         transform(run)
     return run

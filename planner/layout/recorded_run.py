@@ -10,6 +10,7 @@ from planner.layout.run import Facts, Run, main_piece
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.tape.partial_checkpointing import partial
+from planner.tape.program import Program
 
 
 def step_key(configuration: Configuration, facts: Facts) -> tuple[object, ...]:
@@ -26,8 +27,9 @@ def recorded_step(configuration: Configuration, facts: Facts) -> Run:
     Raises a NotRecordedError where two recordings cannot be put together.
     """
     run = Run(configuration, facts)
-    program = run.program
-    run.load, run.step = program.unfold(facts.step, "load"), program.unfold(facts.step, main_piece(facts.step))
+    program: Program = run.program
+    run.load = program.unfold(facts.step, "load")
+    run.step = program.unfold(facts.step, main_piece(facts.step))
     if facts.checkpointed is not None:
         blocks = configuration.strategy.checkpointed_blocks
         assert blocks is not None, "partial says how many"

@@ -87,6 +87,9 @@ class Run:
     grid: dict[str, int] = field(default_factory=dict)
     """the shape: atoms B, F, H, W, T, R"""
 
+    trainer: str = "vplan"
+    """whose terms it is laid out by, once it is transformed"""
+
     program: Program = field(default_factory=Program)
     sizes: list[int] = field(default_factory=list)
     """per buffer of the program: bytes at the run's shape"""
@@ -159,8 +162,8 @@ class Run:
             self.configuration,
             self.facts,
             self.grid,
-            self.program.copy(),
-            self.sizes.copy(),
+            program=self.program.copy(),
+            sizes=self.sizes.copy(),
             load=self.load.copy(),
             step=self.step.copy(),
             optimizer_first=self.optimizer_first.copy(),

@@ -121,9 +121,9 @@ class Search:
         ``below``: device bytes that their quick estimates must stay below, which may change behind each plan.
         """
         candidates = self.candidates(job, lossy)
+        start = self.space.baseline(job)
         floors = [(one, self.screen.floor_seconds(self.question.candidate(job, one))) for one in candidates]
         fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
-        start = self.space.baseline(job)
         tie = itertools.count()
         failed: set[ResolvedStrategy] = set()  # replayed, and short of the verdict
         infeasible = Infeasible(self.feasibility, self.swap_count, job, verdict)
