@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planner.evidence.accuracy import Comparison
     from planner.evidence.published import Row
+    from planner.foreign.rehearsed_command import CheckedRehearsal
+    from planner.rehearsal.answer import RehearsalAnswer
     from planner.spec.plan import Plan
 
 
@@ -59,6 +61,24 @@ def write(
         command=command,
     )
     page.write(page.render(content), path)
+
+
+def write_rehearsal(
+    path: str | Path,
+    answer: RehearsalAnswer,
+    checked: CheckedRehearsal | None,
+    *,
+    command: str = "",
+    created: str | None = None,
+) -> None:
+    """Writes one HTML page about a rehearsal to ``path``, which must end in .html; the others as for `write`."""
+    from datetime import UTC, datetime
+
+    from reports import data, page
+    from reports.rehearsal_data import RehearsalPage
+
+    environment = data.environment(created or datetime.now(UTC).isoformat(timespec="seconds"))
+    page.write(page.render(RehearsalPage(answer, checked, environment, command)), path)
 
 
 def _title(plans: Sequence[tuple[str, Plan]]) -> str:

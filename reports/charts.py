@@ -11,8 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from planner.estimate.timeline import Timeline
+
+if TYPE_CHECKING:
+    from planner.rehearsal.live_memory import MemoryCourse
 
 SIDE = 1000
 """Units of a chart's inner box, to each side."""
@@ -97,6 +101,33 @@ def spots(timeline: Timeline, points: Sequence[tuple[float, int]], highest: int)
     """The SVG path of a line through (events since the step began, bytes). ``highest``: bytes at the upper edge."""
     last = max(timeline.events, 1)
     return polyline([(100 * at / last, 100 * value / highest) for at, value in points])
+
+
+def course_area(course: MemoryCourse, outside_bytes: int, highest: int) -> str:
+    """What is allocated over a run's events, on what is outside torch."""
+    upper = course_spots(course, [point.allocated_bytes for point in course.points], outside_bytes, highest)
+    floor = 100 * outside_bytes / highest
+    return polyline([(upper[0][0], floor), *upper, (upper[-1][0], floor)]) + "Z"
+
+
+def course_spots(
+    course: MemoryCourse, values: Sequence[int], outside_bytes: int, highest: int
+) -> list[tuple[float, float]]:
+    """(per cent from the left, per cent from the bottom) of a value at each point of a run, above what is outside
+    torch; ``highest``: bytes at the upper edge."""
+    last = max(course.events - 1, 1)
+    return [
+        (100 * point.event / last, 100 * (outside_bytes + value) / highest)
+        for point, value in zip(course.points, values, strict=True)
+    ]
+
+
+def course_phases(course: MemoryCourse) -> list[tuple[float, float, str]]:
+    """(from, to, name) of the phases of a run, in per cent of its events; those without an event are left out."""
+    last = max(course.events - 1, 1)
+    ends = [*(start for start, _ in course.phases[1:]), last]
+    spans = zip(course.phases, ends, strict=True)
+    return [(100 * start / last, 100 * end / last, name) for (start, name), end in spans if end > start]
 
 
 def _between(timeline: Timeline, below: Sequence[int], above: Sequence[int], highest: int) -> str:

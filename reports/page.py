@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jinja2
 
@@ -22,6 +22,10 @@ from planner.spec.plan import Breakdown
 from planner.units import GIB, format_seconds, gib
 from reports import charts
 from reports.data import Fact, PlanData
+
+if TYPE_CHECKING:
+    from planner.rehearsal.live_memory import MemoryCourse
+    from reports.rehearsal_data import RehearsalPage
 
 TEMPLATES = Path(__file__).with_name("templates")
 AXES = {"frames": "frames", "batch": "batch_size"}
@@ -43,9 +47,10 @@ class Page:
     environment: tuple[Fact, ...] = ()
     command: str = ""
     """that makes this page again"""
+    template: ClassVar[str] = "page.html"
 
 
-def render(page: Page) -> str:
+def render(page: Page | RehearsalPage) -> str:
     """The HTML of a page, with style and script inside."""
     environment = _environment()
     style = environment.get_template("style.css").render()
@@ -61,7 +66,7 @@ def render(page: Page) -> str:
             "form-action 'none'",
         ]
     )
-    html: str = environment.get_template("page.html").render(
+    html: str = environment.get_template(page.template).render(
         page=page, style=_raw(style), script=_raw(script), policy=policy
     )
     return html
@@ -108,7 +113,7 @@ def _environment() -> jinja2.Environment:
     environment.globals |= {"charts": charts, "letters": LETTERS, "gib": gib, "timeline": _spots}
     environment.globals |= {"front": _front, "ticks_gib": _ticks_gib, "used_parts": _parts_used, "is_own": _is_own}
     environment.globals |= {"agreement": _agreement, "seconds_agreement": _seconds, "halves_words": halves}
-    environment.globals |= {"rungs_used": _rungs_used}
+    environment.globals |= {"rungs_used": _rungs_used, "course_readout": _course}
     return environment
 
 
@@ -149,6 +154,17 @@ def _spots(data: PlanData) -> dict[str, Sequence[Any]]:
         "at": [point.at for point in timeline.points],
         "gib": [[round(gib(part), 2) for part in point.parts] for point in timeline.points],
         "reserved": [round(gib(point.reserved_bytes), 2) for point in timeline.points],
+    }
+
+
+def _course(course: MemoryCourse) -> dict[str, Sequence[Any]]:
+    """A run for the script that shows its exact numbers under the pointer: GiB."""
+    return {
+        "events": [max(course.events - 1, 1)],
+        "parts": ["allocated"],
+        "at": [point.event for point in course.points],
+        "gib": [[round(gib(point.allocated_bytes), 2)] for point in course.points],
+        "reserved": [round(gib(point.reserved_bytes), 2) for point in course.points],
     }
 
 

@@ -11,7 +11,18 @@ from planner.commands import USAGE
 from planner.commands._shared.live_memory_table import print_live
 from planner.commands._shared.prediction import print_checked
 from planner.commands._shared.render import VERDICTS, memory_bar
-from planner.commands._shared.verb import Verb, examples, json_option, show, stoppable, table, verdict_exit_code
+from planner.commands._shared.verb import (
+    Verb,
+    check_report,
+    examples,
+    json_option,
+    report_option,
+    show,
+    stoppable,
+    table,
+    verdict_exit_code,
+    write_rehearsal,
+)
 from planner.errors import VplanError
 from planner.units import MIB, format_gib, format_seconds, gib, parse_bytes
 
@@ -33,6 +44,7 @@ class _Bounds(TypedDict):
     network: bool
     values: bool
     by_line: bool
+    report: str | None
 
 
 @click.command(
@@ -72,6 +84,7 @@ class _Bounds(TypedDict):
 @click.option(
     "--by-line", is_flag=True, help="Also say which lines of code hold the memory at the peak of a run that fits."
 )
+@report_option
 @click.option("--python", metavar="PATH", help="Python that the command runs, if it cannot be told from the command.")
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @json_option
@@ -113,8 +126,10 @@ def command(
         host_ram=parse_bytes(ram, "--host-ram") if ram else None,
         network=bounds["network"],
         values=bounds["values"],
-        events=bounds["by_line"],
+        events=bounds["by_line"] or bounds["report"] is not None,
     )
+    if bounds["report"]:
+        check_report(bounds["report"])
     interpreter = interpreter_of([python] if python else words)
     click.echo(_warning(rehearsal.network), err=True)
     with stoppable(lambda: "nothing is left running"):
@@ -122,6 +137,8 @@ def command(
     answer = answer_of(rehearsal, outcome, interpreter)
     checked = checked_rehearsal(answer)
     predicted = checked.to_json() if isinstance(checked, CheckedRehearsal) else None
+    if bounds["report"]:
+        write_rehearsal(bounds["report"], answer, checked if isinstance(checked, CheckedRehearsal) else None)
     show({**answer.to_json(), "check": predicted}, as_json, lambda console: _print(console, answer, checked))
     return verdict_exit_code(answer.verdict, strict=strict)
 

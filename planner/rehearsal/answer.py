@@ -94,6 +94,11 @@ class RehearsalAnswer:
         return max(self.outcome.table.card_peaks)
 
     @property
+    def outside_bytes(self) -> int:
+        """Of contexts and communicators on one card, which are estimated."""
+        return max((rank.outside_bytes for rank in self.ranks), default=0)
+
+    @property
     def phase(self) -> str | None:
         """Where it ended; else where the fullest rank had its peak."""
         if self.oom:
@@ -145,7 +150,7 @@ class RehearsalAnswer:
             "allocated_bytes": max((rank.allocated_bytes for rank in self.ranks), default=0),
             "reserved_bytes": max((rank.reserved_bytes for rank in self.ranks), default=0),
             "device_bytes": self.device_bytes,
-            "estimated_bytes": max((rank.outside_bytes for rank in self.ranks), default=0),
+            "estimated_bytes": self.outside_bytes,
             "host_ram_bytes": outcome.host_bytes,
             "pinned_bytes": outcome.pinned_bytes,
             "budget_bytes": rehearsal.card.allocatable_bytes,

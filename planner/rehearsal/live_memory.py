@@ -49,15 +49,30 @@ class LiveMemory(NamedTuple):
         """Everything together."""
         return sum(site.allocated_bytes for site in self.sites) + self.backward_bytes
 
+    @property
+    def largest(self) -> tuple[AllocationSite, ...]:
+        """The lines that are told one by one."""
+        return self.sites[:MOST_SITES]
+
+    @property
+    def other_lines(self) -> int:
+        """Lines beyond the largest."""
+        return len(self.sites[MOST_SITES:])
+
+    @property
+    def other_bytes(self) -> int:
+        """Of the lines beyond the largest."""
+        return sum(site.allocated_bytes for site in self.sites[MOST_SITES:])
+
     def to_json(self) -> dict[str, Any]:
         """The object `live` of docs/rehearsal.md."""
         return {
             "at": "error" if self.at_error else "peak",
             "device": self.device,
             "allocated_bytes": self.allocated_bytes,
-            "lines": [site.to_json() for site in self.sites[:MOST_SITES]],
-            "other_lines": len(self.sites[MOST_SITES:]),
-            "other_bytes": sum(site.allocated_bytes for site in self.sites[MOST_SITES:]),
+            "lines": [site.to_json() for site in self.largest],
+            "other_lines": self.other_lines,
+            "other_bytes": self.other_bytes,
             "backward_bytes": self.backward_bytes,
         }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 PATTERN = "observed-*.json"
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "<string>")
+PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
+_LIBRARIES = (*PACKAGE_FOLDERS, "/lib/python3", "<frozen ", "<string>")
 """In paths of code that is not the user's."""
 
 
@@ -24,6 +26,16 @@ class Frame(NamedTuple):
     def is_library(self) -> bool:
         """Whether an installed package has this code."""
         return any(part in self.file for part in _LIBRARIES)
+
+    @property
+    def place(self) -> str:
+        """As people name it, `train.py:12`: from the current folder, or from the folder of installed packages."""
+        path = self.file
+        for folder in PACKAGE_FOLDERS:
+            path = path.rpartition(folder)[2]
+        if os.path.isabs(path) and not (near := os.path.relpath(path)).startswith(os.pardir):
+            path = near
+        return f"{path}:{self.line}"
 
     def to_json(self) -> dict[str, Any]:
         """The place as JSON."""

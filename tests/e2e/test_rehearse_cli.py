@@ -138,6 +138,12 @@ def test_sigterm_leaves_nothing(place: Path, cache: str, bare_python: str) -> No
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_a_report_without_its_ending_is_refused_before_anything_runs(place: Path, cache: str, bare_python: str) -> None:
+    words = ["--gpu", "24GB", "--report", "page.txt", "--", bare_python, "-c", "open('ran', 'w')"]
+    assert "is no .html file" in rehearse(place, cache, *words, code=1)["error"]["message"]
+    assert not (place / "ran").exists()
+
+
 def test_usage(place: Path, cache: str, bare_python: str) -> None:
     for words, message in ((["--gpu", "24GB"], "nothing to rehearse"), (["--", bare_python], "no card given")):
         done = subprocess.run(vplan.command("rehearse", *words), capture_output=True, text=True, check=False)
@@ -228,7 +234,7 @@ def test_training_fits(place: Path, cache: str) -> None:
 
 @needs_cuda_wheel
 def test_training_runs_out_at_a_line(place: Path, cache: str) -> None:
-    words = ("--gpu", "8GB", "--", CUDA_PYTHON, program(place, TRAINING), "40")
+    words = ("--gpu", "8GB", "--report", "page.html", "--", CUDA_PYTHON, program(place, TRAINING), "40")
     answer = rehearse(place, cache, *words, code=3)
     assert (answer["verdict"], answer["phase"], answer["step"]) == ("no", "optimizer", 1)
     assert answer["where"]["file"] == str(place / "program.py")
@@ -241,6 +247,10 @@ def test_training_runs_out_at_a_line(place: Path, cache: str) -> None:
     assert (weights["bytes"], weights["blocks"]) == (40 * WEIGHT, 40)
     assert 40 * WEIGHT <= live["backward_bytes"] < 41 * WEIGHT  # gradients, and a workspace
     assert live["allocated_bytes"] == answer["allocated_bytes"]
+    page = (place / "page.html").read_text(encoding="utf-8")
+    place_of_it = f"program.py:{answer['where']['line']}</strong> <code>optimizer.step()"
+    assert all(text in page for text in ("It does not fit", place_of_it, "Memory through the run", "no room for"))
+    assert 'class="phase-optimizer"' in page and page.count("<path") == 2
 
 
 @needs_cuda_wheel

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.commands._shared.verb import table
@@ -14,9 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from planner.rehearsal.live_memory import AllocationSite, LiveMemory
-    from planner.rehearsal.observations import Frame
 
-SHOWN = 8
 LEAST = GIB // 200
 """Bytes of a line that is worth telling: less would read 0.00."""
 
@@ -25,13 +21,12 @@ def print_live(console: Console, live: LiveMemory) -> None:
     """A table of the lines that hold most; below a line, the library's line that allocated most of it."""
     from rich.markup import escape
 
-    entries = [(site.allocated_bytes, list(_rows(site))) for site in live.sites[:SHOWN]]
+    entries = [(site.allocated_bytes, list(_rows(site))) for site in live.largest]
     backward = (live.backward_bytes, "backward", "gradients, and temporary tensors of the backward pass")
     entries.append((live.backward_bytes, [backward]))
     entries.sort(key=lambda entry: -entry[0])
-    rest = live.sites[SHOWN:]
     rows = [row for _, lines in entries for row in lines]
-    rows.append((sum(site.allocated_bytes for site in rest), plural(len(rest), "other line"), ""))
+    rows.append((live.other_bytes, plural(live.other_lines, "other line"), ""))
     heading = ">GiB at the error" if live.at_error else ">GiB at the peak"
     shown = [(f"{gib(size):.2f}", escape(place), escape(code)) for size, place, code in rows if size >= LEAST]
     console.print(table((heading, "allocated by", "code"), shown))
@@ -39,17 +34,6 @@ def print_live(console: Console, live: LiveMemory) -> None:
 
 
 def _rows(site: AllocationSite) -> Iterator[tuple[int, str, str]]:
-    yield site.allocated_bytes, f"{short_path(site.frame)}:{site.frame.line}", site.frame.source
+    yield site.allocated_bytes, site.frame.place, site.frame.source
     if site.inner != site.frame:
-        yield site.inner_bytes, f"  in {short_path(site.inner)}:{site.inner.line}", site.inner.source
-
-
-def short_path(frame: Frame) -> str:
-    """A file as people name it: from the current folder, from its package, or by its name and folder."""
-    path = Path(frame.file)
-    if frame.is_library:
-        parts = path.parts
-        at = max((index for index, part in enumerate(parts) if part in ("site-packages", "dist-packages")), default=-3)
-        return "/".join(parts[at + 1 :])
-    relative = os.path.relpath(path) if path.is_absolute() else frame.file
-    return relative if not relative.startswith("..") else str(path)
+        yield site.inner_bytes, f"  in {site.inner.place}", site.inner.source

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from planner.foreign.rehearsed_command import CheckedRehearsal
+    from planner.rehearsal.answer import RehearsalAnswer
     from planner.spec.plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -108,6 +110,21 @@ def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any)
 
     with stoppable(lambda: f"{path} is unchanged"):
         reports.write(path, plans, command=without_password(typed_line()), **more)
+    click.echo(f"wrote {path}", err=True)
+
+
+def check_report(path: str) -> None:
+    """Raises a VplanError for a name that no report can have, before anything long begins."""
+    from reports import page
+
+    page.check_name(path)
+
+
+def write_rehearsal(path: str, answer: RehearsalAnswer, checked: CheckedRehearsal | None) -> None:
+    """Write the page of a rehearsal and say so on stderr."""
+    import reports
+
+    reports.write_rehearsal(path, answer, checked, command=typed_line())
     click.echo(f"wrote {path}", err=True)
 
 
