@@ -52,7 +52,8 @@ class _Bounds(TypedDict):
     epilog=examples(
         "vplan rehearse --gpu 24GB -- python train.py --config my.yaml",
         "vplan rehearse --gpu 2x4090 -- torchrun --nproc_per_node 2 train.py",
-        "vplan rehearse --gpu 80GB --json -- accelerate launch train.py",
+        "vplan rehearse --gpu 24GB --hollow black-forest-labs/FLUX.1-dev -- accelerate launch train_flux.py ...",
+        "vplan rehearse --gpu 24GB --hollow models/flux1-dev.safetensors -- accelerate launch flux_train_network.py ...",
     ),
 )
 @click.argument("words", nargs=-1, metavar="-- COMMAND...", type=click.UNPROCESSED)
@@ -85,6 +86,12 @@ class _Bounds(TypedDict):
     "--by-line", is_flag=True, help="Also say which lines of code hold the memory at the peak of a run that fits."
 )
 @report_option
+@click.option(
+    "--hollow",
+    multiple=True,
+    metavar="WEIGHTS",
+    help="Stand in for weights that are not here: a hub repository, PATH=NAME, or a folder with config.json. Repeatable.",
+)
 @click.option("--python", metavar="PATH", help="Python that the command runs, if it cannot be told from the command.")
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @json_option
@@ -92,6 +99,7 @@ def command(
     words: tuple[str, ...],
     gpu: str | None,
     gpus: int | None,
+    hollow: tuple[str, ...],
     python: str | None,
     strict: bool,
     as_json: bool,
@@ -106,6 +114,7 @@ def command(
     """
     from planner.foreign.rehearsed_command import CheckedRehearsal, checked_rehearsal
     from planner.rehearsal.answer import answer_of
+    from planner.rehearsal.hollow.hollow_request import parse_request
     from planner.rehearsal.interpreter import interpreter_of
     from planner.rehearsal.rehearsal import Rehearsal, run
 
@@ -127,6 +136,7 @@ def command(
         network=bounds["network"],
         values=bounds["values"],
         events=bounds["by_line"] or bounds["report"] is not None,
+        hollow=tuple(map(parse_request, hollow)),
     )
     if bounds["report"]:
         check_report(bounds["report"])

@@ -290,6 +290,12 @@ def _notes(
         parts = "context and NCCL" if rehearsal.gpus > 1 else "CUDA context"
         yield f"device includes {format_gib(estimated)} of {parts}, estimated from the card's facts"
         yield "cuDNN's workspaces are not counted"
+    if rehearsal.hollow:
+        names = ", ".join(request.text for request in rehearsal.hollow)
+        yield f"hollow weights (zeros; tokenizers split into letters): {names}"
+    copies = sum(process.hollow_bytes for process in outcome.observed)
+    if copies:
+        yield f"host RAM includes {format_gib(copies)} of their copies on the CPU, which were counted and not made"
     yield from _notes_on_values(rehearsal, outcome)
     unwritten = max((holder.unwritten_bytes for holder in outcome.table.holders), default=0)
     if unwritten > GIB:

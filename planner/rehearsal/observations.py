@@ -85,6 +85,8 @@ class Observed(NamedTuple):
     refused: RefusedFeature | None
     reads: Mapping[str, int]
     """`file:line method` to how often a tensor's values were read there"""
+    hollow_bytes: int
+    """the most that copies of hollow weights in host RAM would have taken, which were not made"""
     end: str
     """"steps": the last wanted step is done; "exit"; "refused"; empty while it runs, and after a signal"""
 

@@ -23,6 +23,8 @@ from planner.layout.single_gpu import NCCL_BYTES
 from planner.rehearsal import launcher
 from planner.rehearsal.cards import CardTable, card_environment, read_table
 from planner.rehearsal.compiler import libraries_for, preload
+from planner.rehearsal.hollow.hollow_files import hollow_files, hollow_places
+from planner.rehearsal.hollow.hollow_request import HollowRequest
 from planner.rehearsal.interpreter import Interpreter
 from planner.rehearsal.live_memory import ProcessMemory, read_histories
 from planner.rehearsal.observations import Observed, read_observed
@@ -69,6 +71,8 @@ class Rehearsal:
     """whether small tensors are really computed"""
     events: bool = False
     """whether every allocation is recorded, so that the peak's lines and the course of the run are known"""
+    hollow: tuple[HollowRequest, ...] = ()
+    """weights that are stood in for by files without data"""
 
 
 @dataclass
@@ -81,7 +85,7 @@ class RehearsalOutcome:
     observed: list[Observed]
     table: CardTable
     host_bytes: int = 0
-    """peak host RAM of all processes, pinned memory included"""
+    """peak host RAM of all processes, with pinned memory, and with copies of hollow weights that were not made"""
     pinned_bytes: int = 0
     """the most that was pinned at once"""
     sandbox: Mapping[str, bool] = field(default_factory=dict)
@@ -110,14 +114,15 @@ def run(
         folder = Path(place)
         (folder / "tmp").mkdir()
         environment = environment_with_cards(rehearsal, folder, libraries)
-        (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
         log = folder / "log.txt"
-        with log.open("wb") as output:
+        with hollow_files(rehearsal.hollow, interpreter.path, folder, environment) as own, log.open("wb") as output:
+            (folder / "environment.json").write_text(json.dumps(environment | own), encoding="utf-8")
             process = _start(rehearsal, folder, output.fileno())
             try:
                 outcome = _follow(rehearsal, process, folder)
             finally:
                 end_all(process)
+        outcome.host_bytes += sum(process.hollow_bytes for process in outcome.observed)
         outcome.log = _tail(log)
         outcome.histories = read_histories(folder)
         outcome.sandbox = _sandbox(folder)
@@ -139,6 +144,9 @@ def environment_with_cards(rehearsal: Rehearsal, folder: Path, libraries: Path) 
     environment |= card_environment(rehearsal.card, rehearsal.gpus, NCCL_BYTES)
     environment |= {"VPLAN_GPU_FOLDER": str(folder), "VPLAN_GPU_STEPS": str(rehearsal.steps)}
     environment["VPLAN_GPU_VALUES"] = "1" if rehearsal.values else "0"
+    if rehearsal.hollow:
+        # Copies of hollow weights are left out where they are seen, which is in the program's own thread.
+        environment |= {"VPLAN_HOLLOW": hollow_places(rehearsal.hollow, folder), "HF_DEACTIVATE_ASYNC_LOAD": "1"}
     environment["VPLAN_GPU_EVENTS"] = "1" if rehearsal.events else "0"
     environment |= {"TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
     if not rehearsal.network:

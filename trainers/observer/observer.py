@@ -19,6 +19,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from . import import_hook
+from .hollow_copies import HollowCopies
 from .import_hook import ImportHook
 from .memory_history import MemoryHistory
 from .memory_peaks import MemoryPeaks
@@ -61,6 +62,7 @@ class ProcessObserver:
         self._ooms = 0
         self._refused: dict[str, Any] | None = None
         self._reads: dict[str, int] = {}
+        self._hollow: HollowCopies | None = None
         self._end = ""
 
     @property
@@ -88,7 +90,8 @@ class ProcessObserver:
         register_optimizer_step_post_hook(self._after_step)
         torch.cuda._lazy_call(self._watch_allocator)
         if os.environ.get("VPLAN_GPU_VALUES") == "1":
-            watch_values(torch, self._note_read)
+            self._hollow = self._hollow_copies(torch)
+            watch_values(torch, self._note_read, self._hollow)
         else:  # nothing is computed: whatever is read is not what it would be
             for name in READERS:
                 self._watch_reader(torch.Tensor, name)
@@ -106,6 +109,11 @@ class ProcessObserver:
             return result
 
         engine._take_model_step = counted
+
+    @staticmethod
+    def _hollow_copies(torch: ModuleType) -> HollowCopies | None:
+        places = os.environ.get("VPLAN_HOLLOW", "")
+        return HollowCopies(torch, places.split(os.pathsep)) if places else None
 
     def _watch_allocator(self) -> None:
         assert self._history is not None
@@ -243,6 +251,7 @@ class ProcessObserver:
             "steps": self.steps,
             "retries": self._peaks.retries(),
             "ooms": self._ooms,
+            "hollow_bytes": self._hollow.most_unwritten_bytes if self._hollow else 0,
             "oom": self._oom,
             "refused": self._refused,
             "reads": self._reads,

@@ -11,6 +11,9 @@ import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from .hollow_copies import COPYING as HOLLOW_COPIES
+from .hollow_copies import HollowCopies
+
 SMALL_BYTES = 65536
 """As the copies that the virtual card makes (virtual_gpu.h)."""
 
@@ -31,14 +34,14 @@ INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
 """Their second argument is a list of indices; those that are masks are counted."""
 
 
-def watch_values(torch: Any, told: Callable[[str], None]) -> None:
+def watch_values(torch: Any, told: Callable[[str], None], hollow: HollowCopies | None = None) -> None:
     """Follow every operator of this thread, and of its backward, from here on.
 
-    `told` gets the name of an operator that reads a value nobody knows.
+    `told` gets the name of an operator that reads a value nobody knows; `hollow` answers copies of hollow weights.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    values = _Values(torch, told)
+    values = _Values(torch, told, hollow)
 
     class SmallValues(TorchDispatchMode):  # type: ignore[misc, unused-ignore]  # torch's class is untyped in places
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,8 +58,9 @@ def watch_values(torch: Any, told: Callable[[str], None]) -> None:
 class _Values:
     """Which storages hold what they would hold on a card."""
 
-    def __init__(self, torch: Any, told: Callable[[str], None]) -> None:
+    def __init__(self, torch: Any, told: Callable[[str], None], hollow: HollowCopies | None) -> None:
         self._torch = torch
+        self._hollow = hollow
         self._told = told
         self._known: set[int] = set()
         self.plain = {torch.Tensor, torch.nn.Parameter, *filter(None, [getattr(torch.nn, "Buffer", None)])}
@@ -67,6 +71,10 @@ class _Values:
         name = func._schema.name.partition("::")[2]
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
+        if self._hollow is not None and name in HOLLOW_COPIES:
+            copied = self._hollow.run(name, func, args, kwargs)
+            if copied is not None:
+                return copied
         inputs = list(self._tensors((args, kwargs)))
         if name in INDEXING and any(tensor.is_cuda for tensor in inputs):
             args = self._without_masks(name, args)
