@@ -53,7 +53,7 @@ class _Bounds(TypedDict):
         "vplan rehearse --gpu 24GB -- python train.py --config my.yaml",
         "vplan rehearse --gpu 2x4090 -- torchrun --nproc_per_node 2 train.py",
         "vplan rehearse --gpu 24GB --hollow black-forest-labs/FLUX.1-dev -- accelerate launch train_flux.py ...",
-        "vplan rehearse --gpu 24GB --hollow models/flux1-dev.safetensors -- accelerate launch flux_train_network.py ...",
+        "vplan rehearse --gpu 24GB --hollow models/flux1-dev.safetensors -- python flux_train_network.py ...",
     ),
 )
 @click.argument("words", nargs=-1, metavar="-- COMMAND...", type=click.UNPROCESSED)
@@ -90,7 +90,7 @@ class _Bounds(TypedDict):
     "--hollow",
     multiple=True,
     metavar="WEIGHTS",
-    help="Stand in for weights that are not here: a hub repository, PATH=NAME, or a folder with config.json. Repeatable.",
+    help="Stand in for weights that are not here: a hub repository, PATH=NAME, or a folder of configs. Repeatable.",
 )
 @click.option("--python", metavar="PATH", help="Python that the command runs, if it cannot be told from the command.")
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")

@@ -375,3 +375,65 @@ def test_a_graph_is_refused_by_name(place: Path, cache: str) -> None:
     """
     error = rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source), code=1)["error"]
     assert "CUDA graphs" in error["message"]
+
+
+@needs_cuda_wheel
+def test_sizes_that_depend_on_values_are_not_read_from_unfilled_memory(place: Path, cache: str) -> None:
+    """The card's own `nonzero` would find its count in a block that was something else before."""
+    source = """
+        import torch
+        for _ in range(20):
+            torch.empty(2**20, dtype=torch.uint8, device="cuda")
+            used = torch.tensor([2**30] * 64, device="cuda")
+            del used
+            steps = torch.linspace(1000, 0, 1000, device="cuda")
+            assert [(steps == step).nonzero().item() for step in steps[5:8]] == [5, 6, 7]
+            unknown = torch.randn(1000, 1000, device="cuda") > 0
+            assert unknown.nonzero().shape[1] == 2
+            assert torch.randn(1000, 1000, device="cuda")[unknown].dim() == 1
+            torch.zeros(1000, 1000, device="cuda")[unknown] = torch.ones(7, device="cuda")
+            torch.zeros(1000, 1000, device="cuda")[unknown] = 1.0
+        print(torch.cuda.max_memory_allocated())
+    """
+    words = ("--gpu", "24GB", "--steps", "0", "--", CUDA_PYTHON, program(place, source))
+    answer = rehearse(place, cache, *words)
+    assert answer["allocated_bytes"] < 64 * 2**20
+    assert any("not computed" in note for note in answer["assumptions"])
+
+
+@needs_cuda_wheel
+def test_weights_that_nobody_has(place: Path, cache: str) -> None:
+    """A pipeline of the hub by its name, cast on the CPU as training scripts do it, and a file at a path."""
+    have = "import diffusers, transformers"
+    if subprocess.run([CUDA_PYTHON, "-c", have], capture_output=True, check=False).returncode:
+        pytest.skip("the Python of VPLAN_CUDA_PYTHON has no diffusers and transformers")
+    source = """
+        import os
+        import torch
+        from diffusers import AutoencoderKL, FluxTransformer2DModel
+        from transformers import CLIPTokenizer
+        name = "black-forest-labs/FLUX.1-dev"
+        model = FluxTransformer2DModel.from_pretrained(name, subfolder="transformer", torch_dtype=torch.float32)
+        model.to("cuda", dtype=torch.bfloat16)
+        vae = AutoencoderKL.from_pretrained(name, subfolder="vae").to("cuda")
+        assert CLIPTokenizer.from_pretrained(name, subfolder="tokenizer")("a dog").input_ids[0] == 49406
+        state = torch.load("models/Wan2.1_VAE.pth", mmap=True, weights_only=True)
+        assert state["conv1.weight"].shape == (32, 32, 1, 1, 1)
+    """
+    words = ["--gpu", "80GB", "--steps", "0", "--hollow", "black-forest-labs/FLUX.1-dev"]
+    words += ["--hollow", "models/Wan2.1_VAE.pth", "--", CUDA_PYTHON, program(place, source)]
+    answer = rehearse(place, cache, *words)
+    assert answer["verdict"] == "fits"
+    weights = 11_901_408_320 * 2 + 83_819_683 * 4
+    assert weights <= answer["allocated_bytes"] < weights * 1.01
+    assert 11_901_408_320 * 4 < answer["host_ram_bytes"] < 11_901_408_320 * 4 + 8 * 2**30
+    (note,) = [note for note in answer["assumptions"] if "counted and not made" in note]
+    assert "44.3 GiB" in note
+    assert not (place / "models").exists()
+
+
+def test_unknown_weights_are_refused(place: Path, cache: str, bare_python: str) -> None:
+    words = ["--gpu", "24GB", "--hollow", "black-forest-labs/FLUX.1-dve", "--", bare_python, "-c", "pass"]
+    error = rehearse(place, cache, *words, code=1)["error"]
+    assert "nothing is known of 'black-forest-labs/FLUX.1-dve'" in error["message"]
+    assert "black-forest-labs/FLUX.1-dev" in error["fix"]

@@ -18,7 +18,7 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         question = json.load(file)
     try:
-        answer = {"models": {key: describe(**model) for key, model in question["models"].items()}}
+        answer: dict[str, Any] = {"models": {key: describe(**model) for key, model in question["models"].items()}}
         for archive in question["archives"]:
             write_archive(**archive)
     except (ImportError, AttributeError, TypeError, ValueError, KeyError) as error:

@@ -16,7 +16,7 @@ LARGE_BYTES = 2**20
 """Smaller copies are made."""
 
 COPYING = ("_to_copy", "clone", "copy_")
-"""The first two give a new tensor with the values of their first argument, the last writes its second into its first."""
+"""The first two give a new tensor with the values of the first argument; the last writes the second into the first."""
 
 
 class HollowCopies:
@@ -56,7 +56,7 @@ class HollowCopies:
         return index >= 0 and place < self._ends[index]
 
     def _read_maps(self) -> None:
-        """Where the hollow files are mapped now (proc(5), /proc/pid/maps: `START-END MODE OFFSET DEVICE INODE PATH`)."""
+        """Where the hollow files are mapped now (proc(5), maps: `START-END MODE OFFSET DEVICE INODE PATH`)."""
         ranges = []
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -82,4 +82,4 @@ class HollowCopies:
 
 
 def _is_large(tensor: Any) -> bool:
-    return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= LARGE_BYTES
+    return bool(tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= LARGE_BYTES)

@@ -79,6 +79,8 @@ class _Values:
         if name in INDEXING and any(tensor.is_cuda for tensor in inputs):
             args = self._without_masks(name, args)
             inputs = list(self._tensors((args, kwargs)))
+        if name in BY_VALUE and any(tensor.is_cuda for tensor in inputs):
+            return self._by_value(func, args, kwargs, name)
         result = func(*args, **kwargs)
         outputs = list(self._tensors(result))
         if not any(tensor.is_cuda for tensor in (*inputs, *outputs)):
@@ -97,8 +99,6 @@ class _Values:
             return result
         if name in COPYING and not known and any(not tensor.is_cuda and _is_small(tensor) for tensor in outputs):
             self._told(name)  # to the host: `tolist`, `cpu`
-        if name in BY_VALUE:
-            return self._by_value(func, args, kwargs, result, known, name)
         written = [tensor for tensor in outputs if tensor.is_cuda]
         if func._schema.is_mutable:
             written += [tensor for tensor in self._mutated(func, args, kwargs) if tensor.is_cuda]
@@ -207,12 +207,23 @@ class _Values:
 
     # ---- shapes that depend on values
 
-    def _by_value(self, func: Any, args: Any, kwargs: Any, result: Any, known: bool, name: str) -> Any:
-        if not known or not all(map(_is_small, self._tensors((args, kwargs)))):
-            self._told(name)
-            return result
-        device = next(tensor.device for tensor in self._tensors((args, kwargs)) if tensor.is_cuda)
-        return self._to_card(self._on_host(func, args, kwargs), device)
+    def _by_value(self, func: Any, args: Any, kwargs: Any, name: str) -> Any:
+        """The card's own operator never runs: it would read how much to allocate from memory that nobody has filled."""
+        inputs = [tensor for tensor in self._tensors((args, kwargs)) if tensor.is_cuda]
+        if all(self._is_known(tensor) and _is_small(tensor) for tensor in inputs):
+            return self._to_card(self._on_host(func, args, kwargs), inputs[0].device)
+        self._told(name)
+        return self._to_card(func(*self._emptied(args), **self._emptied(kwargs)), inputs[0].device)
+
+    def _emptied(self, value: Any) -> Any:
+        """The same arguments with tensors in which there is nothing, on the CPU."""
+        if isinstance(value, self._torch.Tensor):
+            return self._torch.zeros([0, *value.shape[1:]] if value.dim() else [], dtype=value.dtype)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._emptied(item) for item in value)
+        if isinstance(value, dict):
+            return {name: self._emptied(item) for name, item in value.items()}
+        return value
 
     def _to_card(self, value: Any, device: Any) -> Any:
         if isinstance(value, self._torch.Tensor):
@@ -222,7 +233,8 @@ class _Values:
         return type(value)(self._to_card(item, device) for item in value)
 
     def _without_masks(self, name: str, args: Any) -> Any:
-        """The same indices with known masks counted: the card would find nothing set in them."""
+        """The same indices with masks counted. One that nobody knows has as many places as values are put there, and
+        none where values are taken."""
         indices: list[Any] = []
         for index in args[1]:
             if index is None or not index.is_cuda or index.dtype not in (self._torch.bool, self._torch.uint8):
@@ -231,7 +243,9 @@ class _Values:
                 indices.extend(self._to_card(self._over(index).nonzero().unbind(1), index.device))
             else:
                 self._told(name)
-                indices.append(index)
+                count = args[2].shape[0] if len(args) > 2 and args[2].dim() else 0
+                place = self._torch.zeros(count, dtype=self._torch.int64, device=index.device)
+                indices.extend([place] * index.dim())
         return (args[0], indices, *args[2:])
 
 

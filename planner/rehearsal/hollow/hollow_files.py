@@ -144,8 +144,9 @@ def _plan_folder(source: Path, place: Path, work: _Work) -> None:
 
 def _local_model(path: Path) -> ModelClass:
     """The model that a config.json describes. Nothing that it names is imported here."""
-    place = path if path.is_file() else path / CONFIG
-    config = read_config(place, place.parent)
+    root = (path.parent if path.is_file() else path).resolve()
+    place = root / (path.name if path.is_file() else CONFIG)
+    config = read_config(place, root)
     check_values(config, place.name, may_be_negative=True)
     name, library = config.get("_class_name"), "diffusers"
     if name is None:
@@ -253,7 +254,7 @@ def _ask(
     try:
         done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=WORKER_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise VplanError("building the hollow weights took over 10 minutes", "try again on an idle machine", 4) from None
+        raise VplanError("building the hollow weights took over 10 minutes", "close other programs", 4) from None
     if not answer.is_file():
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise VplanError(f"building the hollow weights failed: {lines[-1]}", f"check that {python} imports torch", 4)

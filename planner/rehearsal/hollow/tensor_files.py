@@ -71,9 +71,7 @@ def write_shards(folder: Path, stem: str, tensors: Sequence[TensorEntry], most_b
     return write_indexed(folder, stem, tensors, weight_map)
 
 
-def write_indexed(
-    folder: Path, stem: str, tensors: Sequence[TensorEntry], weight_map: dict[str, str]
-) -> list[Path]:
+def write_indexed(folder: Path, stem: str, tensors: Sequence[TensorEntry], weight_map: dict[str, str]) -> list[Path]:
     """The shards that an index names, and the index if it is not there."""
     files = dict.fromkeys(weight_map.values())
     for file in files:

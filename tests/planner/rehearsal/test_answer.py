@@ -48,6 +48,7 @@ def process(**changes: Any) -> dict[str, Any]:
         "steps": 3,
         "retries": 0,
         "ooms": 0,
+        "hollow_bytes": 0,
         "oom": None,
         "refused": None,
         "reads": {},
