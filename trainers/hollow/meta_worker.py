@@ -33,7 +33,7 @@ def describe(library: str, config: dict[str, Any], **names: str) -> dict[str, An
 
     model_class = getattr(importlib.import_module(library), names["class"])
     with torch.device("meta"):
-        if library == "diffusers":
+        if library != "transformers":
             model = model_class.from_config(config)
             whole = json.loads(model.to_json_string())
         else:

@@ -56,12 +56,12 @@ class ModelClass(NamedTuple):
     @property
     def stem(self) -> str:
         """How its weights' files are called."""
-        return "diffusion_pytorch_model" if self.library == "diffusers" else "model"
+        return "model" if self.library == "transformers" else "diffusion_pytorch_model"
 
     @property
     def most_shard_bytes(self) -> int:
         """The size at which `save_pretrained` cuts (MAX_SHARD_SIZE of diffusers, max_shard_size of transformers 4)."""
-        return 10**10 if self.library == "diffusers" else 5 * 10**9
+        return 5 * 10**9 if self.library == "transformers" else 10**10
 
 
 @functools.cache
