@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+import psutil
 from click.core import ParameterSource
 
 import profiles
@@ -175,33 +177,47 @@ def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool
     if said["python"] is not None and said["runner_name"] != "rehearse":
         raise VplanError("--python is for rehearsals", "add --runner rehearse, or leave it out", USAGE)
     if said["runner_name"] != "real":
-        return measure(asked, _unreal(said), as_json)
+        with contextlib.ExitStack() as stack:
+            return measure(asked, _unreal(said, stack), as_json)
     if said["gpu"] is not None:
         raise VplanError("--gpu is for simulated runs and rehearsals; a grid is measured on this machine's card",
                          "add --runner rehearse or simulate, or leave it out", USAGE)  # fmt: skip
     card = None if device == "cpu" else _card()
     memory = doctor.host_ram()
     torch = doctor.torch_release()
-    machine = Machine(gpu=card.name, unified=card.unified, torch=torch) if card else Machine(gpu="24GB", torch=torch)
+    cards = len(doctor.visible()[1])
+    machine = Machine(gpu="24GB", torch=torch)
+    if card is not None:
+        machine = machine.replace(gpu=card.name, gpus=cards, unified=card.unified)
     runner = RealRunner(device=device, command=f"vplan calibrate --grid {Path(asked.grid).name}")
     return measure(asked, Where(runner, machine, memory["limit_bytes"] or memory["total_bytes"], device), as_json)
 
 
-def _unreal(said: dict[str, Any]) -> Where:
-    """A machine whose card is not there: a virtual one, or one that is simulated altogether."""
+def _unreal(said: dict[str, Any], stack: contextlib.ExitStack) -> Where:
+    """A machine whose card is not there: a virtual one, or one that is simulated altogether. What it runs ends with
+    ``stack``."""
     from planner.commands._shared.grid_options import Where
+    from planner.rehearsal.cards import MOST_CARDS
 
-    machine = Machine(gpu=lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name)
+    machine = Machine(gpu=lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name, gpus=MOST_CARDS)
     if said["runner_name"] == "simulate":
         from planner.probe.simulated import SimulatedRunner
 
         return Where(SimulatedRunner(said["seed"]), machine, None, "none")
+    from planner.rehearsal.fork_server import ForkServer
     from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter, torch_release
 
     interpreter = cuda_interpreter(said["python"])
     command = f"vplan calibrate --grid {Path(said['grid']).name} --runner rehearse"
-    runner = RehearsalRunner(interpreter=interpreter, command=command, say=lambda line: click.echo(line, err=True))
-    return Where(runner, machine.replace(torch=torch_release(interpreter)), None, "none")
+    runner = RehearsalRunner(
+        interpreter=interpreter,
+        command=command,
+        server=stack.enter_context(ForkServer(interpreter.path)),
+        say=lambda line: click.echo(line, err=True),
+    )
+    # What waits in host RAM is really written there: a virtual card holds only what is on it.
+    available = psutil.virtual_memory().available
+    return Where(runner, machine.replace(torch=torch_release(interpreter)), available, "none")
 
 
 def _card() -> GpuProfile:

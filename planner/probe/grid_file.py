@@ -8,11 +8,13 @@ as well. Such a file is somebody's input: it is read with a bound, and a fault i
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 import profiles
 from planner.errors import VplanError, quoted
-from planner.schema import Flag, Record
+from planner.schema import Count, Flag, Record
 from planner.spec.job import Job, Strategy
 
 LARGEST_BYTES = 1 << 20
@@ -22,7 +24,7 @@ Cap = Literal["under", "over"]
 """What of the card a plan may have: the most at which the estimate says no, the least at which it says that it fits."""
 
 
-BESIDE = frozenset({"cap", "encode"})
+BESIDE = frozenset({"cap", "cap_share", "encode", "gpus"})
 """What a plan of the file says beside fields of a Strategy."""
 
 
@@ -32,10 +34,19 @@ class GridEntry(Record):
     job: Job
     strategy: Strategy
     cap: Cap | None = None
+    cap_share: Annotated[float, Field(gt=0.5, lt=2)] | None = None
+    """instead of `cap`: what the plan may have of the card, as a share of its predicted device peak"""
     encode: Flag = False
     """goes through text encoders and VAE first, as caching does, in a process of its own"""
+    gpus: Count = 1
+    """cards of one machine"""
     config: dict[str, Any] = {}
     """keys of the model's published architecture that are replaced, to shrink it: for rehearsals"""
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether the plan gets only a part of the card."""
+        return self.cap is not None or self.cap_share is not None
 
     @property
     def title(self) -> str:
@@ -45,7 +56,9 @@ class GridEntry(Record):
         shape += f" x {job.batch_size}" if job.batch_size > 1 else ""
         ways = [_words(name, getattr(self.strategy, name)) for name in sorted(self.strategy.model_fields_set)]
         ways += ["encodes"] if self.encode else []
+        ways += [f"on {self.gpus} GPUs"] if self.gpus > 1 else []
         ways += [f"capped {self.cap} its peak"] if self.cap else []
+        ways += [f"capped at {self.cap_share:g} of its peak"] if self.cap_share else []
         return f"{job.model} {job.method} {shape}: {', '.join(filter(None, ways)) or 'as it is'}"
 
 

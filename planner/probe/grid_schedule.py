@@ -79,21 +79,23 @@ def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, o
 
     `host_ram`: bytes of this computer; `on_cpu`: it steps on the CPU, which takes only models that are shrunk.
     """
-    bare = Plan(job=entry.job, strategy=entry.strategy, machine=machine)
+    bare = Plan(job=entry.job, strategy=entry.strategy, machine=machine.replace(gpus=entry.gpus))
     try:
+        if entry.gpus > machine.gpus:
+            raise VplanError(f"it is for {entry.gpus} GPUs, and this machine has {machine.gpus}")
         plan = settled(bare)
         if on_cpu and not entry.config:
             raise VplanError("the full model takes too long on the CPU: its job needs a config that shrinks it")
         if entry.config:
-            if entry.cap:
+            if entry.is_capped:
                 raise VplanError("a shrunk model's peak is not estimated, so nothing can be capped at it")
             seconds = START_SECONDS * (2 if entry.encode else 1)
             return Candidate(entry=entry, plan=plan, name=row_id(plan, entry.config), seconds=seconds)
         # From recordings alone, whatever has been learned: the same plan has the same row on every machine of a kind.
         configuration = plan.configuration
         answer = estimate(configuration, load_facts(configuration))
-        plan = plan.replace(machine=_capped(entry, answer)) if entry.cap else plan
-        skip = None if entry.cap else _short_of_memory(answer, entry.encode)
+        plan = plan.replace(machine=_capped(entry, answer)) if entry.is_capped else plan
+        skip = None if entry.is_capped else _short_of_memory(answer, entry.encode)
         if host_ram is not None and answer.host_ram_bytes > host_ram:
             skip = (
                 f"it needs {gib(answer.host_ram_bytes):.0f} GiB of host RAM, and this machine has {gib(host_ram):.0f}"
@@ -122,7 +124,10 @@ def _capped(entry: GridEntry, answer: Estimate) -> Machine:
     """The machine with all of the card in reserve but what the plan may have."""
     if answer.peak.phase in SEPARATE_PHASES:
         raise VplanError("its peak is in encoding, so a cap there says nothing about training")
-    budget = answer.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-answer.high_bytes // MIB) * MIB
+    if entry.cap_share is not None:
+        budget = round(entry.cap_share * answer.peak.device_bytes / MIB) * MIB
+    else:
+        budget = answer.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-answer.high_bytes // MIB) * MIB
     card = lookup.parse_gpus(answer.machine.gpu)[1].allocatable_bytes
     if budget >= card:
         raise VplanError(f"a cap at {gib(budget):.1f} GiB does not cap a card of {gib(card):.1f}")
@@ -190,4 +195,5 @@ def _tells(entry: GridEntry) -> tuple[list[About], list[About]]:
         ("buckets", bool(job.buckets)),
     ]
     techniques: list[About] = [(name, value > 0 if isinstance(value, int) else value) for name, value in tried]
-    return trained, [*techniques, ("cap", entry.cap), ("encode", entry.encode)]
+    caps: list[About] = [("cap", entry.cap), ("cap", entry.cap_share)]
+    return trained, [*techniques, *caps, ("encode", entry.encode), ("gpus", entry.gpus)]

@@ -208,8 +208,7 @@ def _run_worker(
         return read_facts().get("phase") == "save"
 
     log = folder / LOG
-    # Both kinds of command line begin with an interpreter: vplan's own, and torch's launcher.
-    ended = run_worker([python.path, *words[1:]], log, time_limit, python.environment(request["device"]), saves)
+    ended = python.run(words, log, time_limit, request["device"], saves)
     if refused := read_facts().get("refused"):
         raise VplanError(refused["message"], refused["fix"])
     if ranks > 1 and not ended.timed_out and _rank_was_killed(log):

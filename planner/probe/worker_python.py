@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 from planner.hardware import doctor
 from planner.launch import launch
+from planner.worker_process import Ended, run_worker
 
 REHEARSAL_FOLDER = "VPLAN_GPU_FOLDER"
 """Environment variable of every process that has a virtual GPU: the rehearsal's folder."""
@@ -37,6 +40,11 @@ class WorkerPython:
     def environment(self, device: str) -> dict[str, str]:
         """The environment variables of its processes. ``device``: ``cuda`` or ``cpu``."""
         return launch.environment(device)
+
+    def run(self, words: list[str], log: Path, time_limit: float, device: str, once_more: Callable[[], bool]) -> Ended:
+        """Run a worker's command line (`planner.launch.launch.command`) with this interpreter; the rest as in
+        `planner.worker_process.run_worker`."""
+        return run_worker([self.path, *words[1:]], log, time_limit, self.environment(device), once_more)
 
     @property
     def torch_release(self) -> str | None:

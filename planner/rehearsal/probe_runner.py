@@ -21,10 +21,12 @@ from planner.probe.probe import RealRunner, probe
 from planner.probe.worker_python import WorkerPython
 from planner.rehearsal.cards import read_table
 from planner.rehearsal.compiler import libraries_for
+from planner.rehearsal.fork_server import ForkServer
 from planner.rehearsal.interpreter import Interpreter, interpreter_of
 from planner.rehearsal.ram_guard import RamGuard, spare_ram
 from planner.rehearsal.rehearsal import Rehearsal, environment_with_cards
 from planner.spec.plan import VIRTUAL, Plan
+from planner.worker_process import Ended, vplan_command
 
 VARIABLE = "VPLAN_CUDA_PYTHON"
 """Environment variable that names a Python with PyTorch's CUDA wheel."""
@@ -44,6 +46,9 @@ modules = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is no
 print(json.dumps({"versions": versions, "modules": modules}))
 """
 _SECONDS = 60.0
+
+STEADY_STEPS = 1
+"""Nothing is timed, and each steady step allocates what the one before did."""
 
 
 def cuda_interpreter(path: str | None = None) -> Interpreter:
@@ -87,6 +92,8 @@ class _VirtualPython(WorkerPython):
 
     interpreter: Interpreter
     variables: Mapping[str, str]
+    server: ForkServer | None
+    """for workers that no launcher starts"""
 
     @property
     def is_virtual(self) -> bool:
@@ -105,6 +112,12 @@ class _VirtualPython(WorkerPython):
     def environment(self, device: str) -> dict[str, str]:
         own = {name: value for name, value in self.variables.items() if not name.startswith(launch.FOREIGN)}
         return own | launch.settings(device)
+
+    def run(self, words: list[str], log: Path, time_limit: float, device: str, once_more: Callable[[], bool]) -> Ended:
+        folder = words[-1]
+        if self.server is None or words != vplan_command("worker", "probe", folder):
+            return super().run(words, log, time_limit, device, once_more)
+        return self.server.run(folder, log, time_limit, self.environment(device), once_more)
 
     @property
     def torch_release(self) -> str | None:
@@ -125,6 +138,8 @@ class RehearsalRunner(RealRunner):
 
     interpreter: Interpreter
     """with PyTorch's CUDA wheel"""
+    server: ForkServer | None = None
+    """starts the processes faster; without it each imports torch anew"""
     say: Callable[[str], None] = field(default=lambda line: None, repr=False)
     """is told what takes long"""
 
@@ -145,13 +160,21 @@ class RehearsalRunner(RealRunner):
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         libraries = libraries_for(self.interpreter, say=self.say)
         card = lookup.parse_gpus(plan.machine.gpu)[1]
-        rehearsal = Rehearsal((), card, plan.machine.gpus, steps=0, time_limit=time_limit, host_ram=None)
+        rehearsal = Rehearsal(
+            command=(),
+            card=card,
+            gpus=plan.machine.gpus,
+            steps=0,
+            time_limit=time_limit,
+            host_ram=None,
+        )
         with tempfile.TemporaryDirectory(prefix="vplan-", ignore_cleanup_errors=True) as place:
             folder = Path(place)
             (folder / "tmp").mkdir()
-            python = _VirtualPython(self.interpreter, environment_with_cards(rehearsal, folder, libraries))
+            python = _VirtualPython(self.interpreter, environment_with_cards(rehearsal, folder, libraries), self.server)
             runner = replace(self, python=python)
             with RamGuard(spare_ram()):
+                steps = min(steps, STEADY_STEPS)
                 row = probe(plan, runner, steps=steps, time_limit=time_limit, encode=encode or self.encode)
             device_bytes = max(read_table(folder).card_peaks)
         # As the cards counted: a probe samples NVML, and can miss a short peak.

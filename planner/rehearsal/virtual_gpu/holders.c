@@ -13,14 +13,17 @@
 #include <unistd.h>
 
 static struct table *table;
+static int table_pid;
 static struct table alone; /* without a folder a process has the machine to itself */
 static struct holder *own;
 static int own_pid;
 
 EXPORT struct table *vg_shared_table(void)
 {
-    if (table)
+    /* A fork looks again: it may have been given another folder (trainers/probe_server.py). */
+    if (table && table_pid == getpid())
         return table;
+    table_pid = getpid();
     const char *folder = getenv("VPLAN_GPU_FOLDER");
     char path[4096];
     if (!folder || snprintf(path, sizeof path, "%s/cards", folder) >= (int)sizeof path)

@@ -35,10 +35,11 @@ from planner.probe.simulated import SimulatedRunner
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Measured, Plan
-from planner.units import GIB
+from planner.units import GIB, MIB
 
 MACHINE = Machine(gpu="h100-80gb")
 SHIPPED = read_grid(profiles.GRIDS / "one-gpu.toml")
+ALL_MODELS = read_grid(profiles.GRIDS / "all-models.toml")
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +182,36 @@ def test_a_fault_in_a_grid_is_one_line(tmp_path: Path, text: str, fault: str) ->
     assert fault in failure.value.message and failure.value.fix
 
 
+def test_every_model_is_in_the_grid_of_all_and_techniques_meet_many() -> None:
+    assert {entry.job.model for entry in ALL_MODELS} == set(profiles.model_names())
+    assert len(ALL_MODELS) >= 400 and len({entry.title for entry in ALL_MODELS}) == len(ALL_MODELS)
+    shares = [entry.cap_share for entry in ALL_MODELS if entry.cap_share is not None]
+    assert len(shares) >= 60 and all(0.97 <= share <= 1.03 for share in shares)
+    assert min(shares) < 1 < max(shares)
+    for technique in ("fp8", "nf4", "int8"):
+        assert len({entry.job.model for entry in ALL_MODELS if entry.strategy.weights_dtype == technique}) >= 5
+    sharded = {(entry.strategy.sharding, entry.gpus) for entry in ALL_MODELS if entry.gpus > 1}
+    assert {("zero-1", 2), ("zero-2", 4), ("zero-3", 4), ("fsdp", 2), ("fsdp", 4), ("ddp", 2)} <= sharded
+
+
+def test_a_plan_gets_that_share_of_its_peak() -> None:
+    entry = next(entry for entry in ALL_MODELS if entry.job.model == "sd1.5" and entry.cap_share)
+    assert entry.cap_share is not None and "of its peak" in entry.title
+    capped = candidate(entry, MACHINE)
+    whole = candidate(entry.replace(cap_share=None), MACHINE)
+    budget = lookup.gpu("h100-80gb").allocatable_bytes - capped.plan.machine.reserve
+    peak = max(peak.device_bytes for peak in whole.phases.values())
+    assert abs(budget - entry.cap_share * peak) <= MIB and capped.skip is None
+    assert capped.name != whole.name
+
+
+def test_a_plan_for_more_cards_than_there_are_is_left_out() -> None:
+    entry = next(entry for entry in ALL_MODELS if entry.gpus == 2)
+    assert candidate(entry, MACHINE).skip == "it is for 2 GPUs, and this machine has 1"
+    two = candidate(entry, MACHINE.replace(gpus=2))
+    assert two.skip is None and two.plan.machine.gpus == 2
+
+
 def test_a_grid_that_is_not_there_or_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(VplanError, match="cannot read the grid") as failure:
         read_grid(tmp_path / "none.toml")
@@ -258,7 +289,7 @@ def test_time_crashes_and_words(files: tuple[str, Path]) -> None:
         (["--grid", grid], "--grid needs an output file"),
         (["--grid", grid, "-o", "rows.jsonl", "sd1.5"], "MODEL cannot be used with --grid"),
         (["--grid", grid, "-o", "rows.jsonl", "--no-probes"], "--probes cannot be used with --grid"),
-        (["--grid", "on-gpu", "-o", "rows.jsonl"], "or a bundled grid: one-gpu"),
+        (["--grid", "on-gpu", "-o", "rows.jsonl"], "or a bundled grid: all-models, one-gpu"),
         (["--grid", grid, "-o", "no/rows.jsonl"], "there is no folder"),
         (["--max-minutes", "3"], "--max-minutes needs --grid"),
         (["--grid", grid, "-o", "rows.jsonl", "--gpu", "4090"], "for simulated runs"),
@@ -305,7 +336,8 @@ def test_what_is_off_is_recorded(files: tuple[str, Path], monkeypatch: pytest.Mo
         return row.replace(measured=measured, details={"phases": {"train": {}}})
 
     monkeypatch.setattr(RealRunner, "run", run)
-    monkeypatch.setattr(verb, "_card", lambda: lookup.gpu("rtx4090"))
+    cards = [{"name": "NVIDIA GeForce RTX 4090", "known_as": "rtx4090"}]
+    monkeypatch.setattr(verb.doctor, "visible", lambda: ({"error": None}, cards))
     line = ["calibrate", "--grid", grid, "-o", str(rows), "--json", "--histories", str(rows.parent)]
     answer = json.loads(CliRunner().invoke(cli, line).stdout)
     assert len(answer["probes"]) == len(Ledger(rows).rows()) == 2
