@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .hollow_copies import COPYING as HOLLOW_COPIES
 from .hollow_copies import HollowCopies
@@ -44,6 +44,11 @@ def watch_values(torch: Any, told: Callable[[str], None], hollow: HollowCopies |
     values = _Values(torch, told, hollow)
 
     class SmallValues(TorchDispatchMode):  # type: ignore[misc, unused-ignore]  # torch's class is untyped in places
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            """Else torch turns its compiler off and on again around every operator, which takes longer than we do."""
+            return False
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(kind.__name__ == "DTensor" for kind in types):
                 return NotImplemented  # its own handler comes first, and what it does to its shard comes here
@@ -55,6 +60,34 @@ def watch_values(torch: Any, told: Callable[[str], None], hollow: HollowCopies |
     mode().__enter__()  # for good: the process ends with it
 
 
+class _OperatorTraits(NamedTuple):
+    """What decides how an operator is followed; looked up once for each, as schemas are slow to ask."""
+
+    name: str
+    """without namespace and overload"""
+    is_collective: bool
+    is_by_value: bool
+    """whether its result's shape, or how much it writes, can depend on values"""
+    is_view: bool
+    is_mutable: bool
+    only_returns: bool
+    """whether new tensors are all that comes of it"""
+
+    @classmethod
+    def of(cls, func: Any) -> _OperatorTraits:
+        name = func._schema.name.partition("::")[2]
+        mutable = bool(func._schema.is_mutable)
+        special = name in READING | COPYING | BY_VALUE | FRESH
+        return cls(
+            name=name,
+            is_collective=func.namespace == "c10d",
+            is_by_value=name in BY_VALUE | INDEXING,
+            is_view=func.is_view and name not in FRESH,
+            is_mutable=mutable,
+            only_returns=not mutable and not special,
+        )
+
+
 class _Values:
     """Which storages hold what they would hold on a card."""
 
@@ -63,35 +96,53 @@ class _Values:
         self._hollow = hollow
         self._told = told
         self._known: set[int] = set()
+        self._traits: dict[Any, _OperatorTraits] = {}
         self.plain = {torch.Tensor, torch.nn.Parameter, *filter(None, [getattr(torch.nn, "Buffer", None)])}
         self._random_state: Any = None
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result on the card, with its values where they can be had."""
-        name = func._schema.name.partition("::")[2]
-        if func.namespace == "c10d":
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = _OperatorTraits.of(func)
+        if traits.is_collective:
             return self._collective(func, args, kwargs)
-        if self._hollow is not None and name in HOLLOW_COPIES:
-            copied = self._hollow.run(name, func, args, kwargs)
+        if self._hollow is not None and traits.name in HOLLOW_COPIES:
+            copied = self._hollow.run(traits.name, func, args, kwargs)
             if copied is not None:
                 return copied
-        inputs = list(self._tensors((args, kwargs)))
-        if name in INDEXING and any(tensor.is_cuda for tensor in inputs):
-            args = self._without_masks(name, args)
-            inputs = list(self._tensors((args, kwargs)))
-        if name in BY_VALUE and any(tensor.is_cuda for tensor in inputs):
-            return self._by_value(func, args, kwargs, name)
+        if traits.is_by_value and any(tensor.is_cuda for tensor in self._tensors((args, kwargs))):
+            if traits.name in BY_VALUE:
+                return self._by_value(func, args, kwargs, traits.name)
+            args = self._without_masks(traits.name, args)
         result = func(*args, **kwargs)
-        outputs = list(self._tensors(result))
+        if traits.is_view or (traits.only_returns and self._all_are_large(result)):
+            return result
+        return self._follow(traits, func, args, kwargs, result)
+
+    def _all_are_large(self, result: Any) -> bool:
+        """Whether all that an operator returned is too large to be computed, and unknown: most of them, so it is quick.
+
+        A large tensor is never known, but its address may have been that of a small one.
+        """
+        tensors = (result,) if type(result) in self.plain else tuple(self._tensors(result))
+        if not all(tensor.numel() * tensor.element_size() > SMALL_BYTES for tensor in tensors):
+            return False
+        for tensor in tensors:
+            self._known.discard(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
+        return True
+
+    def _follow(self, traits: _OperatorTraits, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """The operator's result again, its values computed or marked as unknown."""
+        name = traits.name
+        inputs, outputs = list(self._tensors((args, kwargs))), list(self._tensors(result))
         if not any(tensor.is_cuda for tensor in (*inputs, *outputs)):
             return result
         if name in FRESH:
             for tensor in outputs:
                 self._mark(tensor, _is_small(tensor), partly=False)
-        if func.is_view or name in FRESH:
             return result
-        follows = name in OVERWRITING
-        depended_on = [tensor for tensor in inputs[1 if follows else 0 :] if tensor.is_cuda]
+        depended_on = [tensor for tensor in inputs[name in OVERWRITING :] if tensor.is_cuda]
         known = all(self._is_known(tensor) for tensor in depended_on)
         if name in READING:
             if not known:
@@ -100,11 +151,11 @@ class _Values:
         if name in COPYING and not known and any(not tensor.is_cuda and _is_small(tensor) for tensor in outputs):
             self._told(name)  # to the host: `tolist`, `cpu`
         written = [tensor for tensor in outputs if tensor.is_cuda]
-        if func._schema.is_mutable:
+        if traits.is_mutable:
             written += [tensor for tensor in self._mutated(func, args, kwargs) if tensor.is_cuda]
         computed = known and name not in UNINITIALISED and self._compute(func, args, kwargs, result, written)
         for tensor in written:
-            self._mark(tensor, computed, partly=func._schema.is_mutable)
+            self._mark(tensor, computed, partly=traits.is_mutable)
         return result
 
     def _tensors(self, value: Any) -> Iterable[Any]:
