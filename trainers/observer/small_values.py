@@ -1,8 +1,9 @@
 """Really computes what is small, so that masks, schedules, lengths and seeds on the card are what they would be.
 
 Memory of the virtual card is host memory: after torch has run an operator the usual way, with all its allocations, the
-same operator runs on CPU tensors over the same bytes. That is done where every tensor is small and every value that
-goes in is known; what comes of anything else is unknown, and reading it is told.
+same operator runs on CPU tensors over the same bytes, where every tensor is small. What comes of a large one is taken to
+come of zeros, so that a sum is 0 and no gradient is infinite; that is unknown, as all that depends on it, and reading it
+is told.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty
 
 BY_VALUE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
 """Operators whose result has a shape that depends on values: the card's own result would be empty."""
+
+HOLDING_FOR_ALL = {"all"}
+"""Of a large tensor these say yes: what they are asked is whether all of it is finite."""
 
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
 """Their second argument is a list of indices; those that are masks are counted."""
@@ -153,10 +157,17 @@ class _Values:
         written = [tensor for tensor in outputs if tensor.is_cuda]
         if traits.is_mutable:
             written += [tensor for tensor in self._mutated(func, args, kwargs) if tensor.is_cuda]
-        computed = known and name not in UNINITIALISED and self._compute(func, args, kwargs, result, written)
+        computed = name not in UNINITIALISED and self._compute(func, args, kwargs, result, written)
         for tensor in written:
-            self._mark(tensor, computed, partly=traits.is_mutable)
+            self._mark(tensor, known and computed, partly=traits.is_mutable)
+        if not computed and (traits.only_returns or name in OVERWRITING):
+            self._fill(written, float(name in HOLDING_FOR_ALL))
         return result
+
+    def _fill(self, tensors: Iterable[Any], value: float) -> None:
+        """What comes of large tensors is taken to come of zeros: memory that was used before holds anything."""
+        for tensor in filter(_is_small, tensors):
+            self._over(tensor).fill_(value)
 
     def _tensors(self, value: Any) -> Iterable[Any]:
         """All plain tensors in the arguments or the result of an operator."""

@@ -77,6 +77,8 @@ def zero(run: Run) -> None:
     """Replaces the recorded gradients' lifetimes and optimizer step by DeepSpeed's."""
     if not run.strategy.sharding.startswith("zero"):
         return
+    if run.strategy.sharding != "zero-3":
+        _load_before_the_cast(run)
     cast_to_16_bits(run)
     for stage in (run.optimizer_first, run.optimizer):
         run.empty(stage)
@@ -93,6 +95,21 @@ def cast_to_16_bits(run: Run) -> None:
         for buffer in (weights[name], gradients.get(name)):
             if buffer is not None and run.sizes[buffer] != HALF * elements:
                 run.resize(buffer, HALF * elements)
+
+
+def _load_before_the_cast(run: Run) -> None:
+    """What is loaded in fp32 is cast on the GPU, one parameter after another: the holes that this leaves decide whether
+    a share of the flat weights fits among them."""
+    wide = {
+        run.parameters[name]: run.sizes[run.parameters[name]]
+        for name, elements in run.elements.items()
+        if run.sizes[run.parameters[name]] != HALF * elements
+    }
+    loaded = {weight: run.new(nbytes, "temporary", "weight in fp32") for weight, nbytes in wide.items()}
+    run.load.stretches = [
+        (moment, [loaded.get(event, event) for event in events]) for moment, events in run.load.stretches
+    ]
+    run.place(run.load, [event for weight, copy in loaded.items() for event in (weight, ~copy)], "cast to 16 bits")
 
 
 def trained_elements(run: Run) -> dict[str, int]:
