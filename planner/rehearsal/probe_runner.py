@@ -160,21 +160,14 @@ class RehearsalRunner(RealRunner):
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         libraries = libraries_for(self.interpreter, say=self.say)
         card = lookup.parse_gpus(plan.machine.gpu)[1]
-        rehearsal = Rehearsal(
-            command=(),
-            card=card,
-            gpus=plan.machine.gpus,
-            steps=0,
-            time_limit=time_limit,
-            host_ram=None,
-        )
+        rehearsal = Rehearsal((), card, plan.machine.gpus, steps=0, time_limit=time_limit, host_ram=None)
         with tempfile.TemporaryDirectory(prefix="vplan-", ignore_cleanup_errors=True) as place:
             folder = Path(place)
             (folder / "tmp").mkdir()
-            python = _VirtualPython(self.interpreter, environment_with_cards(rehearsal, folder, libraries), self.server)
-            runner = replace(self, python=python)
+            variables = environment_with_cards(rehearsal, folder, libraries)
+            runner = replace(self, python=_VirtualPython(self.interpreter, variables, self.server))
+            steps = min(steps, STEADY_STEPS)
             with RamGuard(spare_ram()):
-                steps = min(steps, STEADY_STEPS)
                 row = probe(plan, runner, steps=steps, time_limit=time_limit, encode=encode or self.encode)
             device_bytes = max(read_table(folder).card_peaks)
         # As the cards counted: a probe samples NVML, and can miss a short peak.

@@ -1,9 +1,9 @@
 """Really computes what is small, so that masks, schedules, lengths and seeds on the card are what they would be.
 
 Memory of the virtual card is host memory: after torch has run an operator the usual way, with all its allocations, the
-same operator runs on CPU tensors over the same bytes, where every tensor is small. What comes of a large one is taken to
-come of zeros, so that a sum is 0 and no gradient is infinite; that is unknown, as all that depends on it, and reading it
-is told.
+same operator runs on CPU tensors over the same bytes, where every tensor is small. What comes of a large one is taken
+to come of zeros, so that a sum is 0 and no gradient is infinite; that is unknown, as is all that depends on it, and
+reading it is told.
 """
 
 from __future__ import annotations
