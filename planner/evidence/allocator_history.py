@@ -139,12 +139,12 @@ def read_history(path: str | Path) -> History:
 
 def _is_whole(data: Mapping[str, Any]) -> bool:
     lists = all(isinstance(data.get(name), list) for name in ("phases", "events", "frames"))
-    said = (
+    of_a_run = (
         isinstance(data.get("plan"), dict) and isinstance(data.get("torch"), str) and isinstance(data.get("gpu"), str)
     )
     return (
         lists
-        and said
+        and of_a_run
         and all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], int) for pair in data["phases"])
         and all(isinstance(frame, str) for frame in data["frames"])
         and all(

@@ -1,6 +1,6 @@
 """What the ledgers say about one model on one card: their rows, each beside what the recordings alone say of it.
 
-Estimating every row again would take longer than the question, so what was said is kept in the user's folder, for as
+Estimating every row again would take longer than the question, so the predictions are kept in the user's folder, for as
 long as nothing that says it has changed.
 """
 
@@ -30,9 +30,9 @@ NEWEST = 48
 """Rows of one model on one class of card that are looked at, the newest ones."""
 
 KEPT = "predictions.json"
-"""What was said of rows, in the user's folder."""
+"""What recordings predict of rows, in the user's folder."""
 
-_said_here: dict[str, dict[str, Any]] = {}
+_predictions_here: dict[str, dict[str, Any]] = {}
 """Fingerprint -> the same, in this process: a computer that only reads rows has no such folder."""
 
 
@@ -89,9 +89,9 @@ def learned(
     newest = [(row, own) for row in own_rows if (own := stands_for(row, gpu)) is not None][-NEWEST:]
     if not newest:
         return NO_MEASUREMENTS
-    said = _Said(gpu)
-    runs = [each for row, own in newest if not held_out(row) for each in _seen(row, own, said)]
-    said.keep()
+    predictions = _Predictions()
+    runs = [part for row, own in newest if not held_out(row) for part in _runs(row, gpu, own, predictions)]
+    predictions.keep()
     proofs: dict[str, tuple[Proof, ...]] = {}
     for row, own in newest:
         if here().agrees(row.env):
@@ -122,13 +122,16 @@ def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
     return None
 
 
-def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Iterator[tuple[str, MeasuredRun]]:
+def _runs(
+    row: ProbeRow, gpu: GpuProfile, own_card: bool, predictions: _Predictions
+) -> Iterator[tuple[str, MeasuredRun]]:
     """What a row tells of the `step`, and of what was gone through before (`encode`)."""
     if row.measured.outcome not in ("ok", "nan", *RAN_OUT) or row.measured.outcome == "host-oom":
         return
-    if (prediction := said.of(row)) is None:
-        return
     card = lookup.gpu(row.machine.gpu)
+    # A card that was calibrated is not as it is listed, and what it has of its own must not count twice.
+    if (prediction := predictions.of(row, gpu if gpu.name == card.name else card)) is None:
+        return
     others = row.details.get("others_bytes") or 0
     for part, measured in _parts(row):
         if prediction[part] is not None:
@@ -146,15 +149,15 @@ def _seen(row: ProbeRow, own_card: bool, said: _Said) -> Iterator[tuple[str, Mea
 
 def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
     """A row's numbers, those of encoding apart from those of the steps, which did not run where it ran out before."""
-    seen = row.measured
+    measured = row.measured
     if not SEPARATE_PHASES.intersection(phases_of(row.details)):
-        yield "step", seen
+        yield "step", measured
         return
-    early = seen.outcome in RAN_OUT and seen.phase in SEPARATE_PHASES
+    early = measured.outcome in RAN_OUT and measured.phase in SEPARATE_PHASES
     if not early:
-        yield "step", seen.replace(**peaks_of(row.details, SEPARATE_PHASES, apart=True))
-    nothing = {"step_seconds": None, "outcome": seen.outcome if early else "ok"}
-    yield "encode", seen.replace(**nothing, **peaks_of(row.details, SEPARATE_PHASES))
+        yield "step", measured.replace(**peaks_of(row.details, SEPARATE_PHASES, apart=True))
+    nothing = {"step_seconds": None, "outcome": measured.outcome if early else "ok"}
+    yield "encode", measured.replace(**nothing, **peaks_of(row.details, SEPARATE_PHASES))
 
 
 def with_learned(facts: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
@@ -162,40 +165,36 @@ def with_learned(facts: Facts, trainer: str = "vplan", from_rows: Sequence[Probe
     return facts._replace(measurements=learned(facts.model.name, facts.gpu, trainer, from_rows))
 
 
-class _Said:
-    """What recordings say of rows, kept between questions."""
+class _Predictions:
+    """What recordings predict of rows, kept between questions."""
 
-    def __init__(self, gpu: GpuProfile) -> None:
-        self._gpu = gpu
+    def __init__(self) -> None:
         self._path = user_data.folder() / KEPT
         self._print = _fingerprint()
-        self._found: dict[str, Any] = dict(_said_here.get(self._print, {}))
+        self._by_row: dict[str, Any] = dict(_predictions_here.get(self._print, {}))
         with contextlib.suppress(OSError, ValueError):  # not there, or of no use: it is made again
             kept = json.loads(self._path.read_text(encoding="utf-8"))
-            self._found |= kept["said"] if kept["of"] == self._print else {}
-        self._before = len(self._found)
+            self._by_row |= kept["predictions"] if kept["of"] == self._print else {}
+        self._before = len(self._by_row)
 
-    def of(self, row: ProbeRow) -> dict[str, Any] | None:
+    def of(self, row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
         """Peaks over the phases that a row's run went through, and the seconds of a step; None: no recording tells."""
-        # A card that was calibrated is not as it is listed, and what it has of its own must not count twice.
-        card = lookup.gpu(row.machine.gpu)
-        card = self._gpu if self._gpu.name == card.name else card
         rates = card.context_mib, card.bf16_tflops, card.bandwidth_gbs, card.link_gbs
         machine = f"{row.machine.gpu} {row.machine.torch} {row.capped_bytes}"
         key = f"{row.id} {machine} {' '.join(sorted(phases_of(row.details)))} {rates}"
-        if key not in self._found:
-            self._found[key] = _predict(row, card)
-        found: dict[str, Any] | None = self._found[key]
-        return found
+        if key not in self._by_row:
+            self._by_row[key] = _predict(row, card)
+        prediction: dict[str, Any] | None = self._by_row[key]
+        return prediction
 
     def keep(self) -> None:
         """Writes down what is new, where it can."""
-        _said_here[self._print] = self._found
-        if len(self._found) > self._before and self._path.parent.is_dir():
+        _predictions_here[self._print] = self._by_row
+        if len(self._by_row) > self._before and self._path.parent.is_dir():
             from planner.worker_process import write_json  # slow to import
 
             with contextlib.suppress(OSError):  # a folder that cannot be written: it is estimated again next time
-                write_json(self._path, {"of": self._print, "said": self._found})
+                write_json(self._path, {"of": self._print, "predictions": self._by_row})
 
 
 def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:

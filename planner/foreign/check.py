@@ -258,7 +258,7 @@ def _flags(fix: Fix) -> list[str]:
 def _saved(base: CheckedEstimate, fix: Fix) -> int:
     """Bytes less allocated where it ends."""
     phases = (each.estimate.phases for each in (base, fix.outcome))
-    before, after = (found.get(base.phase) for found in phases)  # type: ignore[call-overload]  # any text may be asked
+    before, after = (peaks.get(base.phase) for peaks in phases)  # type: ignore[call-overload]  # any text may be asked
     return before.allocated_bytes - after.allocated_bytes if before and after else 0
 
 

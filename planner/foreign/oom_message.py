@@ -205,13 +205,13 @@ def _traceback(text: str) -> tuple[str, str]:
     """The innermost frame outside torch, and the phase that the innermost telling frame speaks of."""
     frames = list(_FRAME.finditer(text[-100_000:]))
     frame = hint = ""
-    for position, found in enumerate(reversed(frames)):
-        path, line, function = found.groups()
+    for position, match in enumerate(reversed(frames)):
+        path, line, function = match.groups()
         if not frame and "site-packages/torch/" not in path:
             tail = "/".join(path.replace("\\", "/").split("/")[-2:])
             frame = f"{tail}:{line} in {function}"
         after = frames[len(frames) - position].start() if position else len(text)
-        words = f"{path} in {function} {text[found.end() : after][:200]}".lower()
+        words = f"{path} in {function} {text[match.end() : after][:200]}".lower()
         if not hint:
             hint = next((phase for phase, parts in HINTS if any(part in words for part in parts)), "")
     return frame, hint

@@ -57,13 +57,11 @@ def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
         layers = weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers
         if layers:
             group = (group[0]._replace(offload="layers"),)
-        laid_out = lay_out_encoding(group, cublas_bytes(gpu), CUBLAS_HANDLES)
-        encoding = Run(run.configuration, run.facts, program=laid_out.program, sizes=laid_out.sizes)
-        encoding.phases.encode = laid_out.stage
+        layout = lay_out_encoding(group, cublas_bytes(gpu), CUBLAS_HANDLES)
+        encoding = Run(run.configuration, run.facts, program=layout.program, sizes=layout.sizes)
+        encoding.phases.encode = layout.stage
         by_layer = group[0].name.partition("-")[0] if layers else ""
-        encoding.encoding_only = EncodingOnly(
-            laid_out.peak_bytes, weights if layers else laid_out.waiting_bytes, by_layer
-        )
+        encoding.encoding_only = EncodingOnly(layout.peak_bytes, weights if layers else layout.waiting_bytes, by_layer)
         encoding.device.split_bytes = {"encode": max(component.split_bytes for component in group)}
         runs.append(encoding)
     return runs

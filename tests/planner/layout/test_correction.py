@@ -259,7 +259,7 @@ def own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     """A ledger of the test's own, on a computer with an RTX 3090."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path))
     monkeypatch.setattr(learning, "here", lambda: HERE)
-    monkeypatch.setattr(learning, "_said_here", {})  # what another test's rows were told is not written again
+    monkeypatch.setattr(learning, "_predictions_here", {})  # what another test's rows were told is not written again
     return Ledger(tmp_path / "ledger.jsonl")
 
 
