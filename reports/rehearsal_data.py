@@ -55,7 +55,8 @@ class RehearsalPage:
         if answer.oom is None:
             return f", then {room}"
         moment = f" ({answer.oom.moment})" if answer.oom.moment else ""
-        return f"; it ends in {answer.oom.phase}{moment}, step {answer.oom.step}, with {room}"
+        rank = f", rank {answer.rank}" if len(answer.ranks) > 1 else ""
+        return f"; it ends in {answer.oom.phase}{moment}, step {answer.oom.step}{rank}, with {room}"
 
     @property
     def course(self) -> MemoryCourse | None:

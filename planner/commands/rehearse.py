@@ -205,6 +205,7 @@ def _print_end(console: Console, answer: RehearsalAnswer) -> None:
     moment = "on the virtual GPU"
     if answer.oom:
         moment = f"in {answer.oom.phase}, step {answer.oom.step}"
+        moment += f", rank {answer.rank}" if len(answer.ranks) > 1 else ""
         moment += f", {answer.oom.moment}" if answer.oom.moment else ""
     console.print(f"ends {moment}: no room for {format_gib(answer.short_of_bytes)}", markup=False)
     if answer.where:

@@ -109,14 +109,22 @@ class RehearsalAnswer:
         return max(fullest.phases, key=lambda name: fullest.phases[name].device_bytes)
 
     @property
-    def history(self) -> ProcessMemory | None:
-        """Of the process that ran out of memory; else of the fullest one, where every allocation was recorded."""
+    def _process(self) -> Observed | None:
+        """The one that ran out of memory; else the fullest."""
         observed = self.outcome.observed
         if self.oom:
             observed = [process for process in observed if process.oom == self.oom]
-        histories = self.outcome.histories
-        known = [process for process in observed if process.pid in histories]
-        return histories[max(known, key=_reserved_bytes).pid] if known else None
+        return max(observed, key=_reserved_bytes, default=None)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that ran out of memory; else the fullest. None where no Python was watched."""
+        return (self._process.rank or 0) if self._process else None
+
+    @property
+    def history(self) -> ProcessMemory | None:
+        """Of that process; None where it wrote none."""
+        return self.outcome.histories.get(self._process.pid) if self._process else None
 
     @property
     def live(self) -> LiveMemory | None:
@@ -140,6 +148,7 @@ class RehearsalAnswer:
             "limit": self.limit,
             "phase": self.phase,
             "step": self.oom.step if self.oom else None,
+            "rank": self.rank,
             "moment": self.oom.moment if self.oom else None,
             "where": self.where.to_json() if self.where else None,
             "stack": [frame.to_json() for frame in self.oom.frames] if self.oom else [],

@@ -87,7 +87,8 @@ def test_it_ends_at_a_line(tmp_path: Path) -> None:
     assert (found.verdict, found.limit, found.phase, found.short_of_bytes) == ("no", "gpu", "optimizer", GIB)
     assert found.where is not None
     assert (found.where.file, found.where.line) == ("/home/me/train.py", 12)
-    assert found.to_json()["step"] == 1
+    told = found.to_json()
+    assert (told["step"], told["rank"], told["moment"]) == (1, 0, "forward of blocks.3")
 
 
 def test_an_error_that_was_caught_is_none(tmp_path: Path) -> None:
