@@ -265,6 +265,22 @@ def test_lines_at_the_peak_of_what_fits(place: Path, cache: str) -> None:
 
 
 @needs_cuda_wheel
+def test_an_error_that_was_caught_does_not_hide_the_peak(place: Path, cache: str) -> None:
+    source = """
+        import torch
+        weights = torch.empty(5 << 30, dtype=torch.uint8, device="cuda")
+        try:
+            torch.empty(30 << 30, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    """
+    words = ("--gpu", "8GB", "--by-line", "--", CUDA_PYTHON, program(place, source))
+    answer = rehearse(place, cache, *words)
+    assert (answer["verdict"], answer["live"]["at"], answer["live"]["allocated_bytes"]) == ("tight", "peak", 6 << 30)
+    assert [line["bytes"] >> 30 for line in answer["live"]["lines"]] == [5, 1]
+
+
+@needs_cuda_wheel
 def test_the_module_that_runs_out_is_named(place: Path, cache: str) -> None:
     source = """
         import torch

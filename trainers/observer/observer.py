@@ -223,7 +223,8 @@ class ProcessObserver:
         """Unless the program ends by an error about memory: then that is what was written."""
         if self._history is None or self._peaks is None:
             return
-        over = self._oom is not None and self._oom["step"] == self.steps + 1
+        unhandled = hasattr(sys, "last_value")  # Python has printed an error that nobody caught
+        over = unhandled and self._oom is not None and self._oom["step"] == self.steps + 1
         device = self._peaks.fullest
         if device is not None and not over:
             self._history.write_peak(device, self._peaks.starts)
