@@ -53,7 +53,7 @@ class _Bounds(TypedDict):
         "vplan rehearse --gpu 24GB -- python train.py --config my.yaml",
         "vplan rehearse --gpu 2x4090 -- torchrun --nproc_per_node 2 train.py",
         "vplan rehearse --gpu 24GB --hollow black-forest-labs/FLUX.1-dev -- accelerate launch train_flux.py ...",
-        "vplan rehearse --gpu 24GB --hollow models/flux1-dev.safetensors -- python flux_train_network.py ...",
+        "vplan rehearse --gpu 24GB --hollow flux1-dev.safetensors -- python train.py",
     ),
 )
 @click.argument("words", nargs=-1, metavar="-- COMMAND...", type=click.UNPROCESSED)
