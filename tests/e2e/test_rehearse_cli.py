@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 import vplan
+from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
 
 pytest.importorskip("elftools")
 
@@ -29,10 +30,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="a rehearsal needs a C compiler (cc)"),
 ]
 
-CUDA_PYTHON = os.environ.get("VPLAN_CUDA_PYTHON", "")
-needs_cuda_wheel = pytest.mark.skipif(
-    not CUDA_PYTHON, reason="needs VPLAN_CUDA_PYTHON: a Python with PyTorch's CUDA wheel (no GPU)"
-)
 
 DRIVER = """
     import ctypes, sys

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import vplan
 from planner.commands import cli
 from planner.hardware import doctor
 from planner.spec.plan import read_plan
+from tests.cuda_wheel import needs_cuda_wheel
 
 pytest.importorskip("optuna")
 
@@ -101,11 +101,6 @@ def test_without_optuna_the_fix_is_named(capsys: pytest.CaptureFixture[str], mon
 
 
 # ---- on virtual cards
-
-CUDA_PYTHON = os.environ.get("VPLAN_CUDA_PYTHON", "")
-needs_cuda_wheel = pytest.mark.skipif(
-    not CUDA_PYTHON, reason="needs VPLAN_CUDA_PYTHON: a Python with PyTorch's CUDA wheel (no GPU)"
-)
 
 
 @needs_cuda_wheel

@@ -243,10 +243,10 @@ def _write_history(request: ProbeRequest, meter: Meter) -> None:
 
 
 def _line(event: dict[str, Any], lines: dict[str, int]) -> int:
-    """The number of the innermost line of Python that is not torch's own, -1 where there is none: backward's kernels
-    are started from no line."""
+    """The number of the innermost line of Python that is neither torch's own nor a rehearsal's, -1 where there is none:
+    backward's kernels are started from no line."""
     for frame in event.get("frames", ()):
         folder, _, name = frame["filename"].replace("\\", "/").rpartition("/")
-        if folder and "/torch/" not in f"{folder}/":
+        if folder and "/torch/" not in f"{folder}/" and not folder.endswith("/trainers/observer"):
             return lines.setdefault(f"{name}:{frame['line']} {frame['name']}", len(lines))
     return -1

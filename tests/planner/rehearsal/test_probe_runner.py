@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,7 @@ from planner.probe.worker_python import WorkerPython
 from planner.rehearsal.probe_runner import cuda_interpreter
 from planner.spec.job import Job, Machine, Strategy
 from planner.units import GIB
-
-CUDA_PYTHON = os.environ.get("VPLAN_CUDA_PYTHON", "")
-needs_cuda_wheel = pytest.mark.skipif(
-    not CUDA_PYTHON, reason="needs VPLAN_CUDA_PYTHON: a Python with PyTorch's CUDA wheel (no GPU)"
-)
+from tests.cuda_wheel import needs_cuda_wheel
 
 ENV = {
     "gpu": "NVIDIA H100 80GB HBM3",

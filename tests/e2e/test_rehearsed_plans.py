@@ -1,0 +1,78 @@
+"""What estimates say of real plans, held against vplan's own training step on a virtual GPU: whatever changes a tape,
+a transformation or the trainer has to keep both together.
+
+The plans of four quick families in the grid `all-models`, and capped ones of two more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("elftools")
+
+import profiles
+from planner.probe.grid_file import GridEntry, read_grid
+from planner.probe.grid_schedule import candidate
+from planner.probe.probe import TIME_LIMIT
+from planner.rehearsal.fork_server import ForkServer
+from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter, torch_release
+from planner.spec.job import Machine
+from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
+
+pytestmark = needs_cuda_wheel
+
+ALLOCATED, RESERVED = 0.015, 0.03
+"""How far off an estimate may be, as a share of what was rehearsed. Of 44 of these plans 40 are within 0.5 % allocated;
+Prodigy, Adafactor in backward, fp8 and offloaded checkpoints are off by 0.8 to 1.3 %."""
+
+MODELS = ("ltx-video-2b", "sd1.5", "sd3.5-medium", "wan2.1-t2v-1.3b")
+CAPPED = ("cogvideox-2b", "z-image")
+"""Of these the capped plans alone."""
+
+
+def plans() -> list[GridEntry]:
+    """On one card, and without samples: a VAE that decodes takes long. int8 needs torchao, which brings CUDA along."""
+    entries = read_grid(profiles.GRIDS / "all-models.toml")
+    named = [entry for entry in entries if entry.job.model in (MODELS + CAPPED if entry.is_capped else MODELS)]
+    quick = [entry for entry in named if entry.gpus == 1]
+    return [
+        entry
+        for entry in quick
+        if entry.strategy.validation_mode == "off"
+        and entry.strategy.weights_dtype != "int8"
+        and entry.strategy.optimizer not in ("came", "prodigy")
+    ]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[RehearsalRunner]:
+    interpreter = cuda_interpreter(CUDA_PYTHON)
+    with ForkServer(interpreter.path) as server:
+        yield RehearsalRunner(interpreter=interpreter, server=server)
+
+
+def test_there_are_enough() -> None:
+    assert len(plans()) >= 50 and sum(entry.is_capped for entry in plans()) >= 9
+
+
+@pytest.mark.parametrize("entry", plans(), ids=lambda entry: re.sub(r"[^\w.]+", "-", entry.title))
+def test_a_plan_takes_what_is_said(entry: GridEntry, runner: RehearsalRunner) -> None:
+    machine = Machine(gpu="h100-80gb", torch=torch_release(runner.interpreter))
+    predicted = candidate(entry, machine)
+    assert predicted.skip is None
+    row = runner.run(predicted.plan, steps=1, time_limit=TIME_LIMIT)
+    seen = row.measured
+    assert seen.outcome in ("ok", "oom"), row.details
+    if seen.outcome == "oom":
+        assert entry.cap_share is not None and entry.cap_share < 1 + RESERVED
+        return
+    trained = [peak for phase, peak in predicted.phases.items() if phase in row.details["phases"]]
+    allocated = max(peak.allocated_bytes for peak in trained)
+    reserved = max(peak.reserved_bytes for peak in trained)
+    assert seen.allocated_bytes and abs(allocated - seen.allocated_bytes) <= ALLOCATED * seen.allocated_bytes
+    assert seen.reserved_bytes
+    if not entry.is_capped:  # where it is short, torch gives some back
+        assert abs(reserved - seen.reserved_bytes) <= RESERVED * seen.reserved_bytes
