@@ -52,7 +52,7 @@ class _Bounds(TypedDict):
     epilog=examples(
         "vplan rehearse --gpu 24GB -- python train.py --config my.yaml",
         "vplan rehearse --gpu 2x4090 -- torchrun --nproc_per_node 2 train.py",
-        "vplan rehearse --gpu 24GB --hollow black-forest-labs/FLUX.1-dev -- accelerate launch train_flux.py ...",
+        "vplan rehearse --gpu 24GB --hollow Wan-AI/Wan2.1-T2V-14B -- python train.py",
         "vplan rehearse --gpu 24GB --hollow flux1-dev.safetensors -- python train.py",
     ),
 )
