@@ -29,7 +29,7 @@ from planner.spec.job import Strategy
 from planner.spec.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhasePeak, Verdict
 from planner.tape.program import Moment
 from planner.tape.variants import UNPAGED
-from planner.units import format_gib, plural
+from planner.units import format_gib
 
 Layout = Callable[[Configuration, Facts, dict[str, int], str], Run]
 """Lays a run out, as ``planner.layout.pipeline.lay_out`` does."""
@@ -98,9 +98,6 @@ def assess(
     """
     run, played = replay(configuration, facts, trainer, layout, cached, like.played if like else ())
     whole = estimate_run(run, played)
-    if whole.verdict == "no" and whole.limit == "gpu":
-        within = _within_capacity(configuration, facts, trainer, layout, cached, run, played)
-        return Assessment(run, played, within or whole)
     expected = whole.verdict == "tight" and whole.limit is None and whole.peak.device_bytes <= whole.budget_bytes
     if not expected or whole.strategy.expandable_segments or whole.basis == "measured":
         return Assessment(run, played, whole)
@@ -117,34 +114,6 @@ def assess(
     return Assessment(run, played, relabelled, kept)
 
 
-def _within_capacity(
-    configuration: Configuration,
-    facts: Facts,
-    trainer: str,
-    layout: Layout,
-    cached: bool,
-    run: Run,
-    played: list[ReplayedStage],
-) -> Estimate | None:
-    """The estimate of a plan whose reserved memory is more than the card has, but which runs because torch empties its
-    cache where it is short; None where it runs out all the same. ``played``: without a limit."""
-    correction = facts.measurements.correction
-    room = _budget_bytes(run) - outside_bytes(run) - correction.outside_bytes
-    capacity = int(room / correction.reserved)
-    if max(entry.replayed.allocated_peak_bytes for entry in played) > capacity:
-        return None
-    capped_run, capped = replay(configuration, facts, trainer, layout, cached, capacity_bytes=capacity)
-    if _runs_out(capped):
-        return None
-    last = [entry.replayed.retries for entry in capped if entry.phase in ("train", "optimizer")][-2:]
-    often = f"{plural(sum(last), 'time')} a step" if sum(last) else "before the later steps"
-    words = f"memory is so short that PyTorch empties its cache {often} and allocates anew, which slows it down"
-    estimate = estimate_run(capped_run, capped)
-    if estimate.limit is not None:
-        return None
-    return estimate.replace(verdict="tight", assumptions=(words, *estimate.assumptions))
-
-
 def replay(
     configuration: Configuration,
     facts: Facts,
@@ -152,27 +121,21 @@ def replay(
     layout: Layout = lay_out,
     cached: bool = True,
     earlier: Sequence[ReplayedStage] = (),
-    capacity_bytes: int | None = None,
 ) -> tuple[Run, list[ReplayedStage]]:
     """The run at the worst of the job's buckets, and its stages replayed in the order they run.
 
-    ``earlier``: of a run that may be the same to the byte. ``capacity_bytes``: as `replay_stages` has it.
+    ``earlier``: of a run that may be the same to the byte.
     """
     runs = [layout(configuration, facts, shape, trainer) for shape in grids(facts.model, configuration.job)]
     if len(runs) == 1:
-        again = reused_replay(runs[0], earlier, cached=cached)
-        return runs[0], again or replay_stages(runs[0], cached=cached, capacity_bytes=capacity_bytes)
+        return runs[0], reused_replay(runs[0], earlier, cached=cached) or replay_stages(runs[0], cached=cached)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
     runs.sort(key=lambda run: fragmentation.reserved_bytes(replay_stages(run, cached=cached)))
     return runs[-1], max(
-        replay_stages(*runs, cached=cached, capacity_bytes=capacity_bytes),
-        replay_stages(*reversed(runs), cached=cached, capacity_bytes=capacity_bytes),
-        key=lambda entries: (_runs_out(entries), fragmentation.reserved_bytes(entries)),
+        replay_stages(*runs, cached=cached),
+        replay_stages(*reversed(runs), cached=cached),
+        key=fragmentation.reserved_bytes,
     )
-
-
-def _runs_out(played: Iterable[ReplayedStage]) -> bool:
-    return any(entry.replayed.oom_at is not None for entry in played)
 
 
 def after_step_bytes(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> int:
