@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("elftools")
 
 import profiles
+from planner.estimate.estimate import estimate
+from planner.layout.inputs import load_facts
 from planner.probe.grid_file import GridEntry, read_grid
 from planner.probe.grid_schedule import candidate
 from planner.probe.probe import TIME_LIMIT
@@ -25,8 +27,8 @@ from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
 pytestmark = needs_cuda_wheel
 
 ALLOCATED, RESERVED = 0.015, 0.03
-"""How far off an estimate may be, as a share of what was rehearsed. Of 44 of these plans 40 are within 0.5 % allocated;
-Prodigy, Adafactor in backward, fp8 and offloaded checkpoints are off by 0.8 to 1.3 %."""
+"""How far off an estimate may be, as a share of what was rehearsed. Most are
+within 0.5 % allocated; docs/accuracy.md names those that are not."""
 
 MODELS = ("ltx-video-2b", "sd1.5", "sd3.5-medium", "wan2.1-t2v-1.3b")
 CAPPED = ("cogvideox-2b", "z-image")
@@ -64,10 +66,10 @@ def test_a_plan_takes_what_is_said(entry: GridEntry, runner: RehearsalRunner) ->
     predicted = candidate(entry, machine)
     assert predicted.skip is None
     row = runner.run(predicted.plan, steps=1, time_limit=TIME_LIMIT)
-    seen = row.measured
+    seen, configuration = row.measured, predicted.plan.configuration
     assert seen.outcome in ("ok", "oom"), row.details
     if seen.outcome == "oom":
-        assert entry.cap_share is not None and entry.cap_share < 1 + RESERVED
+        assert entry.is_capped and estimate(configuration, load_facts(configuration)).verdict != "fits"
         return
     trained = [peak for phase, peak in predicted.phases.items() if phase in row.details["phases"]]
     allocated = max(peak.allocated_bytes for peak in trained)
