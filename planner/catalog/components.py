@@ -42,7 +42,7 @@ def chunks_of(vae: Vae, frames: int) -> int:
     if vae.traits.chunks is None or frames == 1:
         return 0
     first, further = vae.traits.chunks
-    return max(vae.traits.fewest_chunks, -(-(frames - first) // further) + 1)
+    return -(-(frames - first) // further) + 1
 
 
 def frames_of(vae: Vae, chunks: int) -> int:
@@ -50,6 +50,23 @@ def frames_of(vae: Vae, chunks: int) -> int:
     assert vae.traits.chunks is not None
     first, further = vae.traits.chunks
     return first + (chunks - 1) * further
+
+
+def recorded_length(vae: Vae, frames: int) -> str:
+    """The end of the name of a VAE's tape for `frames` latent frames: "-image" for a single one that is recorded apart,
+    "-3-chunks" for a clip of fewer chunks than the tape of long clips unfolds at."""
+    if frames == 1:
+        return "-image" if vae.traits.has_image_tapes else ""
+    chunks = chunks_of(vae, frames)
+    return f"-{chunks}-chunks" if 0 < chunks < vae.traits.fewest_chunks else ""
+
+
+def recorded_lengths(model: ModelProfile) -> dict[str, int]:
+    """Every `recorded_length` that a model's VAE is recorded at beside long clips, with its latent frames."""
+    vae, counts = model.vae, [1]
+    if vae.traits.chunks and model.kind == "video":
+        counts += [frames_of(vae, chunks) for chunks in range(1, vae.traits.fewest_chunks)]
+    return {name: frames for frames in counts if (name := recorded_length(vae, frames))}
 
 
 class Component(NamedTuple):
@@ -66,5 +83,4 @@ def components(model: ModelProfile) -> Iterator[Component]:
     name = model.vae.folder
     for part, dtype in itertools.product(("encode", "decode"), DTYPES):
         yield Component(name, f"{part}-{dtype}")
-        if model.vae.traits.has_image_tapes:
-            yield Component(name, f"{part}-{dtype}-image")
+        yield from (Component(name, f"{part}-{dtype}{end}") for end in recorded_lengths(model))

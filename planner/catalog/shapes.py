@@ -143,12 +143,11 @@ def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str
     shape = shape or job.shapes[0]
     side_by_side = together(model, job.guided) if job.method == "sample" else 1
     patch_frames, patch_height, patch_width = model.shape.patch
-    latent_frames = (shape.frames - 1) // model.vae.temporal + 1
     rows = shape.height // (model.vae.spatial * patch_height)
     columns = shape.width // (model.vae.spatial * patch_width)
     return {
         "B": (shape.batch_size or job.batch_size) * side_by_side,
-        "F": -(-latent_frames // patch_frames),
+        "F": latent_frames(model, shape.frames) // patch_frames,
         "H": rows,
         "W": columns,
         "T": job.text_tokens or model.shape.text_tokens,
@@ -156,6 +155,12 @@ def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str
         "E": (job.references or model.shape.references) * rows * columns
         + round(shape.frames * model.shape.audio_tokens_per_frame),
     }
+
+
+def latent_frames(model: ModelProfile, frames: int) -> int:
+    """The latent frames of a clip, padded to whole cells of the patch grid."""
+    cell = model.shape.patch[0]
+    return -(-((frames - 1) // model.vae.temporal + 1) // cell) * cell
 
 
 def grids(model: ModelProfile, job: Job) -> list[dict[str, int]]:

@@ -25,8 +25,8 @@ class VaeTraits(Record):
     """latent frames of the first chunk and of each further one, where it takes a clip in chunks: Wan's, Qwen-Image's
     and EasyAnimate's one by one with a cache, CogVideoX's 8 frames (2 latent) and what is left in the first"""
     fewest_chunks: Count = 5
-    """chunks a tape has at least: three from the start and two from the end, more where it addresses more from its end,
-    because it does not unfold at fewer. A shorter clip is priced like this one"""
+    """chunks a long clip's tape has at least: three from the start and two from the end, more where it addresses more
+    from its end, because it does not unfold at fewer. Clips of fewer chunks are recorded by themselves"""
     frame_tiles: tuple[Count, Count] | None = None
     """latent frames of a tile and of the stride, where it takes a long clip in overlapping tiles of frames:
     HunyuanVideo's 16+1 frames, 12 apart (``use_framewise_encoding``)"""

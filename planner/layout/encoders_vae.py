@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from planner.allocator import implementation
-from planner.catalog.components import SPLIT_OVER, SPLIT_SHARE, chunks_of, frames_of
+from planner.catalog.components import SPLIT_OVER, SPLIT_SHARE, chunks_of, frames_of, recorded_length
 from planner.catalog.profiles import ModelProfile, TextEncoder, Vae
 from planner.layout.group_offload import GroupTransfers, host_copy_bytes
 from planner.layout.run import STRATEGY_MOMENT, Facts, Run
@@ -109,8 +109,7 @@ def components_host_bytes(run: Run) -> int:
 
 def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
     vae = facts.model.vae
-    image = "-image" if frames == 1 and vae.traits.has_image_tapes else ""
-    return facts.around.get(f"{vae.folder}/{piece}{image}")
+    return facts.around.get(f"{vae.folder}/{piece}{recorded_length(vae, frames)}")
 
 
 def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str, int]:
@@ -156,7 +155,8 @@ def vae_component(
         frames, times = length, times * -(-frames // stride)
     chunks = chunks_of(vae, frames)
     grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
-    counts, part = (chunks,) if chunks else None, Part(name, grid, batch)
+    counts = (chunks,) if chunks and not recorded_length(vae, frames) else None
+    part = Part(name, grid, batch)
     splits = vae.traits.splits_convolutions
     return ComponentPass(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, splits)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import profiles
 from planner.catalog import lookup, user_data
-from planner.catalog.components import COMPONENTS, together
+from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.shapes import latent_frames
 from planner.errors import NotRecordedError
 from planner.layout.run import Facts
 from planner.spec.configuration import Configuration
@@ -112,11 +113,10 @@ def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]
     pieces = ["encode"] if strategy.validation_mode == "off" else ["encode", "decode"]
     if job.method == "sample":
         pieces = ["decode"]
-    images = model.vae.traits.has_image_tapes
-    suffixes = {"-image" if images and count == 1 else "" for count in frames}
-    for piece, suffix in itertools.product(pieces, suffixes):
+    ends = {recorded_length(model.vae, latent_frames(model, count)) for count in frames}
+    for piece, end in itertools.product(pieces, ends):
         dtype = "fp32" if strategy.vae_dtype == "fp32" else "half"
-        wanted[f"{name}/{piece}{suffix}"] = name, f"{piece}-{dtype}{suffix}"
+        wanted[f"{name}/{piece}{end}"] = name, f"{piece}-{dtype}{end}"
     return {
         key: recording for key, (folder, variant) in wanted.items() if (recording := component_tape(folder, variant))
     }

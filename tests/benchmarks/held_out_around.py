@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import profiles
 from planner.catalog import lookup
-from planner.catalog.components import COMPONENTS, Component, components, frames_of
+from planner.catalog.components import COMPONENTS, Component, components, frames_of, recorded_lengths
 from planner.catalog.profiles import ModelProfile, Vae
 from planner.tape.codec import read_tape
 from planner.tape.format import Tape
@@ -68,13 +68,13 @@ def directly(trace: RawRecording) -> Held:
 def compared(profile: ModelProfile, component: Component) -> tuple[Held, Held]:
     """(from the shipped tape, directly) of one component."""
     tape = read_tape(profiles.TAPES / COMPONENTS / component.name / f"{component.variant}.json.gz")
-    piece, dtype, *image = component.variant.split("-")
+    piece, dtype, *short = component.variant.split("-", 2)
     for encoder in profile.text_encoders:
         if encoder.folder == component.name:
             part = Part(component.name, {"B": PROMPTS, "T": encoder.max_tokens})
             trace = record_text_encoder(encoder, dtype, PROMPTS, encoder.max_tokens)
             return from_tape(tape, piece, part, None), directly(trace)
-    frames, chunks = (1, 0) if image else clip(profile.vae)
+    frames, chunks = (recorded_lengths(profile)[f"-{short[0]}"], 0) if short else clip(profile.vae)
     grid = {"F": frames, "H": SIDES[0], "W": SIDES[1]}
     trace = record_vae(profile.vae, piece, dtype, grid, chunks)
     return from_tape(tape, piece, Part(component.name, grid), (chunks,) if chunks else None), directly(trace)

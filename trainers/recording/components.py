@@ -22,7 +22,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.catalog.components import frames_of
+from planner.catalog.components import frames_of, recorded_length
 from planner.catalog.profiles import Vae
 from planner.garbage_collection import without_garbage_collection
 from planner.tape.format import Growing, Monomial, Section, Sums, Tape, Template
@@ -244,14 +244,16 @@ def vae_tape(vae: Vae, part: str, dtype: str) -> Tape:
     return without_unused_atoms(compress(recording, header, named_atoms, [chunks] if chunks else [], CHUNK_HEAD))
 
 
-def image_tape(vae: Vae, part: str, dtype: str) -> Tape:
-    """Records ``encode`` or ``decode`` of a single frame, for a VAE that otherwise takes clips in chunks."""
+def short_tape(vae: Vae, part: str, dtype: str, frames: int) -> Tape:
+    """Records ``encode`` or ``decode`` of one frame, or of a clip too short for the tape of long ones, whole: for a VAE
+    that takes clips in chunks or tiles."""
     atoms, sums, _ = private_grid(vae)
-    atoms["F"] = 1
+    atoms["F"] = frames
     sums = {name: entry for name, entry in sums.items() if "F" not in entry[1]}
     recording = record_vae(vae, part, dtype, atoms, 0)
     named_atoms = {"H": atoms["H"], "W": atoms["W"]} | sum_values(sums, atoms)
-    header = component_header(vae.folder, f"{part}-{dtype}-image", {"F": 1}, sums, _tile(vae))
+    variant = f"{part}-{dtype}{recorded_length(vae, frames)}"
+    header = component_header(vae.folder, variant, {"F": frames}, sums, _tile(vae))
     return without_unused_atoms(compress(recording, header, named_atoms, []))
 
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from planner.catalog import lookup
-from planner.catalog.components import Component
+from planner.catalog.components import Component, recorded_lengths
 from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job, Strategy
 from planner.tape.format import ATOMS, FORMAT, HEAD, TAIL, Tape, derived
 from planner.tape.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.recording.block_places import find_runs
-from trainers.recording.components import image_tape, vae_tape
+from trainers.recording.components import short_tape, vae_tape
 from trainers.recording.compress import Header, compress
 from trainers.recording.encoders import text_tape
 from trainers.recording.recorder import RawRecording, record_optimizer, record_sample, record_step
@@ -179,8 +179,10 @@ def _records_of_bare_model(profile: ModelProfile) -> tuple[Job, Strategy]:
 
 def component_tape(profile: ModelProfile, component: Component) -> Tape:
     """Records one tape of a model's text encoder or VAE."""
-    part, dtype, *image = component.variant.split("-")
+    part, dtype, *short = component.variant.split("-", 2)
     for encoder in profile.text_encoders:
         if encoder.folder == component.name:
             return text_tape(encoder, dtype)
-    return image_tape(profile.vae, part, dtype) if image else vae_tape(profile.vae, part, dtype)
+    if short:
+        return short_tape(profile.vae, part, dtype, recorded_lengths(profile)[f"-{short[0]}"])
+    return vae_tape(profile.vae, part, dtype)

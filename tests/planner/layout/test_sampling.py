@@ -114,6 +114,16 @@ def test_a_batch_is_denoised_and_decoded_together() -> None:
     assert grown < 0.1 * (four.phases["decode"].allocated_bytes - two.phases["decode"].allocated_bytes)
 
 
+def test_a_clip_of_one_chunk_is_decoded_as_one() -> None:
+    """9 frames were once priced as five chunks of CogVideoX's VAE, which is 41."""
+    cogvideox = lookup.model("cogvideox-5b")
+    decode = [
+        priced(asked(cogvideox, frames=frames, height=480, width=720), vae="swapped").phases["decode"].allocated_bytes
+        for frames in (9, 17, 25, 33, 41, 49)
+    ]
+    assert decode == sorted(set(decode))
+
+
 def test_where_the_encoders_and_the_vae_are() -> None:
     kinds = ("cached", "resident", "swapped")
     cached, resident, swapped = (priced(asked(WAN), text_encoder=kind, vae=kind) for kind in kinds)

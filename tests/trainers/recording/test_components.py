@@ -85,13 +85,19 @@ def test_a_text_encoders_tape_is_what_is_recorded_at_another_batch_length_and_de
     assert from_tape(tape, "encode", part, None) == directly(trace)
 
 
-SAMPLED = ("AutoencoderKLMagvit", "AutoencoderKLHunyuanVideo15", "AutoencoderKLFlux2")
+SAMPLED = (
+    ("AutoencoderKLMagvit", "decode-half"),
+    ("AutoencoderKLHunyuanVideo15", "decode-half"),
+    ("AutoencoderKLFlux2", "decode-half"),
+    ("AutoencoderKLCogVideoX", "decode-half-1-chunks"),
+    ("AutoencoderKLWan", "encode-half-3-chunks"),
+)
 
 
-@pytest.mark.parametrize("class_name", SAMPLED)
-def test_a_vaes_tape_is_what_is_recorded_at_another_shape(class_name: str) -> None:
+@pytest.mark.parametrize(("class_name", "variant"), SAMPLED)
+def test_a_vaes_tape_is_what_is_recorded_at_another_shape(class_name: str, variant: str) -> None:
     name, model = next((name, model) for name, model in VAES.items() if name.startswith(f"{class_name}-"))
-    ours, theirs = compared(lookup.model(model), Component(name, "decode-half"))
+    ours, theirs = compared(lookup.model(model), Component(name, variant))
     assert ours == theirs
 
 
