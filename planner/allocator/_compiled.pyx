@@ -146,7 +146,8 @@ cdef class CachingAllocator:
     cdef ordered[long long, Pool*] small, large  # by stream
     cdef vector[Block*] live_blocks  # by buffer number; NULL is not live
     cdef long long next_address
-    cdef readonly long long allocated_bytes, reserved_bytes, allocated_peak_bytes, reserved_peak_bytes, retries
+    cdef readonly long long allocated_bytes, reserved_bytes, allocated_peak_bytes, reserved_peak_bytes
+    cdef readonly long long retries, segments_freed
 
     def __init__(self, *, expandable_segments, capacity_bytes=None):
         self.expandable = expandable_segments
@@ -201,6 +202,7 @@ cdef class CachingAllocator:
                 self._unmap_block(block)
             elif block.previous == NULL and block.following == NULL:
                 self.reserved_bytes -= block.size
+                self.segments_freed += 1
                 erase_free(block)
                 del block
 
@@ -208,7 +210,8 @@ cdef class CachingAllocator:
         cdef long long at = -1, op, asked, size, stream
         cdef long long allocated = self.allocated_bytes, allocated_peak = allocated, allocated_peak_at = -1
         cdef long long reserved_peak = self.reserved_bytes, reserved_peak_at = -1
-        cdef long long earlier_reserved_peak = self.reserved_peak_bytes, retries = self.retries
+        cdef long long earlier_reserved_peak = self.reserved_peak_bytes
+        cdef long long retries = self.retries, segments_freed = self.segments_freed
         cdef Block* block
         oom_at = requested = None
         self.reserved_peak_bytes = self.reserved_bytes
@@ -256,6 +259,7 @@ cdef class CachingAllocator:
             self.retries - retries,
             oom_at,
             requested,
+            self.segments_freed - segments_freed,
         )
 
     cdef Pool* _pool(self, long long stream, bool small) noexcept:

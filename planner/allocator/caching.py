@@ -56,6 +56,8 @@ class Replayed(NamedTuple):
     """Index of the op that ran out of memory; the run stops there. None: everything fitted."""
     requested_bytes: int | None = None
     """Bytes that op asked for, before rounding."""
+    segments_freed: int = 0
+    """Segments that emptying the cache on the way gave back (a cudaFree each); of expandable segments not counted."""
 
 
 class _Block:
@@ -133,6 +135,7 @@ class CachingAllocator:
         self.reserved_peak_bytes = 0
         self.retries = 0
         """torch's `num_alloc_retries`: allocations since the start that had to empty the cache and try again."""
+        self.segments_freed = 0
 
     @property
     def live(self) -> list[int]:
@@ -164,6 +167,7 @@ class CachingAllocator:
                 continue
             kept = [entry for entry in pool.free if entry[2].previous is not None or entry[2].following is not None]
             self.reserved_bytes -= sum(entry[0] for entry in pool.free) - sum(entry[0] for entry in kept)
+            self.segments_freed += len(pool.free) - len(kept)
             pool.free[:] = kept  # in place: `_malloc` holds on to the list
 
     def _play(
@@ -175,7 +179,7 @@ class CachingAllocator:
     ) -> Replayed:
         live, small, large, take, free_block = self._live, self._small, self._large, self._malloc, self._free_block
         allocated = allocated_peak = self.allocated_bytes
-        earlier_reserved_peak, retries = self.reserved_peak_bytes, self.retries
+        earlier_reserved_peak, retries, segments_freed = self.reserved_peak_bytes, self.retries, self.segments_freed
         reserved_peak = self.reserved_peak_bytes = self.reserved_bytes
         allocated_peak_at = reserved_peak_at = -1
         oom_at = requested = None
@@ -218,6 +222,7 @@ class CachingAllocator:
             retries=self.retries - retries,
             oom_at=oom_at,
             requested_bytes=requested,
+            segments_freed=self.segments_freed - segments_freed,
         )
 
     def _malloc(self, pool: _Pool, size: int) -> _Block | None:

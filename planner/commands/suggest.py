@@ -161,11 +161,11 @@ class _Table:
     def _row(self, name: str, question: Question) -> render.TableRow:
         search = self.suggester.search(question._replace(allow_lossy=self.allow_lossy))
         suggestion = self.suggester.best(search, explain=False)
-        if suggestion is None:
-            least = search.tightest(question.job)
-            reason = _shortage(least) if least else search.missing.message if search.missing else ""
+        plan = suggestion.plan if suggestion else search.tightest(question.job)
+        if plan is None or plan.verdict == "no":
+            reason = _shortage(plan) if plan else search.missing.message if search.missing else ""
             return render.TableRow(name, None, reason, search.considered)
-        plan = suggestion.plan.replace(assumptions=assumptions(question, suggestion.plan))
+        plan = plan.replace(assumptions=assumptions(question, plan))
         return render.TableRow(name, plan, "", search.considered)
 
 

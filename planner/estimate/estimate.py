@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import alive, held
 from planner.catalog.shapes import grid, grids
-from planner.estimate import fragmentation, host_ram
+from planner.estimate import cache_flushes, fragmentation, host_ram
 from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
 from planner.estimate.traffic import traffic
@@ -87,6 +87,7 @@ def assess(
     layout: Layout = lay_out,
     cached: bool = True,
     like: Assessment | None = None,
+    flushes: bool = True,
 ) -> Assessment:
     """One plan's estimate and verdict, as every command that answers for plans tells it.
 
@@ -94,10 +95,16 @@ def assess(
     back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
     what lies in pieces, as long as the run is expected within the card with its pieces too. `estimate` is with them,
     because that is what people measure. ``cached``: whether what is encoded before training is asked about too.
-    ``like``: the same plan on another card, whose replay holds where the very same is allocated here.
+    ``like``: the same plan on another card, whose replay holds where the very same is allocated here. ``flushes``:
+    whether a plan that runs only because PyTorch empties its cache is `tight`; else it is `no`, which is known sooner.
     """
     run, played = replay(configuration, facts, trainer, layout, cached, like.played if like else ())
     whole = estimate_run(run, played)
+    if whole.verdict == "no" and whole.limit == "gpu" and flushes:
+        capacity = _capacity_bytes(run)
+        if max(entry.replayed.allocated_peak_bytes for entry in played) <= capacity:
+            whole = _flushed(*replay(configuration, facts, trainer, layout, cached, capacity_bytes=capacity)) or whole
+        return Assessment(run, played, whole)
     expected = whole.verdict == "tight" and whole.limit is None and whole.peak.device_bytes <= whole.budget_bytes
     if not expected or whole.strategy.expandable_segments or whole.basis == "measured":
         return Assessment(run, played, whole)
@@ -114,6 +121,23 @@ def assess(
     return Assessment(run, played, relabelled, kept)
 
 
+def _flushed(run: Run, played: list[ReplayedStage]) -> Estimate | None:
+    """The estimate of a run that was replayed at the card's capacity; None where it ran out, or lacks host RAM."""
+    if cache_flushes.runs_out(played):
+        return None
+    estimate = estimate_run(run, played)
+    if estimate.limit is not None:
+        return None
+    usual, longest = cache_flushes.step_seconds(played)
+    assert estimate.step_seconds_high is not None
+    return estimate.replace(
+        verdict="tight",
+        step_seconds=estimate.step_seconds + usual,
+        step_seconds_high=estimate.step_seconds_high + longest,
+        assumptions=(cache_flushes.describe(played), *estimate.assumptions),
+    )
+
+
 def replay(
     configuration: Configuration,
     facts: Facts,
@@ -121,20 +145,22 @@ def replay(
     layout: Layout = lay_out,
     cached: bool = True,
     earlier: Sequence[ReplayedStage] = (),
+    capacity_bytes: int | None = None,
 ) -> tuple[Run, list[ReplayedStage]]:
     """The run at the worst of the job's buckets, and its stages replayed in the order they run.
 
-    ``earlier``: of a run that may be the same to the byte.
+    ``earlier``: of a run that may be the same to the byte. ``capacity_bytes``: as `replay_stages` has it.
     """
     runs = [layout(configuration, facts, shape, trainer) for shape in grids(facts.model, configuration.job)]
     if len(runs) == 1:
-        return runs[0], reused_replay(runs[0], earlier, cached=cached) or replay_stages(runs[0], cached=cached)
+        again = reused_replay(runs[0], earlier, cached=cached)
+        return runs[0], again or replay_stages(runs[0], cached=cached, capacity_bytes=capacity_bytes)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
     runs.sort(key=lambda run: fragmentation.reserved_bytes(replay_stages(run, cached=cached)))
     return runs[-1], max(
-        replay_stages(*runs, cached=cached),
-        replay_stages(*reversed(runs), cached=cached),
-        key=fragmentation.reserved_bytes,
+        replay_stages(*runs, cached=cached, capacity_bytes=capacity_bytes),
+        replay_stages(*reversed(runs), cached=cached, capacity_bytes=capacity_bytes),
+        key=lambda played: (cache_flushes.runs_out(played), fragmentation.reserved_bytes(played)),
     )
 
 
@@ -269,6 +295,12 @@ def _verdict(
 
 def _budget_bytes(run: Run) -> int:
     return run.facts.gpu.allocatable_bytes - run.machine.reserve
+
+
+def _capacity_bytes(run: Run) -> int:
+    """What torch's allocator may reserve on the card, before correction."""
+    correction = run.facts.measurements.correction
+    return int((_budget_bytes(run) - outside_bytes(run) - correction.outside_bytes) / correction.reserved)
 
 
 def phase_peak(entry: ReplayedStage, outside: int, correction: Correction) -> PhasePeak:

@@ -31,20 +31,30 @@ class ReplayedStage(NamedTuple):
     allocated_after_bytes: int
 
 
-def replay_stages(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) -> list[ReplayedStage]:
+CAPPED_STEPS = 3
+"""Later steps that a replay at a capacity goes through: each finds the cache as the one before left it."""
+
+
+def replay_stages(
+    *runs: Run, cached: bool = True, spare: Sequence[int] = (), capacity_bytes: int | None = None
+) -> list[ReplayedStage]:
     """Replays one run, or one run per bucket in turn, on one allocator: what one shape leaves behind, the next must
     fit into. The first run loads; recordings are the same for all shapes, so buffers that stay have the same numbers.
     ``cached``: with what is encoded before training. ``spare``: bytes of segments that lie free in the cache when the
-    first step begins.
+    first step begins. ``capacity_bytes``: what torch's allocator may reserve; it empties its cache where that is short,
+    and the stage that runs out all the same is the last.
     """
     first = runs[0]
-    allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments)
+    allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments, capacity_bytes=capacity_bytes)
     stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
     later = [entry for entry in stages if entry[1] in ("train", "optimizer")]
     if first.samples_only:
         later = [(run, phase, stage) for run in runs for phase, stage in _sampled_again(run)]
     if len(runs) > 1:
         stages = [entry for entry in stages if entry[0] is first] + later + later
+    if capacity_bytes is not None:
+        after = next((at for at, entry in enumerate(stages) if entry[1] == "optimizer"), len(stages) - 1) + 1
+        stages[after:after] = later * (CAPPED_STEPS - 1)
     played: list[ReplayedStage] = []
     flat: dict[int, list[int]] = {}
     with without_garbage_collection():
@@ -68,6 +78,8 @@ def replay_stages(*runs: Run, cached: bool = True, spare: Sequence[int] = ()) ->
             before = allocator.live
             replayed = allocator.run(ops, run.sizes)
             played.append(ReplayedStage(run, phase, stage, ops, before, replayed, allocator.allocated_bytes))
+            if replayed.oom_at is not None:
+                break
             if around or run.empties_cache_after(phase, stage):
                 allocator.empty_cache()
     return played

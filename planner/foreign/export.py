@@ -121,11 +121,12 @@ def plan_with(plan: Plan, wanted: Fields) -> Plan:
 
 
 def priced(plan: Plan, trainer: str) -> Estimate | None:
-    """The estimate of a plan under a trainer's memory terms; None when no recording answers."""
+    """The estimate of a plan under a trainer's memory terms; None when no recording answers. One that would run only
+    because PyTorch empties its cache is `no`: what is exported runs for days."""
     profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
     try:
         configuration = plan.configuration
-        return assess(configuration, load_facts(configuration, profile, card), trainer).estimate
+        return assess(configuration, load_facts(configuration, profile, card), trainer, flushes=False).estimate
     except NotEstimatedError:
         return None
 

@@ -189,9 +189,14 @@ class Search:
 
     def fresh_estimate(self, job: Job, strategy: ResolvedStrategy, cached: bool = True) -> Estimate:
         """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `assess`."""
-        screen, candidate = self.screen, self.question.candidate(job, strategy)
-        self._latest = assess(candidate, screen.facts(candidate), screen.trainer, screen.run_cache.lay_out, cached)
+        self._latest = self._assess(job, strategy, cached)
         return self._latest.estimate
+
+    def _assess(self, job: Job, strategy: ResolvedStrategy, cached: bool = True, flushes: bool = False) -> Assessment:
+        """As the function has it. A search looks for what runs without flushes, and at the rest at its end only."""
+        screen, candidate = self.screen, self.question.candidate(job, strategy)
+        lay_out = screen.run_cache.lay_out
+        return assess(candidate, screen.facts(candidate), screen.trainer, lay_out, cached, flushes=flushes)
 
     def try_estimate(self, job: Job, strategy: ResolvedStrategy) -> Estimate | None:
         """The full estimate, or None where there is no recording for it."""
@@ -205,7 +210,8 @@ class Search:
     # ---- what an answer says beside its plan
 
     def tightest(self, job: Job, lossy: bool | None = None) -> Estimate | None:
-        """The plan that needs least of what is short, when nothing fits. Lossy only where that helps."""
+        """The plan that needs least of what is short, when nothing fits. Lossy only where that helps. It is `tight`
+        where it runs because PyTorch empties its cache."""
         tightest = self.tightest_first(job, lossy, 1)
         if lossy is None:
             least = tightest[0].device_bytes if tightest else 0
@@ -215,8 +221,12 @@ class Search:
                 return not self.feasibility.has_ram(quick), lossy or quick.device_bytes > least * WORTH_LOSS
 
             tightest.sort(key=worse)
-        plans = (self.try_estimate(job, quick.strategy) for quick in tightest)
-        return next((plan for plan in plans if plan), None)
+        for quick in tightest:
+            if plan := self.try_estimate(job, quick.strategy):
+                if (plan.verdict, plan.limit) == ("no", "gpu"):
+                    plan = self._assess(job, quick.strategy, flushes=True).estimate
+                return plan
+        return None
 
     def tightest_first(self, job: Job, lossy: bool | None = None, count: int = TIGHTEST) -> list[QuickEstimate]:
         """Quick estimates with all blocks swapped that may be, the one that needs least first.

@@ -37,7 +37,8 @@ class Suggester:
         self._measurements: dict[tuple[str, str], ModelMeasurements] = {}
 
     def suggest(self, question: Question) -> Suggestion:
-        """The plan for a question, explained: the best that fits; else the tightest, and what to relax.
+        """The plan for a question, explained: the best that fits; else the tightest, and what to relax where not even
+        that runs.
 
         Raises a VplanError where there is nothing to search, or the question contradicts itself.
         """
@@ -45,7 +46,8 @@ class Suggester:
         suggestion = self.best(search, explain=True)
         if suggestion is None:
             plan = _tightest(search)
-            suggestion = Suggestion(plan, (), (), search.considered, relaxed=relaxed(search, question.job))
+            relax = relaxed(search, question.job) if plan.verdict == "no" else ()
+            suggestion = Suggestion(plan, (), (), search.considered, relaxed=relax)
         else:
             suggestion = suggestion._replace(smaller_cards=self._on_smaller_cards(search, suggestion.plan))
         plan = suggestion.plan.replace(assumptions=assumptions(question, suggestion.plan))

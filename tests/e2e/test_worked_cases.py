@@ -204,12 +204,14 @@ def latentsync(tmp_path: Path) -> Case:
     )
 
 
-def test_latentsync_trains_on_24_gb_and_dies_in_validation(latentsync: Case) -> None:
-    found = latentsync.ask()
-    assert found.verdict == "no"
-    assert 20 <= found.device("train") <= 23 < found.budget
-    assert found.device("denoise") < found.budget < found.device("decode")
-    assert 23.6 <= found.device("decode") <= 26.5
+def test_latentsync_trains_on_24_gb_and_validation_takes_all_of_it(latentsync: Case) -> None:
+    """It was reported to run out there, with 20.5 GiB allocated and 1 GiB asked for."""
+    found, larger = latentsync.ask(), latentsync.ask("--gpu", "32GB")
+    assert found.verdict == "tight"
+    assert 20 <= found.device("train") <= 23 < found.device("decode") <= found.budget
+    assert larger.device("train") < found.budget < larger.device("decode")  # with its cache, where there is room
+    assert 23.6 <= larger.device("decode") <= 26.5
+    assert 20 <= found.allocated("decode") <= 21.5
     assert found.allocated("optimizer") == pytest.approx(15.8 + 3.2 + 0.4, abs=0.3)  # what stays, the copy, helpers
 
 
@@ -218,16 +220,17 @@ def test_what_lets_latentsync_validate(latentsync: Case) -> None:
     found = latentsync.ask()
     sliced, skipped = latentsync.ask("--vae-slicing"), latentsync.ask("--validation-mode", "off")
     alone, eight = latentsync.ask("--sharding", "none"), latentsync.ask("--optimizer", "adamw-8bit")
-    assert found.verdict == "no"
     assert all(fixed.verdict in ("tight", "fits") for fixed in (sliced, skipped, alone, eight))
     assert sliced.allocated("decode") < found.allocated("decode") - 2
     assert found.allocated("train") - alone.allocated("train") == pytest.approx(3.17, abs=0.05)
     assert found.allocated("train") - eight.allocated("train") == pytest.approx(4.7, abs=0.1)
 
 
-def test_latentsync_at_512_does_not_train_on_24_gb(latentsync: Case) -> None:
-    found = latentsync.ask("--height", "512", "--width", "512", "--validation-mode", "off")
-    assert found.verdict == "no" and found.device("train") > 24
+def test_latentsync_at_512_does_not_fit_24_gb(latentsync: Case) -> None:
+    larger = ("--height", "512", "--width", "512")
+    assert latentsync.ask(*larger).verdict == "no"
+    without = latentsync.ask(*larger, "--validation-mode", "off")
+    assert without.verdict == "tight" and without.allocated("train") < without.budget < without.device("train") + 1
 
 
 # ---- sd-scripts: FLUX.1-dev, full, 1024, one H100

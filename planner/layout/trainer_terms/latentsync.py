@@ -53,6 +53,18 @@ def decode_under_autocast(run: Run) -> None:
                 stage.stretches[position] = (moment, list(_autocast(run, events)))
 
 
+def copies_of_weights(run: Run) -> None:
+    """Autocast keeps its 16-bit copy of each trained weight until it is left, behind the last decode: one context is
+    around all of ``pipeline(...)``. It copies what convolutions and matrix products take; norms run in fp32
+    (ATen/autocast_mode.cpp, ``cached_cast``)."""
+    if not run.phases.validation:
+        return
+    first, last = run.phases.validation[0][1], run.phases.validation[-1][1]
+    taken = [weight for name, weight in run.named("weight").items() if "norm" not in name]
+    copies = [run.add(first, run.sizes[weight] // 2, "temporary", "cast", at=0) for weight in taken]
+    run.free(last, copies)
+
+
 def _autocast(run: Run, events: list[int]) -> Iterator[int]:
     """The events of decoding in 16 bits as autocast makes them."""
     activated = 0
@@ -80,6 +92,7 @@ TERMS: tuple[Transform, ...] = (
     communicator_of_one,
     cache_kept,
     decode_under_autocast,
+    copies_of_weights,
 )
 
 

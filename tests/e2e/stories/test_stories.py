@@ -144,15 +144,14 @@ def test_easyanimate_of_half_the_length_is_no_worse_and_of_default_length_is_rea
 # ---- LatentSync
 
 
-def test_latentsync_dies_in_validation_s_decode() -> None:
+def test_latentsync_is_decided_in_validation_s_decode() -> None:
     found = check("rtx4090", LATENTSYNC)
-    assert (found.code, found.verdict, found.phase) == (3, "no", "decode")
-    assert 23.6 <= found.device <= 26.5
+    assert (found.code, found.verdict, found.phase) == (0, "tight", "decode")  # its authors say 23 GB
+    assert "PyTorch empties its cache in decode" in found.notes
     changes = [change[0] for change in found.fixes]
-    order = ("enable_slicing", "leave out the pipeline", "leave out unet = DDP", "fused=True", "AdamW8bit")
+    order = ("enable_slicing", "leave out the pipeline", "leave out unet = DDP", "AdamW8bit")
     places = [next(at for at, change in enumerate(changes) if word in change) for word in order]
     assert places == sorted(places)
-    assert any("zero_grad" in part for help in found.found["helps"] for part in help["change"])
     told = " ".join(changes)
     assert "guidance_scale" not in told and "accumulat" not in told and "inference model" not in told
     assert "no flag switches validation off" in found.notes

@@ -64,6 +64,7 @@ class NaiveAllocator:
         self.buffers: dict[int, tuple[Segment, int] | None] = {}
         self.next_address = 0
         self.retries = 0
+        self.segments_freed = 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -111,6 +112,7 @@ class NaiveAllocator:
                     low = segment.start + page * segment.page
                     if all(a + n <= low or a >= low + segment.page for a, n in segment.used.items()):
                         segment.mapped.remove(page)
+        self.segments_freed += sum(not (segment.used or segment.page is not None) for segment in self.segments)
         # A segment that never had a page stays, as address space; one that lost its last page is gone.
         self.segments = [s for s in self.segments if s.used or s.mapped or (s.page is not None and not s.begun)]
 

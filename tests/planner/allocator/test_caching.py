@@ -162,6 +162,7 @@ def test_out_of_memory_stops_the_run_and_leaves_the_cache_empty() -> None:
         retries=1,
         oom_at=3,
         requested_bytes=30 * MIB,
+        segments_freed=1,
     )
     assert state(allocator) == (12 * MIB, 12 * MIB)
     assert allocator.run([~0, 2], sizes).oom_at is None  # buffer 2 is not live, and now there is room
