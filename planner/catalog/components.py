@@ -54,9 +54,12 @@ def frames_of(vae: Vae, chunks: int) -> int:
 
 def recorded_length(vae: Vae, frames: int) -> str:
     """The end of the name of a VAE's tape for `frames` latent frames: "-image" for a single one that is recorded apart,
-    "-3-chunks" for a clip of fewer chunks than the tape of long clips unfolds at."""
+    "-3-chunks" for a clip of fewer chunks than the tape of long clips unfolds at, "-3-frames" for one that is shorter
+    than a tile of frames and goes through whole."""
     if frames == 1:
         return "-image" if vae.traits.has_image_tapes else ""
+    if vae.traits.frame_tiles:
+        return f"-{frames}-frames" if frames < vae.traits.frame_tiles[0] else ""
     chunks = chunks_of(vae, frames)
     return f"-{chunks}-chunks" if 0 < chunks < vae.traits.fewest_chunks else ""
 
@@ -66,6 +69,8 @@ def recorded_lengths(model: ModelProfile) -> dict[str, int]:
     vae, counts = model.vae, [1]
     if vae.traits.chunks and model.kind == "video":
         counts += [frames_of(vae, chunks) for chunks in range(1, vae.traits.fewest_chunks)]
+    if vae.traits.frame_tiles:
+        counts += range(2, vae.traits.frame_tiles[0])
     return {name: frames for frames in counts if (name := recorded_length(vae, frames))}
 
 

@@ -29,7 +29,7 @@ class VaeTraits(Record):
     from its end, because it does not unfold at fewer. Clips of fewer chunks are recorded by themselves"""
     frame_tiles: tuple[Count, Count] | None = None
     """latent frames of a tile and of the stride, where it takes a long clip in overlapping tiles of frames:
-    HunyuanVideo's 16+1 frames, 12 apart (``use_framewise_encoding``)"""
+    HunyuanVideo's 16+1 frames, 12 apart (``use_framewise_encoding``). Shorter clips are recorded by themselves"""
     splits_convolutions: Flag = False
     """a convolution over too many numbers is split in time, copied and joined (autoencoder_kl_cogvideox.py,
     CogVideoXSafeConv3d, which Mochi's has too)"""

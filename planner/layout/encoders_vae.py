@@ -150,7 +150,7 @@ def vae_component(
         across = -(-rows * vae.spatial // tile[2]) * -(-columns * vae.spatial // tile[3])
         rows, columns = min(rows, tile[0] // vae.spatial), min(columns, tile[1] // vae.spatial)
         times *= across
-    if vae.traits.frame_tiles and frames > 1:
+    if vae.traits.frame_tiles and not recorded_length(vae, frames):
         length, stride = vae.traits.frame_tiles
         frames, times = length, times * -(-frames // stride)
     chunks = chunks_of(vae, frames)

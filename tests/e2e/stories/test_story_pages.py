@@ -58,7 +58,8 @@ PAGES = {
     ),
     "latentsync": Page(
         "LatentSync: stage 1 on a 24 GB card",
-        "Reported as bytedance/LatentSync#278: training runs, and dies when a checkpoint is saved. Its authors say 23 GB.",
+        "Reported as bytedance/LatentSync#278: training runs, and dies when a checkpoint is saved. Its authors say "
+        "that it takes 23 GB.",
         (Run("Stage 1 at 256 pixels:", "--gpu rtx4090", stories.LATENTSYNC),),
     ),
     "sd-scripts": Page(

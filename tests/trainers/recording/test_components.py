@@ -91,6 +91,7 @@ SAMPLED = (
     ("AutoencoderKLFlux2", "decode-half"),
     ("AutoencoderKLCogVideoX", "decode-half-1-chunks"),
     ("AutoencoderKLWan", "encode-half-3-chunks"),
+    ("AutoencoderKLHunyuanVideo", "decode-half-3-frames"),
 )
 
 
