@@ -184,7 +184,7 @@ class TrainingRun:
         trained = checkpoint.trained_weights(resume) if resume else None
         model = self._model(trained)
         self.trainee, self.engine = parallel.set_up(
-            model, self.profile, job, strategy, request.learning_rate, drive=self.drive
+            model, self.profile, job, strategy, request.learning_rate, self.device, drive=self.drive
         )
         if request.plan.machine.world > 1 and self._is_replicated():
             parallel.check_alike(self.trainee.trainable, self.device)
@@ -198,6 +198,7 @@ class TrainingRun:
     def _model(self, trained: Any) -> Any:
         """The model of the plan with its weights, or both experts; ``trained``: a checkpoint's weights."""
         from trainers.memory import swap
+        from trainers.parallel import parallel
         from trainers.step import experts, step, weights
 
         profile, job, strategy, seed = self.profile, self.job, self.strategy, self.request.seed
@@ -208,8 +209,10 @@ class TrainingRun:
             return self.experts
         source = weights.published(weights.model_folder(root, profile, job), profile)
         model = step.build_model(profile, job, strategy)
+        parallel.split(model, profile, job, strategy, self.device)
         swapped = swap.swapped_blocks(model, profile, strategy)
-        weights.load(model, source, self.device, seed, trained, swapped)
+        waiting = step.offloaded_shares(model, strategy)
+        weights.load(model, source, self.device, seed, trained, swapped, waiting)
         return model
 
     def _take_up(self, manifest: dict[str, Any]) -> int:

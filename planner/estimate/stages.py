@@ -76,7 +76,7 @@ def replay_stages(
                 flat[id(stage)] = stage.ops
             ops = flat[id(stage)]
             before = allocator.live
-            replayed = allocator.run(ops, run.sizes)
+            replayed = allocator.run(ops, run.sizes, run.streams)
             played.append(ReplayedStage(run, phase, stage, ops, before, replayed, allocator.allocated_bytes))
             if replayed.oom_at is not None:
                 break

@@ -115,12 +115,12 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
     for index, (_, stage) in enumerate(run.stages[: wanted[-1] + 1]):
         if index in wanted:
             share = points * len(stage.ops) // total
-            history = thin(allocator.timeline(stage.ops, run.sizes), max(share, MIN_POINTS))
+            history = thin(allocator.timeline(stage.ops, run.sizes, run.streams), max(share, MIN_POINTS))
             all_points += _points_of(run, stage, history, live, names, events)
             marks += _marks(stage, events)
             events += len(stage.ops)
         else:
-            allocator.run(stage.ops, run.sizes)
+            allocator.run(stage.ops, run.sizes, run.streams)
         _track_live(stage.ops, live)
         if any(stage is entry for entry in run.empty_cache.after) or (stage is run.load and run.empty_cache.after_load):
             allocator.empty_cache()

@@ -94,6 +94,9 @@ class Run:
     sizes: list[int] = field(default_factory=list)
     """per buffer of the program: bytes at the run's shape"""
 
+    side_streams: dict[int, int] = field(default_factory=dict)
+    """buffer -> CUDA stream, where it is not the default one (0): no other takes its memory, not even freed"""
+
     load: Stage = field(default_factory=lambda: Stage("load", []))
     step: Stage = field(default_factory=lambda: Stage("step", []))
     """forward and backward of one micro-batch as it lasts; of a job that only samples, one call of the model"""
@@ -172,8 +175,14 @@ class Run:
             base=self,
         )
 
-    def new(self, nbytes: int, category: str, name: str) -> int:
+    @property
+    def streams(self) -> list[int] | None:
+        """The CUDA stream of every buffer, as `planner.allocator` takes it; None where all are on the default one."""
+        return [self.side_streams.get(buffer, 0) for buffer in range(len(self.sizes))] if self.side_streams else None
+
+    def new(self, nbytes: int, category: str, name: str, stream: int = 0) -> int:
         """Adds a buffer of `nbytes` bytes under a category and name; returns its number. No stage allocates it yet."""
+        self.side_streams |= {len(self.sizes): stream} if stream else {}
         self.sizes.append(nbytes)
         return self.program.buffer(nbytes, category, name)
 

@@ -174,21 +174,26 @@ class _Played:
                 around = phase == "encode" and run.empty_cache.around_encode
                 if around:
                     allocator.empty_cache()
-                yield phase, self._in_stretches(phase, stage, allocator, sizes)
+                yield phase, self._in_stretches(phase, stage, allocator, sizes, run.streams)
                 if around or run.empties_cache_after(phase, stage):
                     allocator.empty_cache()
 
     def _in_stretches(
-        self, phase: PhaseName, stage: Stage, allocator: CachingAllocator, sizes: Sequence[int]
+        self,
+        phase: PhaseName,
+        stage: Stage,
+        allocator: CachingAllocator,
+        sizes: Sequence[int],
+        streams: Sequence[int] | None,
     ) -> Replayed:
         """Plays a stage, in stretches where a probe's trace is of it; each keeps its peaks."""
         ops = stage.ops
         if phase not in STEADY or not ops:
-            return allocator.run(ops, sizes)
+            return allocator.run(ops, sizes, streams)
         length = -(-len(ops) // POINTS)
         played = self.stretches[phase] = []
         for first in range(0, len(ops), length):
-            played.append(allocator.run(ops[first : first + length], sizes))
+            played.append(allocator.run(ops[first : first + length], sizes, streams))
             if played[-1].oom_at is not None:
                 break
         return played[-1]._replace(

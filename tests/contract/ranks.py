@@ -123,13 +123,16 @@ class Watch:
 
 
 def _model(case: Case) -> tuple[Any, ...]:
-    """Profile, records, and the model with our step's formats, its parameters filled."""
+    """Profile, records, and the model with our step's formats, split if FSDP2 does, its parameters filled."""
     import torch
+    from torch.distributed.device_mesh import init_device_mesh
 
     from planner.catalog import lookup
     from planner.spec.job import Job, Machine, Strategy
     from planner.spec.rules import resolve
+    from trainers.parallel.engines import shard
     from trainers.step import step
+    from trainers.step.random_weights import randomise
 
     profile = lookup.model(case.model)
     profile = profile.model_copy(update={"config": {**profile.config, **case.config}})
@@ -137,11 +140,10 @@ def _model(case: Case) -> tuple[Any, ...]:
     machine = Machine(gpu="h100-80gb", gpus=WORLD)
     strategy = resolve(job, Strategy.read(case.strategy), machine)
     model = step.build_model(profile, job, strategy)
-    step.materialise(model, "cpu")
-    with torch.no_grad():
-        torch.manual_seed(0)
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
+    if strategy.sharding == "fsdp":
+        shard(model, profile, job, strategy, init_device_mesh("cpu", (WORLD,)))
+    torch.manual_seed(0)
+    step.materialise(model, "cpu", randomise)
     return profile, job, strategy, model
 
 
@@ -327,16 +329,13 @@ def _context_parallel(case: Case) -> Bytes:
 
 def _fsdp(case: Case) -> Bytes:
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
 
     from trainers.families import family
-    from trainers.parallel.engines import shard
     from trainers.step import step
     from trainers.step.optimizers import make_optimizer
 
     torch.distributed.init_process_group("gloo")
-    profile, job, strategy, model = _model(case)
-    shard(model, profile, job, strategy, init_device_mesh("cpu", (WORLD,)))
+    profile, _, strategy, model = _model(case)
     watch = Watch()
     groups = _watch_groups(model, watch)
     trainable = step.trainable_parameters(model)

@@ -290,13 +290,12 @@ def _sizes(run: Run, name: str) -> list[int]:
 
 
 def _gathered(run: Run) -> tuple[int, int]:
-    """Bytes of the group outside the blocks, and of the largest block."""
-    sizes = [
-        run.sizes[event]
+    """Bytes of the group outside the blocks, and of the largest block: a group's weights come together."""
+    groups = [
+        [run.sizes[event] for event in events if event >= 0 and run.program.op[event] == "gathered weights"]
         for _, events in run.step.stretches
-        for event in events
-        if event >= 0 and run.program.op[event] == "gathered weights"
     ]
+    sizes = [sum(group) for group in groups if group]
     return sizes[0], max(sizes[1:])
 
 

@@ -103,14 +103,16 @@ class ProbedTraining:
         request, device = self.request, self.meter.device
         two_experts = request.job.experts == "both"
         model = self._two_experts() if two_experts else step.build_model(request.profile, request.job, self.strategy)
+        parallel.split(model, request.profile, request.job, self.strategy, device)
         if request.weights is None and not two_experts:
             step.place(model, request.profile, self.strategy, device, randomise)
         elif request.weights is not None and not two_experts:
             folder = weights.model_folder(Path(request.weights), request.profile, request.job)
             swapped = swap.swapped_blocks(model, request.profile, self.strategy)
-            weights.load(model, weights.published(folder, request.profile), device, SEED, None, swapped)
+            waiting = step.offloaded_shares(model, self.strategy)
+            weights.load(model, weights.published(folder, request.profile), device, SEED, None, swapped, waiting)
         self.trainee, self.engine = parallel.set_up(
-            model, request.profile, request.job, self.strategy, LEARNING_RATE, drive=request.scratch
+            model, request.profile, request.job, self.strategy, LEARNING_RATE, device, drive=request.scratch
         )
         ema = self.strategy.ema
         self.average = Average(self.trainee.trainable, ema) if ema != "none" else None

@@ -268,17 +268,21 @@ def _keep_misplaced_gradients(swapper: Any) -> None:
     swapper._adjust_for_misaligned_lengths = adjusted
 
 
-def set_up(
-    model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, learning_rate: float,
-    settings: ZeroSettings = DEEPSPEED, drive: Path | None = None,
-) -> tuple[step.Trainee, LocalEngine]:  # fmt: skip
-    """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
-    device = next(model.parameters()).device  # of the computation: what trains may wait in host RAM
-    # FSDP2 replaces parameters by DTensors, so it comes before the optimizer that is made of them; DDP and DeepSpeed
-    # wrap a model whose optimizer is there. Only a block's forward is compiled: FSDP2's gathering stays around it.
+def split(model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device) -> None:
+    """Has ranks share a sample's tokens, or FSDP2 split the weights, as the strategy says. All ranks call it together,
+    on a built model whose weights are not there yet: whole, they may not fit on one GPU."""
     context.split_tokens(model, strategy, device)
     if strategy.sharding == "fsdp":
         shard(model, profile, job, strategy, init_device_mesh(device.type, (dist.get_world_size(),)))
+
+
+def set_up(
+    model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, learning_rate: float,
+    device: torch.device, settings: ZeroSettings = DEEPSPEED, drive: Path | None = None,
+) -> tuple[step.Trainee, LocalEngine]:  # fmt: skip
+    """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
+    # FSDP2 has replaced parameters by DTensors, of which the optimizer is made; DDP and DeepSpeed wrap a model whose
+    # optimizer is there. Only a block's forward is compiled: FSDP2's gathering stays around it.
     trainable = step.trainable_parameters(model)
     for part in experts.models_of(model):
         step.choose_kernels(part, profile, strategy, device)

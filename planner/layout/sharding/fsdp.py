@@ -17,10 +17,16 @@ from planner.layout.sharding.zero import FULL, HALF, cast_to_16_bits
 from planner.tape.program import Block, Stage
 from planner.tape.variants import trained_storage
 
+GATHERING, REDUCING = 1, 2
+"""CUDA streams of their own (``FSDPCommContext.lazy_init``): a group is gathered on the one that copies it in, and the
+output of a reduce-scatter is made on the other."""
+
 
 class ParameterGroup(NamedTuple):
     """The parameters that are gathered together, in elements; ``share`` is of one rank, with its padding."""
 
+    shares: tuple[int, ...]
+    """of each parameter: gathered, it has a buffer of its own (``init_all_gather_outputs``)"""
     share: int
     cast_share: int
     """of those whose storage is not 16 bits"""
@@ -47,10 +53,9 @@ def fsdp(run: Run) -> None:
     }
     groups = _groups(run, shares, stored)
     offloaded = run.strategy.offload_params != "none"
+    _load_one_by_one(run, stored, offloaded)
     for name, buffer in run.parameters.items():
         run.resize(buffer, shares[name] * stored[name])
-    if offloaded:
-        run.drop(run.load, set(run.parameters.values()))
     largest = max(group.share for block, group in groups.items() if block is not None)
     buffers = 1 if world == 1 else 2
     run.handover.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
@@ -61,6 +66,21 @@ def fsdp(run: Run) -> None:
         run.free(again, run.leftovers, at=0)
         run.accumulate = again
     _step_over_shares(run, shares, kept)
+
+
+def _load_one_by_one(run: Run, stored: dict[str, int], offloaded: bool) -> None:
+    """Each weight comes to the GPU whole, and goes once its share is cut out of it, on the GPU or to host RAM
+    (trainers/step/step.py, ``materialise``)."""
+    weights = {buffer: run.elements[name] * stored[name] for name, buffer in run.parameters.items()}
+    for position, (moment, events) in enumerate(run.load.stretches):
+        woven = []
+        for event in events:
+            if event not in weights:
+                woven.append(event)
+                continue
+            whole = run.new(weights[event], "temporary", "whole weight")
+            woven += [whole, ~whole] if offloaded else [whole, event, ~whole]
+        run.load.stretches[position] = (moment, woven)
 
 
 def _stored_bytes(run: Run) -> dict[str, int]:
@@ -82,6 +102,7 @@ def _groups(run: Run, shares: dict[str, int], stored: dict[str, int]) -> dict[Bl
     gradients = run.named("gradient")
     return {
         block: ParameterGroup(
+            shares=tuple(shares[name] for name in inside),
             share=sum(shares[name] for name in inside),
             cast_share=sum(shares[name] for name in inside if stored[name] != HALF),
             trained_share=sum(shares[name] for name in inside if name in gradients),
@@ -109,14 +130,15 @@ class _FsdpPass:
         forward, backward = spans(self.stage, "forward"), spans(self.stage, "backward")
         last, turn = len(self.stage.stretches) - 1, first_backward(self.stage)
         root = self._gathered(None)
-        self.editor.before(0, [*self._fetch(None), root])
+        self.editor.before(0, [*self._fetch(None), *root])
         for block, (begin, end) in forward.items():
             gathered, copied_out = self._gathered(block), self._copied_out()
-            self.editor.before(begin, [*self._fetch(block), *copied_out, gathered])
-            self.editor.after(end, [~gathered])
+            self.editor.before(begin, [*self._fetch(block), *gathered, *copied_out])
+            self.editor.after(end, [~buffer for buffer in gathered])
         self.editor.before(turn, self._copied_out())
         self._backward(list(backward.items()), turn, adds)
-        self.editor.after(last, [~root, *self._reduce(None, adds), *self._let_go()])
+        gone = [~buffer for buffer in root]
+        self.editor.after(last, [*gone, *self._reduce(None, adds), *self._let_go()])
         gradients = {buffer for group in self.groups.values() for buffer in group.gradients}
         freed = {
             index: [event for event in events if event >= 0 or ~event not in gradients]
@@ -131,22 +153,23 @@ class _FsdpPass:
         for position, (block, (begin, end)) in enumerate(blocks):
             gathered, copied_out = self._gathered(block), self._copied_out()
             ahead = self._fetch(blocks[position + 1][0]) if position + 1 < len(blocks) else []
-            self.editor.before(begin, [gathered, *copied_out, *ahead])
-            self.editor.after(end, [~gathered, *self._reduce(block, adds)])
+            self.editor.before(begin, [*gathered, *copied_out, *ahead])
+            self.editor.after(end, [*(~buffer for buffer in gathered), *self._reduce(block, adds)])
 
-    def _gathered(self, block: Block | None) -> int:
+    def _gathered(self, block: Block | None) -> list[int]:
         """A group's weights, whole and in 16 bits."""
-        return self.run.new(HALF * self.groups[block].share * self.world, "buckets", "gathered weights")
+        shares = self.groups[block].shares
+        return [self.run.new(HALF * share * self.world, "buckets", "gathered weights") for share in shares]
 
     def _fetch(self, block: Block | None) -> list[int]:
         """The buffer a group is gathered into. Shares in fp32 are cast to 16 bits, and go once they are copied in."""
         if self.world == 1:
             return []
         group, run = self.groups[block], self.run
-        self._fetched = run.new(HALF * group.share * self.world, "buckets", "all-gather")
+        self._fetched = run.new(HALF * group.share * self.world, "buckets", "all-gather", GATHERING)
         if not group.cast_share:
             return [self._fetched]
-        cast = run.new(HALF * group.cast_share, "buckets", "cast shares")
+        cast = run.new(HALF * group.cast_share, "buckets", "cast shares", GATHERING)
         return [cast, self._fetched, ~cast]
 
     def _copied_out(self) -> list[int]:
@@ -166,11 +189,11 @@ class _FsdpPass:
         if not group.gradients:
             return []
         source = run.new(FULL * group.trained_share * self.world, "buckets", "reduce-scatter")
-        output = run.new(FULL * group.trained_share, "gradient", "reduced gradients")
+        output = run.new(FULL * group.trained_share, "gradient", "reduced gradients", REDUCING)
         events = [*self._let_go(), source, *(~buffer for buffer in group.gradients), output]
         self._reduced = source
         if trained_storage(run.job, run.strategy) != "fp32":
-            half = run.new(HALF * group.trained_share, "gradient", "reduced gradients")
+            half = run.new(HALF * group.trained_share, "gradient", "reduced gradients", REDUCING)
             events += [half, ~output]
             output = half
         if adds or run.strategy.offload_params != "none":

@@ -3,15 +3,19 @@ worked by hand, and what holds for any split. tests/contract compares with the e
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.allocator.implementation import alive, held
 from planner.errors import VplanError
 from planner.estimate.host_ram import disk_bytes, host_ram, ram_bytes
+from planner.estimate.stages import replay_stages
 from planner.estimate.traffic import traffic
 from planner.layout.run import Run
-from planner.layout.sharding.fsdp import padded_share
+from planner.layout.sharding.fsdp import GATHERING, REDUCING, padded_share
 from planner.layout.sharding.nvme import check_buffers, gradients_in_ram
 from planner.layout.sharding.zero import aligned_elements, elements_in_share, most_in_one_share, sub_groups
 from planner.spec.job import Machine
@@ -189,6 +193,27 @@ def test_fsdp_gathers_one_block_and_fetches_the_next() -> None:
     block = WEIGHTS + ADAPTER  # in 16 bits
     # The last forward beside the block's weights and the buffer they came in; the stem, padded to a row per rank.
     assert peaks(run)["step"] == after(run) + LAST_FORWARD + 8 * STEM + 2 * block
+
+
+def test_fsdp_loads_one_weight_at_a_time() -> None:
+    """A model that does not fit on one GPU can still be loaded."""
+    shares, whole = (laid_out(machine, sharding="fsdp") for machine in (EIGHT, ONE))
+    sizes = [shares.sizes[buffer] for buffer in shares.parameters.values()]
+    largest = max(whole.sizes[buffer] for buffer in whole.parameters.values())
+    tables = sum(map(shares.sizes.__getitem__, alive(shares.load.ops, []))) - sum(sizes)
+    assert sum(sizes) + tables < held(shares.load.ops, shares.sizes)[1] <= sum(sizes) + tables + largest
+
+
+def test_fsdps_streams_take_no_memory_that_another_let_go() -> None:
+    """Gathering and reducing have a stream each: the replay reserves more than it would with one for all."""
+    run = laid_out(EIGHT, sharding="fsdp")
+    names = {run.program.op[buffer]: stream for buffer, stream in run.side_streams.items()}
+    assert names == {"all-gather": GATHERING, "cast shares": GATHERING, "reduced gradients": REDUCING}
+    apart = max(entry.replayed.reserved_peak_bytes for entry in replay_stages(run, cached=False))
+    together = max(
+        entry.replayed.reserved_peak_bytes for entry in replay_stages(replace(run, side_streams={}), cached=False)
+    )
+    assert apart > together
 
 
 def test_fsdp_reduces_a_block_when_the_next_has_run() -> None:
