@@ -16,19 +16,20 @@ def block_inputs(run: Run) -> dict[Block, list[int]]:
 
 
 def _block_inputs(run: Run) -> dict[Block, list[int]]:
-    made: set[int] = set()
+    made: dict[int, Block] = {}
     kept: dict[Block, list[int]] = {}
     category = list(run.program.category)
     for moment, events in run.step.stretches:
-        freed = [~event for event in events if event < 0 and ~event in made]
-        made.difference_update(freed)
+        block = moment.module_list, moment.block
+        # What stands behind a block, as Wan Animate's face adapter does, is at its place, and not in its checkpoint.
+        inputs = [~event for event in events if event < 0 and made.pop(~event, block) != block]
         if moment.block < 0:
             continue
         if moment.passes == "forward":
             last = {event if event >= 0 else ~event: event >= 0 for event in events}
-            made.update(buffer for buffer, stays in last.items() if stays and category[buffer] != "weight")
-        elif moment.passes == "backward" and freed:
-            kept.setdefault((moment.module_list, moment.block), []).extend(freed)
+            made |= {buffer: block for buffer, stays in last.items() if stays and category[buffer] != "weight"}
+        elif moment.passes == "backward" and inputs:
+            kept.setdefault(block, []).extend(inputs)
     return kept
 
 
