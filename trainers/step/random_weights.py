@@ -7,13 +7,16 @@ import torch
 SPREAD = 0.02
 """Standard deviation: small enough for every published architecture to keep its loss finite."""
 
+FP8_BITS = 0b1000_1111
+"""Of an e4m3 number: its sign, the lowest bit of its exponent and its mantissa, which spell numbers up to 0.03."""
+
 
 @torch.no_grad()
 def randomise(name: str, weight: torch.Tensor) -> None:
     """Fills a weight in place: vectors like fresh norms and biases, the rest with small noise."""
     if weight.ndim <= 1:
         weight.fill_(0.0 if name.endswith("bias") else 1.0)
-    elif weight.dtype == torch.float8_e4m3fn:  # has no random numbers of its own
-        weight.copy_(torch.empty_like(weight, dtype=torch.bfloat16).normal_(0.0, SPREAD))
+    elif weight.dtype == torch.float8_e4m3fn:  # has no random numbers of its own, and files fill it without a copy
+        weight.view(torch.uint8).random_(0, 256).bitwise_and_(FP8_BITS)
     else:
         weight.normal_(0.0, SPREAD)
