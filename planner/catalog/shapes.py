@@ -160,7 +160,12 @@ def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str
 def latent_frames(model: ModelProfile, frames: int) -> int:
     """The latent frames of a clip, padded to whole cells of the patch grid."""
     cell = model.shape.patch[0]
-    return -(-((frames - 1) // model.vae.temporal + 1) // cell) * cell
+    return -(-coded_frames(model, frames) // cell) * cell
+
+
+def coded_frames(model: ModelProfile, frames: int) -> int:
+    """The latent frames that the VAE makes of a clip, and decodes: without what fills up the last cell."""
+    return (frames - 1) // model.vae.temporal + 1
 
 
 def grids(model: ModelProfile, job: Job) -> list[dict[str, int]]:

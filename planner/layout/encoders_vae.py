@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from planner.allocator import implementation
 from planner.catalog.components import SPLIT_OVER, SPLIT_SHARE, chunks_of, frames_of, recorded_length
-from planner.catalog.profiles import ModelProfile, TextEncoder, Vae
+from planner.catalog.profiles import TextEncoder, Vae
+from planner.catalog.shapes import coded_frames, latent_frames
 from planner.layout.group_offload import GroupTransfers, host_copy_bytes
 from planner.layout.run import STRATEGY_MOMENT, Facts, Run
 from planner.spec.job import Strategy
@@ -87,7 +88,7 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
             component = text_component(encoder, tape, strategy, batch)
             components.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
     if strategy.vae == residence and not run.samples_only:
-        clip = _clip(model, run.grid, batch)
+        clip = _clip(run, run.grid, batch)
         tape = _vae_tape(run.facts, "encode", clip["F"])
         components.append(vae_component(model.vae, tape, "encode", strategy, clip))
     return components
@@ -112,16 +113,20 @@ def _vae_tape(facts: Facts, piece: str, frames: int) -> Tape | None:
     return facts.around.get(f"{vae.folder}/{piece}{recorded_length(vae, frames)}")
 
 
-def _clip(model: ModelProfile, grid: Mapping[str, int], batch: int) -> dict[str, int]:
-    """A shape in latents, as VAEs count it: B, F, H, W."""
+def _clip(run: Run, grid: Mapping[str, int], batch: int) -> dict[str, int]:
+    """A shape in latents, as VAEs count it: B, F, H, W. ``grid``: of one of the job's shapes."""
+    model, job = run.facts.model, run.job
     frames, rows, columns = model.shape.patch
-    return {"B": batch, "F": grid["F"] * frames, "H": grid["H"] * rows, "W": grid["W"] * columns}
+    padded = grid["F"] * frames
+    asked = {shape.frames for shape in job.shapes} | ({job.validation.frames} if job.validation else set())
+    coded = (coded_frames(model, count) for count in asked if latent_frames(model, count) == padded)
+    return {"B": batch, "F": max(coded, default=padded), "H": grid["H"] * rows, "W": grid["W"] * columns}
 
 
 def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentPass:
     """The VAE's pass that decodes `batch` samples. ``shape``: the grid, in the tape's atoms."""
     model = run.facts.model
-    clip = _clip(model, shape, batch)
+    clip = _clip(run, shape, batch)
     tape = _vae_tape(run.facts, "decode", clip["F"])
     return vae_component(model.vae, tape, "decode", run.strategy, clip)
 

@@ -10,7 +10,7 @@ import profiles
 from planner.catalog import lookup, user_data
 from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import GpuProfile, ModelProfile
-from planner.catalog.shapes import latent_frames
+from planner.catalog.shapes import coded_frames
 from planner.errors import NotRecordedError
 from planner.layout.run import Facts
 from planner.spec.configuration import Configuration
@@ -113,7 +113,7 @@ def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]
     pieces = ["encode"] if strategy.validation_mode == "off" else ["encode", "decode"]
     if job.method == "sample":
         pieces = ["decode"]
-    ends = {recorded_length(model.vae, latent_frames(model, count)) for count in frames}
+    ends = {recorded_length(model.vae, coded_frames(model, count)) for count in frames}
     for piece, end in itertools.product(pieces, ends):
         dtype = "fp32" if strategy.vae_dtype == "fp32" else "half"
         wanted[f"{name}/{piece}{end}"] = name, f"{piece}-{dtype}{end}"

@@ -124,6 +124,14 @@ def test_a_clip_of_one_chunk_is_decoded_as_one() -> None:
     assert decode == sorted(set(decode))
 
 
+def test_what_fills_the_last_patch_is_not_decoded() -> None:
+    """CogVideoX 1.5 takes two latent frames a patch, and its pipeline drops what it added: 5 of 17 frames, 6 of 21."""
+    model = lookup.model("cogvideox1.5-5b")
+    odd, even = (priced(asked(model, frames=frames, height=480, width=720), vae="swapped") for frames in (17, 21))
+    assert odd.phases["denoise"] == even.phases["denoise"]
+    assert odd.phases["decode"].allocated_bytes < even.phases["decode"].allocated_bytes
+
+
 def test_where_the_encoders_and_the_vae_are() -> None:
     kinds = ("cached", "resident", "swapped")
     cached, resident, swapped = (priced(asked(WAN), text_encoder=kind, vae=kind) for kind in kinds)
