@@ -41,11 +41,11 @@ copy_requires_temporaries), and a step has none."""
 MOVES = _aten(
     "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index reflection_pad3d repeat "
     "replication_pad1d replication_pad1d_backward replication_pad3d select_backward slice_backward stack triu "
-    "upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d _upsample_nearest_exact2d"
+    "upsample_nearest2d_backward"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
 few integers here, never a mask; the backwards of select and slice are zeros and a copy into them; cumprod runs over a
-schedule of 1000 numbers; padding, pooling, upsampling and embedding compute each output from few inputs."""
+schedule of 1000 numbers; padding, pooling and embedding compute each output from few inputs."""
 
 MATMULS = _aten("addmm bmm mm")
 """cuBLAS's workspace is one buffer per handle that stays, in ``planner.layout.single_gpu.cublas_workspace``. cuBLASLt,
@@ -120,5 +120,13 @@ _CUDNN = (
 UNMODELLED = {"aten.convolution": _CUDNN, "aten.convolution_backward": _CUDNN}
 """Operators whose workspace is not known without a GPU: what a measurement has to tell."""
 
-CLASSIFIED = SAME | KNOWN_SMALL.keys() | UNMODELLED.keys() | WORKSPACES.keys()
+COPYING = _aten(
+    "convolution native_layer_norm native_layer_norm_backward upsample_nearest2d _upsample_nearest_exact2d "
+    "upsample_nearest3d"
+)
+"""Copy an input that is not contiguous, and give the copy back when they are done (``contiguous()`` in
+native/Convolution.cpp, native/cuda/layer_norm_kernel.cu and UpSampleNearest2d.cu). No tape holds that yet: 1.5 GiB
+where CogVideoX-2B's VAE decodes 9 frames of 480x720, and 63 MiB in its blocks, which norm queries and keys by head."""
+
+CLASSIFIED = SAME | KNOWN_SMALL.keys() | UNMODELLED.keys() | WORKSPACES.keys() | COPYING
 """Every operator that a tape may show."""

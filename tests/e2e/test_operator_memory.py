@@ -1,0 +1,67 @@
+"""What `trainers.recording.op_table` says of CUDA's operators, held against what they allocate on a virtual GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vplan
+from planner.units import MIB
+from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
+from trainers.recording.op_table import COPYING, KNOWN_SMALL, MATMULS, SAME
+
+pytestmark = needs_cuda_wheel
+
+MODELS = ("wan2.1-t2v-1.3b", "cogvideox-2b", "sd1.5")
+SCALAR_BYTES = 512
+"""A number beside a tensor becomes a tensor in some overloads."""
+
+SMALL_BYTES = 16 * MIB
+"""Of what `KNOWN_SMALL` names, at the shapes below."""
+
+CUBLAS_BYTES = 32 * MIB
+"""The first product of a thread makes the workspace of its handle, on Hopper of this size, and it stays."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """A LoRA's first step, and a sample: what each operator had beyond its inputs and outputs."""
+    folder = tmp_path_factory.mktemp("operators")
+    frames = () if request.param == "sd1.5" else ("--frames", "9")
+    plan, out = folder / "plan.toml", folder / "seen.json"
+    options = ("--gpu", "h100-80gb", *frames, "--gradient-checkpointing", "full", "--validation-mode", "on")
+    assert vplan.main(["estimate", request.param, *options, "-o", str(plan)]) == 0
+    script = [CUDA_PYTHON, "-m", "tests.tools.operator_memory", str(plan), str(out)]
+    rehearse = ["--gpu", "h100-80gb", "--no-values", "--steps", "0", "--python", CUDA_PYTHON, "--", *script]
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, str(root / "vplan.py"), "rehearse", *rehearse],
+        cwd=root,
+        env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # blocks as large as what is asked
+        check=True,
+        capture_output=True,
+    )
+    found: dict[str, dict[str, Any]] = json.loads(out.read_text())
+    return found
+
+
+def test_what_allocates_its_output_alone_takes_no_more(seen: dict[str, dict[str, Any]]) -> None:
+    most = {name: entry["most_bytes"] for name, entry in seen.items() if name in SAME - MATMULS}
+    assert len(most) > 30 and not {name: more for name, more in most.items() if more > SCALAR_BYTES}
+
+
+def test_what_takes_a_little_more_takes_little(seen: dict[str, dict[str, Any]]) -> None:
+    most = {name: entry["most_bytes"] for name, entry in seen.items() if name in KNOWN_SMALL.keys() - COPYING}
+    assert most and max(most.values()) <= SMALL_BYTES
+    assert all(seen[name]["most_bytes"] <= CUBLAS_BYTES for name in MATMULS & seen.keys())
+
+
+def test_what_copies_its_input_copies_only_what_is_not_contiguous(seen: dict[str, dict[str, Any]]) -> None:
+    for name in COPYING & seen.keys():
+        assert seen[name]["most_bytes"] <= seen[name]["scattered_bytes"] + SMALL_BYTES, name
