@@ -29,14 +29,12 @@ CUBLAS_BYTES = 32 * MIB
 """The first product of a thread makes the workspace of its handle, on Hopper of this size, and it stays."""
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def operators(model: str, folder: Path) -> dict[str, dict[str, Any]]:
     """A LoRA's first step, and a sample: what each operator had beyond its inputs and outputs."""
-    folder = tmp_path_factory.mktemp("operators")
-    frames = () if request.param == "sd1.5" else ("--frames", "9")
+    frames = () if model == "sd1.5" else ("--frames", "9")
     plan, out = folder / "plan.toml", folder / "seen.json"
     options = ("--gpu", "h100-80gb", *frames, "--gradient-checkpointing", "full", "--validation-mode", "on")
-    assert vplan.main(["estimate", request.param, *options, "-o", str(plan)]) == 0
+    assert vplan.main(["estimate", model, *options, "-o", str(plan)]) == 0
     script = [CUDA_PYTHON, "-m", "tests.tools.operator_memory", str(plan), str(out)]
     rehearse = ["--gpu", "h100-80gb", "--no-values", "--steps", "0", "--python", CUDA_PYTHON, "--", *script]
     root = Path(__file__).parents[2]
@@ -51,17 +49,14 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-def test_what_allocates_its_output_alone_takes_no_more(seen: dict[str, dict[str, Any]]) -> None:
-    most = {name: entry["most_bytes"] for name, entry in seen.items() if name in SAME - MATMULS}
-    assert len(most) > 30 and not {name: more for name, more in most.items() if more > SCALAR_BYTES}
-
-
-def test_what_takes_a_little_more_takes_little(seen: dict[str, dict[str, Any]]) -> None:
-    most = {name: entry["most_bytes"] for name, entry in seen.items() if name in KNOWN_SMALL.keys() - COPYING}
-    assert most and max(most.values()) <= SMALL_BYTES
-    assert all(seen[name]["most_bytes"] <= CUBLAS_BYTES for name in MATMULS & seen.keys())
-
-
-def test_what_copies_its_input_copies_only_what_is_not_contiguous(seen: dict[str, dict[str, Any]]) -> None:
-    for name in COPYING & seen.keys():
-        assert seen[name]["most_bytes"] <= seen[name]["scattered_bytes"] + SMALL_BYTES, name
+@pytest.mark.parametrize("model", MODELS)
+def test_operators_allocate_what_the_table_says(model: str, tmp_path: Path) -> None:
+    seen = operators(model, tmp_path)
+    most = {name: entry["most_bytes"] for name, entry in seen.items()}
+    outputs_alone = seen.keys() & (SAME - MATMULS)
+    assert len(outputs_alone) > 30
+    assert not {name: most[name] for name in outputs_alone if most[name] > SCALAR_BYTES}
+    assert not {name: most[name] for name in seen.keys() & MATMULS if most[name] > CUBLAS_BYTES}
+    assert not {name: most[name] for name in seen.keys() & KNOWN_SMALL.keys() - COPYING if most[name] > SMALL_BYTES}
+    for name in seen.keys() & COPYING:
+        assert most[name] <= seen[name]["scattered_bytes"] + SMALL_BYTES, name
