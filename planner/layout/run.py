@@ -362,7 +362,7 @@ class Run:
 
     @property
     def swappable_weights(self) -> dict[Block, list[int]]:
-        """Buffers of each block's weights that need not stay on the GPU, in the order the blocks are loaded.
+        """Buffers of each block's weights that need not stay on the GPU, in the order the blocks run.
 
         Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
         """
@@ -384,7 +384,8 @@ def _by_block(run: Run, weights: Mapping[str, int]) -> dict[Block, list[int]]:
         block = run.facts.step.block_of(name)
         if block is not None:
             blocks.setdefault(block, []).append(buffer)
-    return blocks
+    order = [stack.list for stack in run.facts.model.stacks]
+    return dict(sorted(blocks.items(), key=lambda entry: order.index(entry[0][0])))
 
 
 def _recorded_shares(run: Run) -> dict[str, float]:

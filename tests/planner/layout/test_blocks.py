@@ -1,4 +1,4 @@
-"""What checkpoints keep: each block the one tensor that the block before handed on."""
+"""What is asked of blocks, on recorded models: what their checkpoints keep, and which are swapped."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def test_a_block_keeps_its_input_alone(name: str) -> None:
     tokens = 3 * (480 // 16) * (832 // 16)
     of_reference = (480 // 16) * (832 // 16) if "animate" in name else 0
     assert {run.total_bytes(kept) for kept in inputs.values()} == {(tokens + of_reference) * 5120 * 2}
+
+
+def test_the_blocks_that_run_last_are_swapped() -> None:
+    """VACE's own blocks run before the others, and are loaded behind them."""
+    model = lookup.model("wan2.1-vace-1.3b")
+    job = Job(model=model.name, frames=9, height=480, width=832)
+    strategy = Strategy(gradient_checkpointing="full", swap_blocks=22)
+    configuration = Configuration.of(job, strategy, Machine(gpu="h100-80gb"))
+    run = lay_out(configuration, load_facts(configuration), grid(model, job), "vplan")
+    assert list(run.swapped_blocks) == [("blocks", block) for block in range(8, 30)]
