@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.errors import NotEstimatedError
 from planner.layout.run import Run
+from planner.layout.sharding.stage_editor import first_backward
 from planner.tape.program import Stage
 
 HALF, FULL = 2, 4
@@ -123,16 +124,9 @@ def aligned_elements(elements: int, world: int) -> int:
     return -(-elements // multiple) * multiple
 
 
-def most_in_one_share(elements: Sequence[int], world: int, reduced_first: Collection[int]) -> int:
-    """Elements of all parameters that one share touches, border crossers whole (``params_in_partition``); the most of
-    the shares that the first reduction touches: the other ranks copy theirs out of a later one. ``reduced_first``:
-    places in ``elements``."""
-    ends = list(itertools.accumulate(elements))
-    share = aligned_elements(ends[-1], world) // world
-    ranks: set[int] = set()
-    for place in reduced_first:
-        ranks.update(range((ends[place] - elements[place]) // share, (ends[place] - 1) // share + 1))
-    return max(elements_in_share(elements, world, rank) for rank in ranks)
+def most_in_one_share(elements: Sequence[int], world: int) -> int:
+    """Elements of all parameters that one share touches, border crossers whole (``params_in_partition``); the most."""
+    return max(elements_in_share(elements, world, rank) for rank in range(world))
 
 
 def elements_in_share(elements: Sequence[int], world: int, rank: int) -> int:
@@ -165,8 +159,7 @@ def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
     _flatten_weights(run, share, max(elements), offloaded)
     partition = -1
     if not offloaded:
-        touched = most_in_one_share(elements, world, _reduced_first(run, settings))
-        partition = run.new(HALF * touched, "gradient", "gradient partition")
+        partition = run.new(HALF * most_in_one_share(elements, world), "gradient", "gradient partition")
     bucket = run.new(HALF * settings.reduce_bucket, "buckets", "reduce bucket")
     flush = _BucketReduction(run, settings, [] if offloaded else [partition], NORM_BYTES * max(elements))
     if run.strategy.sharding == "zero-2":
@@ -186,19 +179,6 @@ def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
             norm = run.new(NORM_BYTES * max(elements), "temporary", "norm in fp64")
             step = [norm, ~norm, *_step(run, share, states, ~partition)]
             run.place(stage, step, "step", at=1)
-
-
-def _reduced_first(run: Run, settings: ZeroSettings) -> Collection[int]:
-    """The places, in the model's order, of the parameters whose gradients fill the bucket first in backward; all of
-    them in stage 1, which reduces everything at once behind it."""
-    gradients = run.named("gradient")
-    places = {gradients[name]: place for place, name in enumerate(trained_elements(run))}
-    if run.strategy.sharding == "zero-1":
-        return range(len(places))
-    order = [event for event in run.step.ops if event in places]
-    filled = itertools.accumulate(run.sizes[gradient] // HALF for gradient in order)
-    first = sum(elements <= settings.reduce_bucket for elements in filled)
-    return [places[gradient] for gradient in order[: max(first, 1)]]
 
 
 def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> None:
@@ -244,59 +224,35 @@ class _BucketReduction:
         return made + (self.kept if first else [])
 
 
-def _as_gradients_come(stage: Stage, run: Run, then: Callable[[list[int]], list[int]]) -> None:
-    """Puts in what the engine does with the gradients of one layer after another. Autograd hands them over
-    (``AccumulateGrad``) when the layer's own inputs are gone, before anything else is allocated: a bias at once, a
-    weight when its transpose's node is done."""
-    layers = {buffer: name.rpartition(".")[0] for name, buffer in run.named("gradient").items()}
-    made: list[int] = []
+def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _BucketReduction) -> None:
+    """Every gradient moves into the bucket as it is made; a full bucket is reduced, and what is left at the end. Stage
+    3 has its bucket already (None)."""
+    gradients = set(run.named("gradient").values())
+    filled, flushed = 0, False
     for position, (moment, events) in enumerate(stage.stretches):
         woven: list[int] = []
         for event in events:
-            if made and event >= 0 and layers.get(event) != layers[made[0]]:
-                woven += then(made[::-1])
-                made = []
-            woven.append(event)
-            if event in layers:
-                made.append(event)
+            if event in gradients:
+                elements = run.sizes[event] // HALF
+                woven.append(event)
+                if filled and filled + elements > flush.settings.reduce_bucket:
+                    woven += flush.events(filled, not flushed)
+                    filled, flushed = 0, True
+                woven.append(~event)
+                filled += elements
+            else:
+                woven.append(event)
         stage.stretches[position] = (moment, woven)
-    if made:
-        run.place(stage, then(made[::-1]), "gradients")
-
-
-def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _BucketReduction) -> None:
-    """Every gradient moves into the bucket as it comes, and the bucket with the first; a full one is reduced, and what
-    is left at the end. Stage 3 has its bucket already (None)."""
-    filled, flushed = 0, False
-    begun = [] if bucket is None else [bucket]
-
-    def take(gradients: list[int]) -> list[int]:
-        nonlocal filled, flushed
-        events = begun.copy()
-        begun.clear()
-        for gradient in gradients:
-            elements = run.sizes[gradient] // HALF
-            if filled and filled + elements > flush.settings.reduce_bucket:
-                events += flush.events(filled, not flushed)
-                filled, flushed = 0, True
-            events.append(~gradient)
-            filled += elements
-        return events
-
-    _as_gradients_come(stage, run, take)
     run.place(stage, flush.events(filled, not flushed), "reduction")
     if bucket is not None:
+        _begin_bucket(run, stage, bucket)
         run.free(stage, [bucket])
 
 
 def _begin_bucket(run: Run, stage: Stage, bucket: int) -> None:
-    """The bucket comes with the first gradient (``setup_buckets``; earlier releases had it as backward began)."""
-    begun = [bucket]
-
-    def begin(gradients: list[int]) -> list[int]:
-        return [begun.pop()] if begun else []
-
-    _as_gradients_come(stage, run, begin)
+    """The bucket comes as backward begins (``backward`` of earlier releases; in 0.19 with the first gradient, a little
+    later, in ``setup_buckets``)."""
+    run.place(stage, [bucket], "reduce bucket", at=first_backward(stage))
 
 
 def _reduce_all(run: Run, bucket: int, flush: _BucketReduction) -> list[int]:
