@@ -71,7 +71,7 @@ class Walked(NamedTuple):
 
     gradients: int
     frozen: tuple[int, ...]
-    """weights that are not trained, by block in the order they are loaded"""
+    """weights that are not trained, by block in the order they run"""
 
     frozen_blocks: tuple[int, ...]
     """the same in the allocator's whole blocks"""
@@ -106,19 +106,23 @@ def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
     ``grid``: values of the tape's atoms."""
     walk = _Walk(tape, grid)
     level = load_peak = step_peak = gradients = 0
-    blocks: list[list[Weight]] = []
+    loaded: dict[tuple[int, int], list[Weight]] = {}
+    forward: dict[tuple[int, int], None] = {}
     backward: dict[tuple[int, int], list[Backward]] = {}
     for stretch in walk.stretches("load"):
         if stretch.block:
-            blocks.append(stretch.made.weights)
+            loaded[stretch.block] = stretch.made.weights
         load_peak = max(load_peak, level + stretch.did.most)
         level += stretch.did.rise
     for stretch in walk.stretches("step"):
+        if stretch.passes == "forward" and stretch.block in loaded:
+            forward[stretch.block] = None
         if stretch.passes == "backward" and stretch.block:
             backward.setdefault(stretch.block, []).append(Backward(level + stretch.did.most, stretch.did.inputs))
         gradients += stretch.made.gradients
         step_peak = max(step_peak, level + stretch.did.most)
         level += stretch.did.rise
+    blocks = [loaded[block] for block in forward]
     frozen = [[nbytes for run, leaf, nbytes in block if (run, leaf) not in walk.trained] for block in blocks]
     inputs = [sum(part.inputs for part in parts) for parts in backward.values()]
     offloaded = 0
@@ -164,7 +168,7 @@ class Did(NamedTuple):
     most: int
     """the highest on the way"""
     inputs: int
-    """what it frees of what blocks made in forward, but for weights"""
+    """what it frees of what other blocks made in forward, but for weights"""
 
 
 class Stretch(NamedTuple):
@@ -190,7 +194,7 @@ class _Walk:
         self.trained: set[tuple[int, str]] = set()
         """(run, name in its block)"""
         self._made: dict[int, Made] = {}
-        self._did: dict[tuple[int, ...], Did] = {}
+        self._did: dict[tuple[object, ...], Did] = {}
         self._named: dict[tuple[int, int, str], int] = {}
         """(category, run, name in its block) -> bytes: the blocks of a run are alike."""
 
@@ -209,10 +213,12 @@ class _Walk:
             there.append(here)
             for block, template in in_order(section, self.counts):
                 made = here[block] = self._made_by(template)
-                freed = [
-                    (sections[number], there[number][target_block(mode, to, sections[number].run, block, self.counts)])
-                    for number, mode, to in made.columns.bases
-                ]
+                freed = []
+                for number, mode, to in made.columns.bases:
+                    other = sections[number]
+                    at = target_block(mode, to, other.run, block, self.counts)
+                    is_input = other.passes == "forward" and other.run is not None and (other.run, at) != (run, block)
+                    freed.append((there[number][at], is_input))
                 where = None if run is None else (run, block)
                 yield Stretch(section.passes, where, made, self._did_by(made, freed))
 
@@ -237,21 +243,21 @@ class _Walk:
             self._made[id(columns)] = Made(columns, sizes, weights, gradients)
         return self._made[id(columns)]
 
-    def _did_by(self, made: Made, freed: Sequence[tuple[Section, Made]]) -> Did:
-        """What a template does that frees what others made."""
+    def _did_by(self, made: Made, freed: Sequence[tuple[Made, bool]]) -> Did:
+        """What a template does that frees what others made, each with whether it is another block's forward."""
         columns = made.columns
-        key = (id(columns), *(id(other) for _, other in freed))
+        key = (id(columns), *((id(other), is_input) for other, is_input in freed))
         if key not in self._did:
             # What is freed by name stands at the first place of what is made, which may be nothing.
-            rows = [made.sizes or [0], *([-size for size in other.sizes] for _, other in freed)]
+            rows = [made.sizes or [0], *([-size for size in other.sizes] for other, _ in freed)]
             changes = [rows[row][at] for row, at in zip(columns.origins, columns.positions, strict=True)]
             for (category, _, run, _), tensors in columns.named.items():
                 for at, position, leaf in tensors:
                     if position < 0:
                         changes[at] = -_whole(self._named[category, run, leaf])
             inputs = 0
-            for row, (section, other) in enumerate(freed, start=1):
-                if section.passes == "forward" and section.run is not None:
+            for row, (other, is_input) in enumerate(freed, start=1):
+                if is_input:
                     kinds = other.columns.categories
                     gone = (at for origin, at in zip(columns.origins, columns.positions, strict=True) if origin == row)
                     inputs += sum(other.sizes[at] for at in gone if kinds[at] != "weight")
