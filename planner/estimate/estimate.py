@@ -71,7 +71,7 @@ def estimate(configuration: Configuration, facts: Facts, trainer: str = "vplan",
 
 
 class Assessment(NamedTuple):
-    """The estimate of one plan, with what it rests on: its run and the replayed stages."""
+    """The estimate of one plan, with its run and the stages as they are replayed with room for all."""
 
     run: Run
     played: list[ReplayedStage]
@@ -94,7 +94,8 @@ def assess(
     Torch's allocator as it comes reserves ahead of what is allocated where there is room, and gives cached segments
     back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
     what lies in pieces, as long as the run is expected within the card with its pieces too. `estimate` is with them,
-    because that is what people measure. ``cached``: whether what is encoded before training is asked about too.
+    because that is what people measure. What reserves too much is replayed once more at the card's capacity before it
+    is called `no`. ``cached``: whether what is encoded before training is asked about too.
     ``like``: the same plan on another card, whose replay holds where the very same is allocated here. ``flushes``:
     whether a plan that runs only because PyTorch empties its cache is `tight`; else it is `no`, which is known sooner.
     """
@@ -128,12 +129,12 @@ def _flushed(run: Run, played: list[ReplayedStage]) -> Estimate | None:
     estimate = estimate_run(run, played)
     if estimate.limit is not None:
         return None
-    usual, longest = cache_flushes.step_seconds(played)
+    least, most = cache_flushes.step_seconds(played)
     assert estimate.step_seconds_high is not None
     return estimate.replace(
         verdict="tight",
-        step_seconds=estimate.step_seconds + usual,
-        step_seconds_high=estimate.step_seconds_high + longest,
+        step_seconds=estimate.step_seconds + least,
+        step_seconds_high=estimate.step_seconds_high + most,
         assumptions=(cache_flushes.describe(played), *estimate.assumptions),
     )
 

@@ -32,7 +32,7 @@ class ReplayedStage(NamedTuple):
 
 
 CAPPED_STEPS = 3
-"""Later steps that a replay at a capacity goes through: each finds the cache as the one before left it."""
+"""Later steps of one shape that a replay at a capacity goes through: each finds the cache as the one before left it."""
 
 
 def replay_stages(
@@ -60,11 +60,12 @@ def replay_stages(
     with without_garbage_collection():
         for encoding in [encoding for run in runs if cached for encoding in encoding_runs(run)]:
             assert encoding.phases.encode is not None
-            replayed = replay_encoding(encoding)
+            replayed = replay_encoding(encoding, capacity_bytes)
             played.append(
                 ReplayedStage(encoding, "encode", encoding.phases.encode, encoding.phases.encode.ops, [], replayed, 0)
             )
-        for run, phase, stage in stages:
+        following = [phase for _, phase, _ in stages[1:]] + [""]
+        for (run, phase, stage), after_it in zip(stages, following, strict=True):
             around = phase == "encode" and run.empty_cache.around_encode
             if around:
                 allocator.empty_cache()
@@ -80,7 +81,7 @@ def replay_stages(
             played.append(ReplayedStage(run, phase, stage, ops, before, replayed, allocator.allocated_bytes))
             if replayed.oom_at is not None:
                 break
-            if around or run.empties_cache_after(phase, stage):
+            if around or run.empties_cache_after(phase, stage, validates=after_it == "denoise"):
                 allocator.empty_cache()
     return played
 
@@ -102,18 +103,17 @@ def reused_replay(run: Run, earlier: Sequence[ReplayedStage], cached: bool = Tru
     ]
 
 
-def replay_encoding(encoding: Run) -> Replayed:
+def replay_encoding(encoding: Run, capacity_bytes: int | None = None) -> Replayed:
     """Replays the encoding phase of a run on an allocator of its own. Only for a run that encodes before training."""
     assert encoding.phases.encode is not None
-    return _replay_alone(
-        encoding.strategy.expandable_segments, tuple(encoding.phases.encode.ops), tuple(encoding.sizes)
-    )
+    expandable = encoding.strategy.expandable_segments
+    return _replay_alone(expandable, capacity_bytes, tuple(encoding.phases.encode.ops), tuple(encoding.sizes))
 
 
 @functools.lru_cache(maxsize=16)
-def _replay_alone(expandable: bool, ops: tuple[int, ...], sizes: tuple[int, ...]) -> Replayed:
+def _replay_alone(expandable: bool, capacity: int | None, ops: tuple[int, ...], sizes: tuple[int, ...]) -> Replayed:
     """Encoders do the same whatever the strategy of training, which a search asks about again and again."""
-    return CachingAllocator(expandable_segments=expandable).run(ops, sizes)
+    return CachingAllocator(expandable_segments=expandable, capacity_bytes=capacity).run(ops, sizes)
 
 
 def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:

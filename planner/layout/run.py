@@ -182,7 +182,8 @@ class Run:
 
     def new(self, nbytes: int, category: str, name: str, stream: int = 0) -> int:
         """Adds a buffer of `nbytes` bytes under a category and name; returns its number. No stage allocates it yet."""
-        self.side_streams |= {len(self.sizes): stream} if stream else {}
+        if stream:
+            self.side_streams[len(self.sizes)] = stream
         self.sizes.append(nbytes)
         return self.program.buffer(nbytes, category, name)
 
@@ -279,12 +280,13 @@ class Run:
             *save,
         ]
 
-    def empties_cache_after(self, phase: PhaseName, stage: Stage) -> bool:
-        """Whether the trainer empties the allocator's cache behind a stage of ``stages``; around encoding apart."""
+    def empties_cache_after(self, phase: PhaseName, stage: Stage, validates: bool) -> bool:
+        """Whether the trainer empties the allocator's cache behind a stage of ``stages``; around encoding apart.
+        ``validates``: whether a validation sample, where the run makes any, comes next."""
         cache = self.empty_cache
         loaded = phase == "load" and cache.after_load
         trained = stage is self.optimizer and bool(self.phases.validation) and cache.before_validation
-        return loaded or trained or any(stage is entry for entry in cache.after)
+        return loaded or (trained and validates) or any(stage is entry for entry in cache.after)
 
     @functools.cached_property
     def leftovers(self) -> list[int]:

@@ -175,7 +175,7 @@ class _Played:
                 if around:
                     allocator.empty_cache()
                 yield phase, self._in_stretches(phase, stage, allocator, sizes, run.streams)
-                if around or run.empties_cache_after(phase, stage):
+                if around or run.empties_cache_after(phase, stage, validates=True):
                     allocator.empty_cache()
 
     def _in_stretches(

@@ -193,7 +193,7 @@ class Search:
         return self._latest.estimate
 
     def _assess(self, job: Job, strategy: ResolvedStrategy, cached: bool = True, flushes: bool = False) -> Assessment:
-        """As the function has it. A search looks for what runs without flushes, and at the rest at its end only."""
+        """`assess` of one candidate. Searches leave flushes out; only `tightest` asks for them."""
         screen, candidate = self.screen, self.question.candidate(job, strategy)
         lay_out = screen.run_cache.lay_out
         return assess(candidate, screen.facts(candidate), screen.trainer, lay_out, cached, flushes=flushes)
@@ -209,9 +209,9 @@ class Search:
 
     # ---- what an answer says beside its plan
 
-    def tightest(self, job: Job, lossy: bool | None = None) -> Estimate | None:
+    def tightest(self, job: Job, lossy: bool | None = None, flushes: bool = True) -> Estimate | None:
         """The plan that needs least of what is short, when nothing fits. Lossy only where that helps. It is `tight`
-        where it runs because PyTorch empties its cache."""
+        where it runs because PyTorch empties its cache, unless ``flushes`` is False."""
         tightest = self.tightest_first(job, lossy, 1)
         if lossy is None:
             least = tightest[0].device_bytes if tightest else 0
@@ -223,7 +223,7 @@ class Search:
             tightest.sort(key=worse)
         for quick in tightest:
             if plan := self.try_estimate(job, quick.strategy):
-                if (plan.verdict, plan.limit) == ("no", "gpu"):
+                if flushes and (plan.verdict, plan.limit) == ("no", "gpu"):
                     plan = self._assess(job, quick.strategy, flushes=True).estimate
                 return plan
         return None

@@ -170,7 +170,7 @@ class Tuner:
     def tightest(self) -> Estimate:
         """The estimate of the plan that needs least memory, when no plan can be proved. Raises a VplanError when no
         valid strategy is left."""
-        estimate = self.search.tightest(self.question.job)
+        estimate = self.search.tightest(self.question.job, flushes=False)
         if estimate is None:
             raise self.search.missing or VplanError("no valid strategy left", "remove some options")
         error_model = self.policy.error_model

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-import vplan
+from planner.commands import cli
 from planner.units import MIB
 from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
 from trainers.recording.op_table import COPYING, KNOWN_SMALL, MATMULS, SAME
@@ -34,7 +35,7 @@ def operators(model: str, folder: Path) -> dict[str, dict[str, Any]]:
     frames = () if model == "sd1.5" else ("--frames", "9")
     plan, out = folder / "plan.toml", folder / "seen.json"
     options = ("--gpu", "h100-80gb", *frames, "--gradient-checkpointing", "full", "--validation-mode", "on")
-    assert vplan.main(["estimate", model, *options, "-o", str(plan)]) == 0
+    assert CliRunner().invoke(cli, ["estimate", model, *options, "-o", str(plan)]).exit_code == 0
     script = [CUDA_PYTHON, "-m", "tests.tools.operator_memory", str(plan), str(out)]
     rehearse = ["--gpu", "h100-80gb", "--no-values", "--steps", "0", "--python", CUDA_PYTHON, "--", *script]
     root = Path(__file__).parents[2]
