@@ -37,14 +37,15 @@ def main(arguments: list[str]) -> int:
 
 
 def prepare(request: Preparation, tell: Callable[..., None]) -> None:
-    """Encodes what is not in the cache yet, and writes the list of samples next to it. `tell` is called with the
-    progress, notes about the data (``notes``) and what was left out."""
+    """Encodes what is not in the cache yet, and writes the list of samples next to it, anew each time: only what the
+    data and the plan are now is trained on. `tell` is called with the progress, notes about the data (``notes``) and
+    what was left out."""
     import torch
 
     from planner.dataset.buckets import FrameSampling
     from planner.dataset.scan import read
     from trainers.data.cache import Setting, cached
-    from trainers.data.loader import write_entries
+    from trainers.data.loader import changes, read_entries, write_entries
     from trainers.sampling import samples
 
     plan = request.plan
@@ -63,9 +64,14 @@ def prepare(request: Preparation, tell: Callable[..., None]) -> None:
     dataset = (
         None if is_cache else read(Path(request.data), profile, plan.job, FrameSampling(skip_bad=request.skip_bad))
     )
-    if dataset is not None and not entries.is_file():
-        tell(notes=list(dataset.notes), skipped=[str(fault) for fault in dataset.skipped])
-        write_entries(entries, cached(dataset, setting, skip_bad=request.skip_bad))
+    if dataset is not None:
+        notes = list(dataset.notes)
+        tell(notes=notes, skipped=[str(fault) for fault in dataset.skipped])
+        before = read_entries(entries) if entries.is_file() else None
+        now = cached(dataset, setting, skip_bad=request.skip_bad)
+        if before is not None:
+            tell(notes=[*changes(before, now), *notes])
+        write_entries(entries, now)
     if request.validation:
         at = Path(request.validation).parent
         samples.prepare(request, replace(setting, folder=at), dataset)

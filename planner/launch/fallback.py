@@ -17,6 +17,10 @@ from planner.spec.plan import Plan
 KEPT = ("optimizer", "master_weights", "adapter_dtype", "weights_dtype", "compute_dtype", "autocast", "sharding", "ema")
 """Strategy fields that a checkpoint's state or the losses depend on."""
 
+ENCODING = ("text_encoder_dtype", "vae_dtype", "vae_tiling")
+"""Strategy fields that encoded samples depend on. They stay: the data is encoded, and a checkpoint goes on with the
+samples that it began with."""
+
 STRONGER = {"none": ("full", "offload"), "partial": ("full", "offload"), "full": ("offload",), "offload": ()}
 """Of gradient checkpointing, what keeps less on the GPU."""
 
@@ -38,7 +42,8 @@ def _ladder(plan: Plan) -> Iterator[Plan]:
         less = plan.estimate is None or rung.peak.device_bytes < plan.estimate.peak.device_bytes
         data = _global_batch(rung.job, rung.strategy) == _global_batch(plan.job, plan.strategy)
         if same and inside and less and data and _is_same_job(plan.job, rung.job) and rung.machine == plan.machine:
-            yield Plan(job=rung.job, strategy=rung.strategy, machine=rung.machine, ladder=plan.ladder[place + 1 :])
+            strategy = rung.strategy.replace(**{field: getattr(plan.strategy, field) for field in ENCODING})
+            yield Plan(job=rung.job, strategy=strategy, machine=rung.machine, ladder=plan.ladder[place + 1 :])
 
 
 def _global_batch(job: Job, strategy: Strategy) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import diffusers  # noqa: E402
 import vplan  # noqa: E402
 from planner.dataset import clips  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
-from planner.spec.plan import Plan, write_plan  # noqa: E402
+from planner.spec.plan import Plan, read_plan, write_plan  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
 
 PATIENCE = 300
@@ -73,6 +74,43 @@ def test_clips_become_a_lora_file_with_one_rank_and_with_two(place: Path, tmp_pa
     pipe = diffusers.WanPipeline(transformer=transformer, **parts)
     pipe.load_lora_weights(tmp_path / "2" / "final")
     assert pipe.get_active_adapters()
+
+
+def test_changed_data_and_another_plan_are_what_is_trained_on(place: Path, tmp_path: Path) -> None:
+    """In the same --output. Before, it trained on the first run's samples and shape without a word."""
+    data = shutil.copytree(place / "clips", tmp_path / "clips")
+    plan = read_plan(place / "1.toml")
+    strategy = plan.strategy.replace(validation_mode="off")
+    for frames in (9, 5):
+        job = plan.job.replace(frames=frames, batch_size=1)
+        write_plan(plan.replace(job=job, strategy=strategy), tmp_path / f"{frames}.toml")
+
+    def train(frames: int, *more: str) -> Any:
+        said = ["--data", str(data), "--output", str(tmp_path / "run"), "--device", "cpu", "--json", *more]
+        command = vplan.command("train", str(tmp_path / f"{frames}.toml"), *said)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+        entries = [json.loads(line) for line in (tmp_path / "run/cache/entries.jsonl").read_text().splitlines()]
+        return done, entries
+
+    first, before = train(9, "--steps", "1")
+    assert first.returncode == 0, first.stderr
+    assert not [note for note in json.loads(first.stdout)["notes"] if "changed" in note]
+    (data / "0.txt").write_text("a red dog")
+    tiny.write_video(data / "new.mp4", blue=200)
+    (data / "new.txt").write_text("a blue dog")
+    (data / "1.mp4").unlink()
+    (data / "1.txt").unlink()
+    stale, entries = train(9, "--steps", "2")  # the checkpoint is of other samples
+    assert stale.returncode == 1 and "how it is encoded" in json.loads(stale.stdout)["error"]["message"]
+    assert "2 samples new, 2 samples gone" in stale.stderr
+    assert len(entries) == 3 and sum(entry in before for entry in entries) == 1
+    other, entries = train(5, "--steps", "3", "--resume", "no")
+    assert other.returncode == 0, other.stderr
+    assert "3 samples new, 3 samples gone" in other.stderr
+    assert {entry["bucket"]["frames"] for entry in entries} == {5}
+    assert [(line["frames"], line["height"], line["width"]) for line in runs.lines(tmp_path / "run")] == [
+        (5, 48, 64)
+    ] * 3
 
 
 def test_preflight_holds_the_clips_against_the_plan(place: Path, tmp_path: Path) -> None:

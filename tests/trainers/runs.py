@@ -109,8 +109,9 @@ class Place:
         self.entries = make_entries(root / "data", self.model, kind)
 
     def plan(self, strategy: dict[str, Any] | None = None, gpus: int = 1, **job: Any) -> Plan:
-        bucket = SHAPES[self.kind][0]
+        bucket, *others = SHAPES[self.kind]
         shape = {"frames": bucket.frames, "height": bucket.height, "width": bucket.width, "lora_rank": 4}
+        shape |= {"buckets": [each.to_json() for each in SHAPES[self.kind]]} if others else {}
         shape |= {"text_tokens": TEXT[self.kind]}
         return settled(
             Plan(

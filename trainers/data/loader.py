@@ -26,6 +26,7 @@ from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.spec.job import Bucket, Job
+from planner.units import plural
 from trainers.families.common.base import Family
 from trainers.families.common.random_draws import SEEDS, sample_seed
 from trainers.step.step import Batch
@@ -89,6 +90,22 @@ def read_entries(path: Path) -> list[CachedSample]:
         if isinstance(error, VplanError):
             raise
         raise VplanError(f"{path} is not a list of cached samples", "remove it; it will be created again") from None
+
+
+def changes(before: Iterable[CachedSample], now: Iterable[CachedSample]) -> tuple[str, ...]:
+    """How many samples a list has that the one before had not, and the other way round, in words; () where they are
+    the same."""
+    old, new = Counter(_identity(entry) for entry in before), Counter(_identity(entry) for entry in now)
+    added, gone = (new - old).total(), (old - new).total()
+    words = [f"{plural(added, 'sample')} new"] if added else []
+    words += [f"{plural(gone, 'sample')} gone, and not trained on"] if gone else []
+    return (f"data or plan changed since the last start: {', '.join(words)}",) if words else ()
+
+
+def _identity(entry: CachedSample) -> tuple[Path, Path, int, int, int]:
+    """What a sample is, whatever batch it comes in."""
+    bucket = entry.bucket
+    return entry.path.absolute(), entry.text.absolute(), bucket.frames, bucket.height, bucket.width
 
 
 class Step(NamedTuple):
@@ -166,17 +183,20 @@ class BatchSampler:
         """The steps that were done when a position was kept; a VplanError when the order is another one now."""
         steps = int(position["steps"])
         if self.position(steps) != position:
-            fault = "the data, the global batch or the seed differs from the checkpoint's"
-            raise VplanError(fault, "pass the same --data, plan and --seed, or start over with --resume no")
+            fault = "the data, how it is encoded, the global batch or the seed differs from the checkpoint's"
+            raise VplanError(fault, "go back to the same --data, plan and --seed, or start over with --resume no")
         return steps
 
 
 def _batch_size(bucket: Bucket, job: Job) -> int:
-    """As the job says of that shape; caching may have been for a job of other batches."""
-    for shape in job.buckets:
+    """As the job says of that shape, whatever batches caching was for. Raises a VplanError for a shape that the job does
+    not have: what was planned says nothing of its memory."""
+    for shape in job.shapes:
         if (shape.frames, shape.height, shape.width) == (bucket.frames, bucket.height, bucket.width):
-            return shape.batch_size or job.batch_size
-    return bucket.batch_size or job.batch_size
+            assert shape.batch_size is not None
+            return shape.batch_size
+    fault = f"cached samples of {bucket.frames}x{bucket.height}x{bucket.width}, a shape that the plan does not have"
+    raise VplanError(fault, "plan with that shape as one of its buckets, or pass the clips themselves: --data DIR")
 
 
 class Stacker:

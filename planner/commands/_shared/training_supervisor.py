@@ -169,7 +169,8 @@ class TrainingSupervisor:
         resume = self._resume() if first else None
         if first:  # for all computers
             wanted = self._preparation(entries)
-            if not entries.is_file() or not validation.is_listed(wanted):
+            # Data of our own is looked through at every start: clips, captions and plan may be others than last time.
+            if entries.parent != self.data or not validation.is_listed(wanted):
                 prepared, notes = prepare(wanted, output)
                 self._note(*notes)
                 self._raise_unless_ok(prepared)

@@ -67,6 +67,14 @@ def test_the_ladder_comes_first_where_the_checkpoint_fits() -> None:
     assert difference(plan(), found) == "gradient_checkpointing none -> partial, checkpointed_blocks None -> 7"
 
 
+def test_the_data_stays_as_it_is_encoded() -> None:
+    """Encoded otherwise, the samples would be others than the checkpoint's, which could not be taken up."""
+    encoding = {"vae_tiling": True, "vae_dtype": "fp16", "text_encoder_dtype": "fp32"}
+    found = next_plan(plan().replace(ladder=(rung(gradient_checkpointing="full", **encoding),)))
+    assert found is not None
+    assert found.strategy == plan({"gradient_checkpointing": "full"}).strategy
+
+
 @pytest.mark.parametrize("mode", ["full", "offload"])
 def test_what_already_keeps_less_is_not_weakened(mode: str) -> None:
     found = next_plan(plan({"gradient_checkpointing": mode}, batch_size=2))

@@ -27,14 +27,16 @@ from trainers.families.common.random_draws import SEEDS  # noqa: E402
 JOB = Job(model="wan2.1-t2v-1.3b", frames=5, height=32, width=32)
 
 
-def entries(*counts: int, batch_size: int | None = None) -> list[CachedSample]:
+def job(*counts: int, batch_size: int = 1) -> Job:
+    """With the shapes of `entries`."""
+    shapes = tuple(Bucket(frames=1 + 4 * shape, height=32, width=32) for shape in range(len(counts)))
+    return JOB.replace(buckets=shapes, batch_size=batch_size)
+
+
+def entries(*counts: int) -> list[CachedSample]:
     """So many samples of each of several shapes."""
     return [
-        CachedSample(
-            Path(f"{shape}-{number}"),
-            Path("text"),
-            Bucket(frames=1 + 4 * shape, height=32, width=32, batch_size=batch_size),
-        )
+        CachedSample(Path(f"{shape}-{number}"), Path("text"), Bucket(frames=1 + 4 * shape, height=32, width=32))
         for shape, count in enumerate(counts)
         for number in range(count)
     ]
@@ -51,7 +53,7 @@ def entries(*counts: int, batch_size: int | None = None) -> list[CachedSample]:
 def test_every_sample_comes_in_every_epoch_and_steps_have_one_shape(
     counts: list[int], batch: int, world: int, accumulation: int, seed: int
 ) -> None:
-    sampler = BatchSampler(entries(*counts, batch_size=batch), JOB, world, accumulation, seed)
+    sampler = BatchSampler(entries(*counts), job(*counts, batch_size=batch), world, accumulation, seed)
     for epoch in range(2):
         first = epoch * sampler.steps_per_epoch
         steps = [sampler.step(first + number) for number in range(sampler.steps_per_epoch)]
@@ -67,7 +69,7 @@ def test_every_sample_comes_in_every_epoch_and_steps_have_one_shape(
 
 def test_the_order_is_of_the_seed_and_the_epoch() -> None:
     def order(seed: int, epoch: int) -> list[Any]:
-        sampler = BatchSampler(entries(20, 20), JOB, 1, 1, seed)
+        sampler = BatchSampler(entries(20, 20), job(20, 20), 1, 1, seed)
         return [sampler.step(epoch * sampler.steps_per_epoch + number) for number in range(sampler.steps_per_epoch)]
 
     assert order(1, 0) == order(1, 0)
@@ -77,22 +79,44 @@ def test_the_order_is_of_the_seed_and_the_epoch() -> None:
 
 @pytest.mark.parametrize(("batch", "world", "accumulation"), [(2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2), (4, 1, 1)])
 def test_the_global_batch_is_the_same_however_it_is_split(batch: int, world: int, accumulation: int) -> None:
-    whole = BatchSampler(entries(10, batch_size=4), JOB, 1, 1, 0)
-    split = BatchSampler(entries(10, batch_size=batch), JOB, world, accumulation, 0)
+    whole = BatchSampler(entries(10), job(10, batch_size=4), 1, 1, 0)
+    split = BatchSampler(entries(10), job(10, batch_size=batch), world, accumulation, 0)
     assert [whole.step(number).samples for number in range(9)] == [split.step(number).samples for number in range(9)]
 
 
 def test_a_position_is_taken_up_by_the_same_order_only() -> None:
-    sampler = BatchSampler(entries(5, 3), JOB, 1, 1, 0)
+    sampler = BatchSampler(entries(5, 3), job(5, 3), 1, 1, 0)
     position = sampler.position(7)
-    assert BatchSampler(entries(5, 3), JOB, 1, 1, 0).resume(position) == 7
+    assert BatchSampler(entries(5, 3), job(5, 3), 1, 1, 0).resume(position) == 7
     for other in (
-        BatchSampler(entries(5, 4), JOB, 1, 1, 0),
-        BatchSampler(entries(5, 3), JOB, 2, 1, 0),
-        BatchSampler(entries(5, 3), JOB, 1, 1, 1),
+        BatchSampler(entries(5, 4), job(5, 4), 1, 1, 0),
+        BatchSampler(entries(5, 3), job(5, 3), 2, 1, 0),
+        BatchSampler(entries(5, 3), job(5, 3), 1, 1, 1),
     ):
         with pytest.raises(VplanError, match="differs from the checkpoint's"):
             other.resume(position)
+
+
+def test_a_shape_that_the_plan_does_not_have_is_never_drawn() -> None:
+    """Entries of an earlier plan: what was planned says nothing of their memory."""
+    with pytest.raises(VplanError, match="of 9x32x32, a shape that the plan does not have"):
+        BatchSampler(entries(2, 2, 2), job(2, 2), 1, 1, 0)
+
+
+def test_the_plan_says_the_batch_size_of_a_shape() -> None:
+    made = [entry._replace(bucket=entry.bucket.replace(batch_size=7)) for entry in entries(6)]
+    assert BatchSampler(made, job(6, batch_size=2), 1, 1, 0).step(0).batch_size == 2
+
+
+def test_what_is_new_and_what_is_gone_is_counted() -> None:
+    before = entries(3, 1)
+    assert loader.changes(before, before[::-1]) == ()
+    other_batch = [entry._replace(bucket=entry.bucket.replace(batch_size=2)) for entry in before]
+    assert loader.changes(before, other_batch) == ()
+    (words,) = loader.changes(before, entries(1, 2))
+    assert words.endswith(": 1 sample new, 2 samples gone, and not trained on")
+    caption = [entry._replace(text=Path("another")) for entry in before]
+    assert "4 samples new, 4 samples gone" in loader.changes(before, caption)[0]
 
 
 def test_no_sample_is_refused() -> None:
@@ -174,8 +198,7 @@ def test_ranks_and_micro_batches_share_samples_and_seeds(tmp_path: Path) -> None
     found = write(tmp_path, made, 8)
 
     def seen(batch_size: int, world: int, accumulation: int) -> list[tuple[float, int, float]]:
-        split = [CachedSample(e.path, e.text, e.bucket.replace(batch_size=batch_size)) for e in found]
-        sampler = BatchSampler(split, made.job, world, accumulation, 3)
+        sampler = BatchSampler(found, made.job.replace(batch_size=batch_size), world, accumulation, 3)
         rows = []
         for rank in range(world):
             own = Loader(sampler, made, rank, torch.device("cpu"), 2)
