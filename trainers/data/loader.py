@@ -189,8 +189,8 @@ class BatchSampler:
 
 
 def _batch_size(bucket: Bucket, job: Job) -> int:
-    """As the job says of that shape, whatever batches caching was for. Raises a VplanError for a shape that the job does
-    not have: what was planned says nothing of its memory."""
+    """As the job says of that shape, whatever batches caching was for. Raises a VplanError for a shape that the job
+    does not have: what was planned says nothing of its memory."""
     for shape in job.shapes:
         if (shape.frames, shape.height, shape.width) == (bucket.frames, bucket.height, bucket.width):
             assert shape.batch_size is not None
