@@ -243,7 +243,7 @@ class GpuProfile(Record):
     architecture: Text
     compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
     multiprocessors: Count
-    """streaming multiprocessors: what a program sees of them; no estimate uses them"""
+    """streaming multiprocessors: reductions split their work, and so their workspace, over them"""
     class_gb: Count
     """what it is sold as"""
     nvml_total_mib: PositiveInt
@@ -288,6 +288,14 @@ class GpuProfile(Record):
         """The compute capability as (major, minor): (8, 9)."""
         major, minor = self.compute_capability.split(".")
         return int(major), int(minor)
+
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """Threads that one multiprocessor holds at a time (CUDA C++ Programming Guide, "Technical Specifications per
+        Compute Capability")."""
+        if self.capability == (7, 5):
+            return 1024
+        return 2048 if self.capability[1] == 0 and self.capability[0] < 12 else 1536
 
 
 class GpuClass(Record):

@@ -12,6 +12,7 @@ from planner.layout.fp32_masters import masters
 from planner.layout.partial_training import freeze_unmatched
 from planner.layout.phases import residents, saving, validation
 from planner.layout.recorded_run import add_optimizer, recorded_step
+from planner.layout.reduction_workspace import reduction_workspaces
 from planner.layout.run import Facts, Run, Transform
 from planner.layout.sampling import sampling
 from planner.layout.sharding.fsdp import fsdp
@@ -46,6 +47,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     checkpoint_offload,
     block_swap,
     # Further forms of the step, and what becomes of the optimizer's stages.
+    reduction_workspaces,
     step_in_backward,  # takes the optimizer's stages apart as they were recorded
     accumulation,
     masters,  # its casts are a part of the step that the next one takes off the GPU

@@ -196,13 +196,34 @@ def _updates_by_gradient(run: Run, stage: Stage) -> dict[int, list[int]]:
     return updates
 
 
-def _with_updates(step: Stage, steps: dict[int, list[int]]) -> Stage:
-    """A step in which events follow the making of each gradient."""
+def _with_updates(step: Stage, updates: dict[int, list[int]]) -> Stage:
+    """A step in which a parameter's update follows the operator that made its gradient.
+
+    Autograd accumulates a gradient once that operator has computed those of its other inputs and let go of what it
+    saved (torch/csrc/autograd/engine.cpp: evaluate_function, call_function). A bias comes before its weight, whose
+    gradient passes a transposition first. So an update waits for the first allocation behind a free; where nothing is
+    freed, for the end of the stretch.
+    """
     stretches = []
     for moment, events in step.stretches:
-        more = [[event, *steps.get(event, ())] for event in events]
-        stretches.append((moment, list(itertools.chain.from_iterable(more))))
+        merged: list[int] = []
+        waiting: list[int] = []
+        freed = False
+        for event in events:
+            if event >= 0 and freed and event not in updates:
+                merged += _latest_first(waiting, updates)
+                waiting = []
+            merged.append(event)
+            if event in updates:
+                waiting.append(event)
+            freed = event < 0 and bool(waiting)
+        stretches.append((moment, merged + _latest_first(waiting, updates)))
     return Stage(step.name, stretches)
+
+
+def _latest_first(gradients: list[int], updates: dict[int, list[int]]) -> list[int]:
+    """The events of the updates that some gradients bring, the latest gradient's first."""
+    return [event for gradient in reversed(gradients) for event in updates[gradient]]
 
 
 def paged_states(run: Run) -> None:

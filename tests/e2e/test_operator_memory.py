@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from planner.catalog import lookup
 from planner.commands import cli
+from planner.layout.reduction_workspace import column_mean_bytes
 from planner.units import MIB
 from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
 from trainers.recording.op_table import COPYING, KNOWN_SMALL, MATMULS, SAME
@@ -36,18 +38,23 @@ def operators(model: str, folder: Path) -> dict[str, dict[str, Any]]:
     plan, out = folder / "plan.toml", folder / "seen.json"
     options = ("--gpu", "h100-80gb", *frames, "--gradient-checkpointing", "full", "--validation-mode", "on")
     assert CliRunner().invoke(cli, ["estimate", model, *options, "-o", str(plan)]).exit_code == 0
-    script = [CUDA_PYTHON, "-m", "tests.tools.operator_memory", str(plan), str(out)]
-    rehearse = ["--gpu", "h100-80gb", "--no-values", "--steps", "0", "--python", CUDA_PYTHON, "--", *script]
+    rehearse("h100-80gb", "tests.tools.operator_memory", str(plan), str(out))
+    found: dict[str, dict[str, Any]] = json.loads(out.read_text())
+    return found
+
+
+def rehearse(gpu: str, module: str, *arguments: str) -> None:
+    """Runs a module of these tests on a virtual GPU."""
+    script = [CUDA_PYTHON, "-m", module, *arguments]
+    options = ["--gpu", gpu, "--no-values", "--steps", "0", "--python", CUDA_PYTHON, "--", *script]
     root = Path(__file__).parents[2]
     subprocess.run(
-        [sys.executable, str(root / "vplan.py"), "rehearse", *rehearse],
+        [sys.executable, str(root / "vplan.py"), "rehearse", *options],
         cwd=root,
         env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # blocks as large as what is asked
         check=True,
         capture_output=True,
     )
-    found: dict[str, dict[str, Any]] = json.loads(out.read_text())
-    return found
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -61,3 +68,31 @@ def test_operators_allocate_what_the_table_says(model: str, tmp_path: Path) -> N
     assert not {name: most[name] for name in seen.keys() & KNOWN_SMALL.keys() - COPYING if most[name] > SMALL_BYTES}
     for name in seen.keys() & COPYING:
         assert most[name] <= seen[name]["scattered_bytes"] + SMALL_BYTES, name
+
+
+MATRICES = (
+    (2048, 8192),
+    (8192, 2048),
+    (36864, 4096),
+    (1024, 4096),
+    (512, 4096),
+    (8960, 1536),
+    (5120, 13824),
+    (1000, 1000),
+    (640, 6),
+    (3000, 1001),
+    (4096, 64),
+    (1536, 1536),
+    (2432, 9728),
+)
+
+
+@pytest.mark.parametrize("gpu", ["h100-80gb", "rtx-4090", "t4"])
+def test_a_mean_over_rows_takes_the_workspace_that_the_layout_says(gpu: str, tmp_path: Path) -> None:
+    """Beside it come the counters of the blocks, 4 bytes for each."""
+    out = tmp_path / "bytes.json"
+    rehearse(gpu, "tests.tools.mean_memory", str(out), *(f"{rows}x{columns}" for rows, columns in MATRICES))
+    said = [column_mean_bytes(rows, columns, lookup.gpu(gpu)) for rows, columns in MATRICES]
+    assert sum(map(bool, said)) >= 8
+    for shape, workspace, taken in zip(MATRICES, said, json.loads(out.read_text()), strict=True):
+        assert workspace <= taken <= workspace + 2 * SCALAR_BYTES, shape

@@ -10,10 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.catalog import lookup
+from planner.catalog.shapes import grids
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.host_ram import disk_bytes, host_ram
 from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from tests.planner.hand_made import (
@@ -270,3 +273,38 @@ def test_other_optimizers_in_host_ram_keep_fewer_states_there(optimizer: str, sh
 def test_optimizers_that_do_not_step_in_host_ram_say_why(optimizer: str, sharding: str, why: str) -> None:
     with pytest.raises(VplanError, match=why):
         laid_out(ONE if sharding == "none" else EIGHT, offload_optimizer="cpu", optimizer=optimizer, sharding=sharding)
+
+
+@pytest.mark.parametrize("model", ["wan2.1-t2v-1.3b", "flux.2-klein-4b"])
+def test_an_update_in_backward_waits_for_the_operator_that_made_its_gradient(model: str) -> None:
+    """With a bias, a weight's gradient is its operator's last product, without one its first. On a virtual GPU both let
+    go of what they saved and of their own gradient before the update begins."""
+    strategy = Strategy(
+        weights_dtype="bf16",
+        autocast="none",
+        gradient_checkpointing="full",
+        optimizer="adafactor",
+        optimizer_step="backward",
+    )
+    profile = lookup.model(model)
+    job = Job(model=model, method="full", frames=profile.shape.min_frames, height=480, width=832)
+    configuration = Configuration.of(job, strategy, ONE)
+    facts = load_facts(configuration)
+    run = lay_out(configuration, facts, grids(facts.model, job)[0])
+    gradients = set(run.named("gradient").values())
+    events = [event for _, stretch in run.step.stretches for event in stretch]
+    made = [at for at, event in enumerate(events) if event in gradients and run.program.op[event] == "mm"]
+    begins = {at: _cast(run, events, at) for at in made}
+    assert sum(cast is not None for cast in begins.values()) > 100  # what diffusers keeps in fp32 is not cast
+    for at, cast in begins.items():
+        assert cast is None or any(event < 0 for event in events[at:cast])
+
+
+def _cast(run: Run, events: list[int], at: int) -> int | None:
+    """Where the update of a 16-bit gradient made at ``at`` begins: with its fp32 copy."""
+    wanted = 2 * run.sizes[events[at]]
+    for later in range(at, len(events)):
+        event = events[later]
+        if event >= 0 and run.program.op[event] == "_to_copy" and run.sizes[event] == wanted:
+            return later
+    return None

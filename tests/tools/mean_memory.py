@@ -1,0 +1,26 @@
+"""What CUDA's mean over the rows of a matrix allocates beside its output.
+
+    vplan rehearse --gpu h100-80gb --no-values --steps 0 -- python -m tests.tools.mean_memory OUT.json ROWSxCOLUMNS...
+
+OUT.json: a list of bytes, one for each matrix of fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__":
+    out, *shapes = sys.argv[1:]
+    found = []
+    for shape in shapes:
+        rows, columns = map(int, shape.split("x"))
+        matrix = torch.empty(rows, columns, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        mean = matrix.mean(dim=-2)
+        found.append(torch.cuda.max_memory_allocated() - before - mean.nbytes)
+    Path(out).write_text(json.dumps(found))
