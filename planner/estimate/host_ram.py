@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from planner.layout import checkpoint_inputs, encoders_vae, experts, group_offload, phases, single_gpu
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
-from planner.layout.fp32_masters import master_bytes
+from planner.layout.optimizer.fp32_masters import master_bytes
 from planner.layout.run import Run
 from planner.layout.sharding import nvme
 from planner.spec.configuration import Configuration

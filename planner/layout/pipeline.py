@@ -8,11 +8,13 @@ from __future__ import annotations
 from planner.layout import trainer_terms
 from planner.layout.context_parallel import context_parallel
 from planner.layout.experts import experts, waiting_gradients
-from planner.layout.fp32_masters import masters
+from planner.layout.optimizer.fp32_masters import masters
+from planner.layout.optimizer.paged_states import paged_states
+from planner.layout.optimizer.reduction_workspace import reduction_workspaces
+from planner.layout.optimizer.update_in_backward import step_in_backward
 from planner.layout.partial_training import freeze_unmatched
 from planner.layout.phases import residents, saving, validation
 from planner.layout.recorded_run import add_optimizer, recorded_step
-from planner.layout.reduction_workspace import reduction_workspaces
 from planner.layout.run import Facts, Run, Transform
 from planner.layout.sampling import sampling
 from planner.layout.sharding.fsdp import fsdp
@@ -26,8 +28,6 @@ from planner.layout.single_gpu import (
     ddp,
     ema,
     offloaded_optimizer,
-    paged_states,
-    step_in_backward,
     workspaces_at_first_use,
 )
 from planner.layout.stored_positions import stored_positions, stored_positions_in_validation

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from planner.catalog import lookup
 from planner.commands import cli
-from planner.layout.reduction_workspace import column_mean_bytes
+from planner.layout.optimizer.reduction_workspace import column_mean_bytes
 from planner.units import MIB
 from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
 from trainers.recording.op_table import COPYING, KNOWN_SMALL, MATMULS, SAME
