@@ -13,6 +13,8 @@ MEASUREMENTS = FOLDER / "measurements"
 REHEARSALS = FOLDER / "rehearsals"
 TRAINERS = FOLDER / "trainers"
 GRIDS = FOLDER / "grids"
+COMFYUI = FOLDER / "comfyui.toml"
+"""Names of layers in ComfyUI's models."""
 
 
 def model_path(name: str) -> Path:

@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ class TrainingRun:
         report.tell(phase="load")
         self.loader = self._loader()
         manifest = self._set_up()
+        self.lora_files = self._lora_files()
         self.metrics = Metrics(self.output / METRICS, self.done) if self.rank == 0 else None
         self.rate = rates(request)
         self.samples = self._samples()
@@ -121,7 +122,7 @@ class TrainingRun:
                     self._save()
                 self._sample()
             self.report.tell(phase="save")
-            export.finish(self.output / FINAL, self.profile, self.job, self.engine, self.average)
+            export.finish(self.output / FINAL, self.profile, self.job, self.engine, self.average, self._lora_writer())
             self._clear_drive()
         finally:
             self.loader.close()
@@ -243,6 +244,14 @@ class TrainingRun:
             "ranks": self.request.plan.machine.world if not self._is_replicated() else None,
         }
 
+    def _lora_files(self) -> Any:
+        """What writes the run's LoRA files; None in full training."""
+        from trainers.parallel.lora_files import LoraFiles
+
+        if self.job.method != "lora":
+            return None
+        return LoraFiles(self.profile, self.job, len(self.loader.sampler.entries), self.engine.plain)
+
     def _is_replicated(self) -> bool:
         return self.strategy.sharding in ("none", "ddp")
 
@@ -311,8 +320,15 @@ class TrainingRun:
             "settings": request.settings(),
         }
         folder = self.output / checkpoints.FOLDER
-        checkpoint.save(folder, self.engine, self.average, manifest, plan_to_toml(request.plan), request.keep)
+        plan = plan_to_toml(request.plan)
+        keep = request.keep_checkpoints
+        checkpoint.save(folder, self.engine, self.average, manifest, plan, keep, self._lora_writer())
         self.report.tell(saved=self.done)
+
+    def _lora_writer(self) -> Callable[[Path, Mapping[str, Any]], None] | None:
+        """What writes the LoRA files of the steps that are done into a folder; None in full training."""
+        files, steps = self.lora_files, self.done
+        return None if files is None else lambda folder, trained: files.write(folder, trained, steps)
 
 
 def rates(request: RunRequest) -> Any:

@@ -39,12 +39,12 @@ STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim", "ok": "g
 @click.option("--data", metavar="DIR", help="Also check the clips in this folder against the plan's shapes.")
 @click.option("--output", metavar="DIR", help="Output folder of the run.  [default: current folder]")
 @click.option(
-    "--keep",
+    "--keep-checkpoints",
     type=click.IntRange(1, 10**5),
     default=2,
     show_default=True,
     metavar="N",
-    help="Checkpoints the run will keep.",
+    help="Checkpoints the run will keep for resuming.",
 )
 @click.option(
     "--wait", default="0", metavar="TIME", help="Wait up to this long for memory to become free: 90s, 10m, 2h."
@@ -72,7 +72,7 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
         device=said["device"],
         data=data,
         output=output,
-        keep=said["keep"],
+        keep_checkpoints=said["keep_checkpoints"],
         wait_seconds=parse_wait(said["wait"]),
         skip_bad=said["skip_bad"],
         probe=said["probe"],

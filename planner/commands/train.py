@@ -76,7 +76,12 @@ SCHEDULES = get_args(launch.Schedule)
     help="Steps between checkpoints.",
 )
 @click.option(
-    "--keep", type=click.IntRange(1, 10**5), default=2, show_default=True, metavar="N", help="Checkpoints to keep."
+    "--keep-checkpoints",
+    type=click.IntRange(1, 10**5),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Checkpoints to keep for resuming; the LoRA files of all stay.",
 )
 @click.option(
     "--resume",

@@ -3,6 +3,8 @@
 A checkpoint is written aside, synced, and renamed when its manifest is in it, so a folder that is called `step-N` was
 whole once. The manifest has the SHA-256 of every file: one that changed since is named and never loaded. It also names
 the run that wrote it. A run takes up its own checkpoints only.
+
+Of older checkpoints the training state is pruned, and the LoRA files stay: which of them is the best is seen later.
 """
 
 from __future__ import annotations
@@ -24,6 +26,13 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 FOLDER = "checkpoints"
 RUN = "run.json"
+DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
+"""The name that pipelines look for (diffusers loaders.lora_base)."""
+COMFYUI_LORA = "comfyui_lora.safetensors"
+LORA_FILES = (DIFFUSERS_LORA, COMFYUI_LORA)
+"""What stays of a checkpoint when its training state is pruned."""
+PRUNED = "pruned"
+"""Entry of a manifest whose training state is gone."""
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -47,15 +56,22 @@ def run_id(output: Path) -> str:
 
 def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Makes a folder of written files a checkpoint: hashes, manifest, sync, and the rename that makes it count."""
-    hashes = {path.name: sha256(path) for path in sorted(partial.iterdir())}
+    hashes = {name: sha256(path) for name, path in _files(partial).items()}
     write_json(partial / MANIFEST, {"format": FORMAT, **manifest, "sha256": hashes})
-    for path in partial.iterdir():
+    for path in partial.rglob("*"):
         sync(path)
     sync(partial)
     if final.exists():  # of a run that was taken up from before it
         remove(final)
     partial.rename(final)
     sync(final.parent)
+
+
+def _files(checkpoint: Path) -> dict[str, Path]:
+    """A checkpoint's files by their names within it, with slashes; the manifest is none of them."""
+    paths = sorted(path for path in checkpoint.rglob("*") if not path.is_dir())
+    names = {path.relative_to(checkpoint).as_posix(): path for path in paths}
+    return {name: path for name, path in names.items() if name != MANIFEST}
 
 
 def sync(path: Path) -> None:
@@ -83,10 +99,28 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def keep_newest(folder: Path, count: int) -> None:
-    """Removes all but the last checkpoints, and what a killed run left half written or half removed."""
-    for checkpoint in list(_all(folder))[count:]:
+def prune(checkpoint: Path) -> None:
+    """Removes a checkpoint's training state; of full training, which has no LoRA files, the whole checkpoint. The
+    manifest comes first: whatever is left after a kill is known to be none to resume from."""
+    files = _files(checkpoint)
+    lora = {name: path for name, path in files.items() if path.name in LORA_FILES}
+    if not lora:
         remove(checkpoint)
+        return
+    manifest = _manifest(checkpoint)
+    if manifest is None or not manifest.get(PRUNED):
+        hashes = {name: sha256(path) for name, path in lora.items()}
+        write_json(checkpoint / MANIFEST, {**(manifest or {}), PRUNED: True, "sha256": hashes})
+        sync(checkpoint)
+    for name in files.keys() - lora.keys():
+        files[name].unlink()
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Prunes all but the last checkpoints, and removes what a killed run left half written or half removed."""
+    pruned = [checkpoint for checkpoint in _all(folder) if _is_pruned(checkpoint)]
+    for checkpoint in [*pruned, *list(_resumable(folder))[count:]]:
+        prune(checkpoint)
     for rest in folder.glob(".*-step-*"):
         shutil.rmtree(rest, ignore_errors=True)
 
@@ -95,6 +129,24 @@ def _all(folder: Path) -> Iterator[Path]:
     """The checkpoints in a folder, newest first."""
     if folder.is_dir():
         yield from sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any] | None:
+    """A checkpoint's manifest; None where there is none that can be read."""
+    try:
+        read = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def _is_pruned(checkpoint: Path) -> bool:
+    return bool((_manifest(checkpoint) or {}).get(PRUNED))
+
+
+def _resumable(folder: Path) -> Iterator[Path]:
+    """The checkpoints in a folder that have or had a training state of late, newest first."""
+    yield from (checkpoint for checkpoint in _all(folder) if not _is_pruned(checkpoint))
 
 
 def check(checkpoint: Path, run: str) -> dict[str, Any]:
@@ -114,7 +166,10 @@ def check(checkpoint: Path, run: str) -> dict[str, Any]:
     if written_by != run:
         fault = f"{name} is from another run: optimizer states are never loaded from foreign files"
         raise VplanError(fault, "pass that run's own --output, or start over with --resume no")
-    there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+    if manifest.get(PRUNED):
+        fault = f"{name} has its LoRA files alone: its training state is pruned"
+        raise VplanError(fault, "resume from a newer one; --keep-checkpoints N keeps the states of the last N")
+    there = _files(checkpoint).keys()
     if missing := hashes.keys() - there:
         raise VplanError(f"{name} lacks {sorted(missing)[0]}", fix)
     if strange := there - hashes.keys():
@@ -128,7 +183,7 @@ def check(checkpoint: Path, run: str) -> dict[str, Any]:
 def newest(output: Path, run: str) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of a run, and what is wrong with each newer one."""
     faults: list[str] = []
-    for checkpoint in _all(output / FOLDER):
+    for checkpoint in _resumable(output / FOLDER):
         try:
             check(checkpoint, run)
         except VplanError as error:

@@ -73,7 +73,8 @@ class RunRequest(Record):
     warmup_steps: CountOrZero = 0
     seed: CountOrZero = 0
     checkpoint_every: Count
-    keep: Count
+    keep_checkpoints: Count
+    """whose training states are kept; LoRA files of all stay"""
     resume: str | None = None
     """folder of the checkpoint to go on from, which has been checked"""
     log_with: str | None = None

@@ -97,8 +97,12 @@ def _on_disk(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**7 else f"{nbytes / 1e6:.2f} MB"
 
 
-def on_disk(output: Path, estimate: Estimate | None, keep: int, cache_bytes: int) -> Iterator[Check]:
-    """Room for the checkpoints that are kept, the one being written, and the cache of the data."""
+def on_disk(
+    output: Path, estimate: Estimate | None, keep: int, cache_bytes: int, lora_files: int = 0
+) -> Iterator[Check]:
+    """Room for the checkpoints that are kept, the one being written, and the cache of the data; and a warning where
+    the LoRA files of all checkpoints, ``lora_files`` of them, may need more. Both files of one take about as much as
+    the adapter and its two states."""
     if estimate is None:
         return
     try:
@@ -113,6 +117,10 @@ def on_disk(output: Path, estimate: Estimate | None, keep: int, cache_bytes: int
     if need > free:
         fault = f"{_on_disk(free)} are free at {there}, but the run writes {_on_disk(need)} ({parts})"
         yield Check("disk", "error", fault, "free space, keep fewer checkpoints, or choose another --output", SHORT)
+    elif need + lora_files * estimate.disk_bytes > free:
+        most = _on_disk(lora_files * estimate.disk_bytes)
+        fault = f"LoRA files of {lora_files} checkpoints take up to {most}; {_on_disk(free - need)} are left for them"
+        yield Check("disk", "warning", fault, "free space, or write fewer checkpoints: --checkpoint-every")
     else:
         yield Check("disk", "ok", f"{_on_disk(need)} needed ({parts}), {_on_disk(free)} free")
 

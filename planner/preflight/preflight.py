@@ -76,8 +76,10 @@ class PreflightOptions:
     device: Literal["cuda", "cpu"] = "cuda"
     data: Path | None = None
     output: Path | None = None
-    keep: int = 2
+    keep_checkpoints: int = 2
     """checkpoints that are kept; one more is there while it is written"""
+    checkpoints: int = 0
+    """how many the run writes in all, where that is known: their LoRA files stay"""
     wait_seconds: float = 0.0
     skip_bad: bool = False
     probe: bool = False
@@ -112,7 +114,8 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
     output = options.output or Path.cwd()
     data, more = on_data(plan, options.data, options.skip_bad) if options.data else ({}, [])
     checks += more
-    checks += list(on_disk(output, estimate, options.keep, data.get("cache_bytes", 0)))
+    lora_files = options.checkpoints if plan.job.method == "lora" else 0
+    checks += list(on_disk(output, estimate, options.keep_checkpoints, data.get("cache_bytes", 0), lora_files))
     if plan.evidence or not options.probe:
         checks += list(versions(plan, cards))
     row = None

@@ -36,7 +36,7 @@ def main(kills: int) -> None:
         from tests.trainers import runs
 
         place, output = runs.Place(root, "wan"), root / "killed"
-        said = {"steps": kills * STEPS_BETWEEN, "checkpoint_every": EVERY, "keep": 10**5}
+        said = {"steps": kills * STEPS_BETWEEN, "checkpoint_every": EVERY, "keep_checkpoints": 10**5}
 
         def train(folder: Path) -> None:
             newest, _ = checkpoints.newest(folder, checkpoints.run_id(folder))

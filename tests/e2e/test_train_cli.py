@@ -24,6 +24,7 @@ from planner.launch import checkpoints  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan, read_plan, write_plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
+from trainers.data.loader import read_entries, write_entries  # noqa: E402
 
 PATIENCE = 300
 """Seconds for a process on a busy machine; nobody measures them."""
@@ -182,7 +183,10 @@ def test_the_printed_command_trains(place: runs.Place, tmp_path: Path) -> None:
 
 def test_a_model_is_planned_for_first(place: runs.Place, tmp_path: Path) -> None:
     """The plan that suggest chooses is written and said, and then trained like any other."""
-    said = ["--data", str(place.root / "data"), "--output", str(tmp_path), "--weights", str(place.root / "model")]
+    (tmp_path / "data").mkdir()
+    of_shape = [entry for entry in read_entries(place.entries) if entry.bucket.frames == 5]
+    write_entries(tmp_path / "data" / "entries.jsonl", of_shape)
+    said = ["--data", str(tmp_path / "data"), "--output", str(tmp_path), "--weights", str(place.root / "model")]
     job = ["--frames", "5", "--height", "32", "--width", "48", "--gpu", "24GB", "--device", "cpu", "--steps", "1"]
     done = subprocess.run(
         vplan.command("train", "wan2.1-t2v-1.3b", *said, *job, "--json"),

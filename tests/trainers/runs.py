@@ -134,7 +134,7 @@ class Place:
             "steps": 4,
             "learning_rate": 1e-2,
             "checkpoint_every": 2,
-            "keep": 2,
+            "keep_checkpoints": 2,
         }
         return RunRequest(**{**asked, **said})
 
@@ -185,12 +185,13 @@ def lines(output: Path) -> list[dict[str, Any]]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All finished weights."""
+    """All finished weights, by diffusers' names."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.rglob("*.safetensors")):
-        found |= load_file(path)
+        if path.name != checkpoints.COMFYUI_LORA:
+            found |= load_file(path)
     return found
 
 

@@ -53,7 +53,8 @@ def pipeline(kind: str, place: runs.Place) -> Any:
 def test_a_lora_file_gives_a_pipeline_the_trained_model(
     kind: str, places: dict[str, runs.Place], tmp_path: Path
 ) -> None:
-    """The pipeline's transformer with the file computes what the trained model computes, and not what it was before."""
+    """The pipeline's transformer with the file computes what the trained model computes, and not what it was before;
+    with that of the checkpoint as well."""
     place = places[kind]
     told = runs.train(place.request(tmp_path, steps=3, checkpoint_every=3, learning_rate=0.1))
     assert told["outcome"] == "ok"
@@ -63,15 +64,17 @@ def test_a_lora_file_gives_a_pipeline_the_trained_model(
     torch.manual_seed(0)
     batch = made.batch(lookup.grid(pipe_profile, plan.job), "cpu", torch.float32)
     inputs, _ = made.inputs_and_target(batch)
-    with torch.no_grad():
-        before = pipe.transformer(**inputs, return_dict=False)[0]
-        pipe.load_lora_weights(tmp_path / "final")
-        loaded = pipe.transformer(**inputs, return_dict=False)[0]
     trained = _trained_model(place, tmp_path)
     with torch.no_grad():
+        before = pipe.transformer(**inputs, return_dict=False)[0]
         wanted = trained(**inputs, return_dict=False)[0]
-    assert torch.allclose(loaded, wanted, atol=1e-5)
-    assert not torch.allclose(loaded, before, atol=1e-3)
+    for folder in ("final", "checkpoints/step-00000003"):
+        with torch.no_grad():
+            pipe.load_lora_weights(tmp_path / folder)
+            loaded = pipe.transformer(**inputs, return_dict=False)[0]
+        assert torch.allclose(loaded, wanted, atol=1e-5)
+        assert not torch.allclose(loaded, before, atol=1e-3)
+        pipe.unload_lora_weights()
 
 
 def _trained_model(place: runs.Place, output: Path) -> Any:
@@ -146,7 +149,7 @@ def test_an_average_follows_the_weights_and_is_what_is_written(wan: runs.Place, 
 
 
 def test_a_loss_that_is_no_number_stops_at_its_step(wan: runs.Place, tmp_path: Path) -> None:
-    told = runs.train(wan.request(tmp_path, steps=6, checkpoint_every=1, keep=9, learning_rate=1e30))
+    told = runs.train(wan.request(tmp_path, steps=6, checkpoint_every=1, keep_checkpoints=9, learning_rate=1e30))
     assert told["outcome"] == "nan"
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert told["saved"] == len(kept) < 6

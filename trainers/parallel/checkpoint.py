@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,16 @@ def gather(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> dict[str
 
 
 def save(
-    folder: Path, engine: LocalEngine, average: Average | None, manifest: dict[str, Any], plan: str, keep: int
+    folder: Path,
+    engine: LocalEngine,
+    average: Average | None,
+    manifest: dict[str, Any],
+    plan: str,
+    keep: int,
+    lora: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
 ) -> Path:
-    """Writes the checkpoint of all ranks after ``manifest["step"]`` steps; all of them call together.
+    """Writes the checkpoint of all ranks after ``manifest["step"]`` steps; all of them call together. ``lora`` writes
+    the files of adapters into its folder, of the average where the plan keeps one, as the run's end does.
 
     Weights that are not finite are never written: NotFiniteError, on every rank. A full disk is a VplanError, and
     whatever was there before is still there.
@@ -86,6 +93,8 @@ def save(
             save_file(weights, partial / WEIGHTS)
             if average:
                 save_file(averages, partial / AVERAGE)
+            if lora is not None:
+                lora(partial, averages or weights)
             (partial / PLAN).write_text(plan, encoding="utf-8")
     barrier()  # the folder is there before any rank writes its state into it
     if is_first() or not engine.replicated:

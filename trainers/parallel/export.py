@@ -1,15 +1,15 @@
-"""The finished weights, as diffusers reads them: a LoRA file for ``load_lora_weights``, or the whole model's folder."""
+"""The finished weights: LoRA files, or the whole model's folder as diffusers reads it."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import diffusers
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
@@ -21,9 +21,6 @@ from trainers.parallel.ema import Average
 from trainers.parallel.parallel import LocalEngine
 from trainers.step.experts import PARTS
 from trainers.step.weights import saved_buffers
-
-LORA_FILE = "pytorch_lora_weights.safetensors"
-"""The name that pipelines look for (diffusers loaders.lora_base)."""
 
 
 def part(profile: ModelProfile, job: Job | None = None) -> str:
@@ -37,8 +34,16 @@ def part(profile: ModelProfile, job: Job | None = None) -> str:
     return profile.traits.part
 
 
-def finish(folder: Path, profile: ModelProfile, job: Job, engine: LocalEngine, average: Average | None) -> None:
-    """Writes the trained weights, or their moving average where the plan keeps one. All ranks call it together."""
+def finish(
+    folder: Path,
+    profile: ModelProfile,
+    job: Job,
+    engine: LocalEngine,
+    average: Average | None,
+    lora: Callable[[Path, Mapping[str, Tensor]], None] | None,
+) -> None:
+    """Writes the trained weights, or their moving average where the plan keeps one. All ranks call it together.
+    ``lora`` writes the files of adapters into a folder; None in full training."""
     trained = engine.trainee.trainable
     tensors = gather(trained, average.full_tensor if average else engine.full_tensor)
     if job.method == "full":
@@ -48,14 +53,13 @@ def finish(folder: Path, profile: ModelProfile, job: Job, engine: LocalEngine, a
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            for prefix, place, model in _parts(partial, profile, job, engine):
-                of_model = {
-                    key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)
-                }
-                place.mkdir(exist_ok=True)
-                if job.method == "lora":
-                    save_file(lora_tensors(of_model, part(profile)), place / LORA_FILE, metadata={"format": "pt"})
-                else:
+            if lora is not None:
+                lora(partial, tensors)
+            else:
+                for prefix, place, model in _parts(partial, profile, job, engine):
+                    of_model = {
+                        key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)
+                    }
                     whole_model(of_model, profile, model).save_pretrained(place)  # type: ignore[operator]  # diffusers'
             for path in partial.rglob("*"):
                 checkpoints.sync(path)
@@ -74,15 +78,7 @@ def _parts(
     """(how its weights' names begin, where it is written, the model itself) of all that was trained."""
     if job.experts == "both":
         return [(f"{name}.", folder / name, engine.plain.get_submodule(name)) for name in PARTS.values()]
-    return [("", folder if job.method == "lora" else folder / part(profile, job), engine.plain)]
-
-
-def lora_tensors(trained: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``.
-
-    Alpha equals the rank, which is what a file without alphas says.
-    """
-    return {f"{prefix}.{name.replace('.default.', '.')}": tensor for name, tensor in trained.items()}
+    return [("", folder / part(profile, job), engine.plain)]
 
 
 def whole_model(tensors: dict[str, Tensor], profile: ModelProfile, trained: torch.nn.Module) -> torch.nn.Module:

@@ -68,7 +68,12 @@ class TrainingSupervisor:
         self.plan, note = validation.fitted(self.plan)
         if note:
             self._note(f"warning: {note}")
-        checked = preflight.PreflightOptions(device=self.device, output=self.output, keep=self.options["keep"])
+        checked = preflight.PreflightOptions(
+            device=self.device,
+            output=self.output,
+            keep_checkpoints=self.options["keep_checkpoints"],
+            checkpoints=self.options["steps"] // self.options["checkpoint_every"],
+        )
         report = preflight.preflight(self.plan, checked)
         if begins:
             print_plan(talk(), self.plan, report.estimate)
@@ -157,7 +162,7 @@ class TrainingSupervisor:
             warmup_steps=options["warmup_steps"],
             seed=options["seed"],
             checkpoint_every=options["checkpoint_every"],
-            keep=options["keep"],
+            keep_checkpoints=options["keep_checkpoints"],
             resume=str(resume) if resume else None,
             log_with=options["log_with"],
             validation=validation.request(self._sample_list, options),

@@ -201,7 +201,7 @@ def test_a_jobs_own_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_disk_for_checkpoints(tmp_path: Path) -> None:
-    result = run("plan.toml", "--device", "cpu", "--keep", "100000", "--output", str(tmp_path / "a" / "b"))
+    result = run("plan.toml", "--device", "cpu", "--keep-checkpoints", "100000", "--output", str(tmp_path / "a" / "b"))
     assert result.exit_code == 3
     assert "100001 checkpoints" in result.stderr and "are free at" in result.stderr
     assert not (tmp_path / "a").exists()

@@ -62,7 +62,7 @@ class Place:
         output.mkdir(parents=True, exist_ok=True)
         asked = {"plan": self.plan, "entries": str(self.entries), "weights": str(self.root / "model")}
         asked |= {"output": str(output), "run": checkpoints.run_id(output), "device": "cpu", "steps": 2}
-        return RunRequest(**{**asked, "learning_rate": 1e-3, "checkpoint_every": 1, "keep": 2, **said})
+        return RunRequest(**{**asked, "learning_rate": 1e-3, "checkpoint_every": 1, "keep_checkpoints": 2, **said})
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The batch of a step."""

@@ -14,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file  # noqa: E402
+
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import checkpoints, launch  # noqa: E402
 from planner.launch.launch import RunRequest  # noqa: E402
@@ -34,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def finished(place: runs.Place) -> Path:
     """A run of six steps that kept its last three checkpoints."""
     output = place.root / "finished"
-    assert runs.train(place.request(output, steps=6, keep=3))["outcome"] == "ok"
+    assert runs.train(place.request(output, steps=6, keep_checkpoints=3))["outcome"] == "ok"
     return output
 
 
@@ -57,8 +59,42 @@ def newest(output: Path) -> tuple[str | None, list[str]]:
 def test_the_last_ones_are_kept(place: runs.Place, finished: Path, tmp_path: Path) -> None:
     assert folders(finished) == ["step-00000002", "step-00000004", "step-00000006"]
     assert newest(finished) == ("step-00000006", [])
-    runs.train(place.request(tmp_path, steps=6, keep=1))
+    runs.train(place.request(tmp_path, place.plan(method="full"), steps=6, keep_checkpoints=1, learning_rate=1e-4))
     assert folders(tmp_path) == ["step-00000006"]
+
+
+def test_lora_files_of_all_checkpoints_stay(place: runs.Place, tmp_path: Path) -> None:
+    """Of the older ones the training state goes, and they are none to resume from."""
+    runs.train(place.request(tmp_path, steps=6, keep_checkpoints=1))
+    assert folders(tmp_path) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert newest(tmp_path) == ("step-00000006", [])
+    for name in folders(tmp_path)[:2]:
+        pruned = tmp_path / "checkpoints" / name
+        assert {path.name for path in pruned.iterdir()} == {*checkpoints.LORA_FILES, "manifest.json"}
+        with pytest.raises(VplanError, match=f"'{name}' has its LoRA files alone"):
+            checkpoints.check(pruned, checkpoints.run_id(tmp_path))
+    loras = [load_file(tmp_path / "checkpoints" / name / checkpoints.COMFYUI_LORA) for name in folders(tmp_path)]
+    assert len({float(sum(tensor.sum() for tensor in lora.values())) for lora in loras}) == 3
+    finished = load_file(tmp_path / "final" / checkpoints.DIFFUSERS_LORA)
+    last = load_file(tmp_path / "checkpoints" / "step-00000006" / checkpoints.DIFFUSERS_LORA)
+    assert all(torch.equal(tensor, finished[key]) for key, tensor in last.items()) and last.keys() == finished.keys()
+
+
+def test_a_kill_while_pruning_leaves_nothing_to_resume_from(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = output / "checkpoints" / "step-00000002"
+
+    def kill(path: Path, missing_ok: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", kill)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.prune(first)
+    assert (first / "weights.safetensors").is_file() and newest(output) == ("step-00000006", [])
+    with pytest.raises(VplanError, match="LoRA files alone"):
+        checkpoints.check(first, checkpoints.run_id(output))
+    checkpoints.keep_newest(first.parent, 3)
+    assert {path.name for path in first.iterdir()} == {*checkpoints.LORA_FILES, "manifest.json"}
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "strange", "no manifest", "half a manifest"])
@@ -117,7 +153,7 @@ def test_a_full_disk_leaves_the_earlier_ones(output: Path, place: runs.Place, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    request = place.request(output, steps=8, keep=3, resume=str(output / "checkpoints" / "step-00000006"))
+    request = place.request(output, steps=8, keep_checkpoints=3, resume=str(output / "checkpoints" / "step-00000006"))
     told = runs.train(request)
     assert told["outcome"] == "refused" and "No space left" in told["message"] and told["exit_code"] == 4
     assert {path: path.read_bytes() for path in (output / "checkpoints").rglob("*") if path.is_file()} == before
@@ -131,7 +167,7 @@ def test_a_disk_that_fills_up_stops_the_run_with_a_line(place: runs.Place, tmp_p
     if mounted.returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        told = runs.train(place.request(disk, steps=99, checkpoint_every=1, keep=99))
+        told = runs.train(place.request(disk, steps=99, checkpoint_every=1, keep_checkpoints=99))
         assert told["outcome"] == "refused" and told["exit_code"] == 4, told
         assert "the disk is full" in told["message"] or "No space left" in told["message"]
         assert "\n" not in told["message"] and "resumes from the last checkpoint" in told["fix"]
@@ -150,9 +186,9 @@ def test_what_a_kill_leaves_behind_is_no_checkpoint_and_goes(output: Path, place
     shutil.copytree(folder / "step-00000006", folder / ".partial-step-00000008")
     (folder / ".removed-step-00000000").mkdir()
     assert newest(output) == ("step-00000006", [])
-    request = place.request(output, steps=8, keep=3, resume=str(folder / "step-00000006"))
+    request = place.request(output, steps=8, keep_checkpoints=3, resume=str(folder / "step-00000006"))
     assert runs.train(request)["outcome"] == "ok"
-    assert folders(output) == ["step-00000004", "step-00000006", "step-00000008"]
+    assert folders(output) == ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]
 
 
 @pytest.mark.parametrize(

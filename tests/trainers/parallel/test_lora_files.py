@@ -1,0 +1,297 @@
+"""LoRA files: ComfyUI's has an adapter for each of its layers and changes weights as diffusers' file does, which loads.
+
+`comfyui_weights.toml` lists the layers of ComfyUI's models, made by ComfyUI's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import diffusers  # noqa: E402
+from accelerate import init_empty_weights  # noqa: E402
+from diffusers.loaders import single_file_utils  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from planner import __version__  # noqa: E402
+from planner.catalog import lookup  # noqa: E402
+from planner.catalog.profiles import ModelProfile  # noqa: E402
+from planner.errors import VplanError  # noqa: E402
+from planner.spec.job import Job, Strategy  # noqa: E402
+from tests.trainers import tiny  # noqa: E402
+from trainers import families  # noqa: E402
+from trainers.parallel.lora_files import LoraFiles, comfyui_places, comfyui_tensors, has_comfyui_model  # noqa: E402
+from trainers.step import step  # noqa: E402
+
+COMFYUI = tomllib.loads(Path(__file__).with_name("comfyui_weights.toml").read_text())
+RANK = 2
+NOT_ADAPTED = {"cond_type_embedding"}
+"""Tables, which no adapter is for."""
+
+
+def comfyui_layers(name: str) -> dict[str, tuple[int, ...]]:
+    """ComfyUI's layers that a LoRA file can name, with the shapes of their weights."""
+    layers: dict[str, tuple[int, ...]] = {}
+    for layer, shape in COMFYUI[name]["weights"].items():
+        if "*" in layer:
+            layers |= {layer.replace("*", str(number)): tuple(shape[1:]) for number in range(shape[0])}
+        else:
+            layers[layer] = tuple(shape)
+    return {layer: shape for layer, shape in layers.items() if layer not in NOT_ADAPTED}
+
+
+def small(name: str) -> ModelProfile:
+    """The model with as few blocks as the list of ComfyUI's layers was made for."""
+    profile = lookup.model(name)
+    return profile.replace(config={**profile.config, **COMFYUI[name]["config"]})
+
+
+def model_of(profile: ModelProfile) -> nn.Module:
+    with init_empty_weights():
+        model: nn.Module = getattr(diffusers, profile.diffusers_class).from_config(profile.config)
+    return model
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """All layers of a model that adapters are for."""
+    kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def adapters(layers: dict[str, nn.Module]) -> dict[str, Tensor]:
+    """Random adapters by the names that they have in the model that trains."""
+    torch.manual_seed(0)
+    trained = {}
+    for name, module in layers.items():
+        rows, *columns = module.weight.shape
+        trained[f"{name}.lora_A.default.weight"] = torch.randn(RANK, *columns)
+        trained[f"{name}.lora_B.default.weight"] = torch.randn(rows, RANK, *[1] * (len(columns) - 1))
+    return trained
+
+
+def kohya_name(layer: str) -> str:
+    return f"lora_unet_{layer.replace('.', '_')}"
+
+
+@pytest.mark.parametrize("name", list(COMFYUI))
+def test_comfyui_has_every_layer_and_every_row(name: str) -> None:
+    """None missing, none unexpected, with the shapes of its weights, whatever is adapted."""
+    profile, expected = small(name), comfyui_layers(name)
+    model = model_of(profile)
+    modules, places = layers_of(model), comfyui_places(profile, model)
+    assert places.keys() == modules.keys()
+    file = comfyui_tensors(adapters(modules), places)
+    assert file.keys() == {
+        f"{kohya_name(layer)}.{end}" for layer in expected for end in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    for layer, (rows, *columns) in expected.items():
+        down, up = (file[f"{kohya_name(layer)}.lora_{way}.weight"] for way in ("down", "up"))
+        assert up.shape[0] == rows and list(down.shape[1:]) == columns
+        assert up.shape[1] == down.shape[0] == int(file[f"{kohya_name(layer)}.alpha"])
+
+
+# ---- the same change of the weights, by diffusers' own conversion of ComfyUI's names
+
+
+class Checkpoint(dict[str, Tensor]):
+    """ComfyUI's weights, as far as adapters change them, with anything in the place of the others."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__(weights)
+        self.rows = {name.replace(".weight", ".bias"): weight.shape[0] for name, weight in weights.items()}
+
+    def pop(self, key: str, *default: Any) -> Any:  # type: ignore[override]
+        return super().pop(key, torch.zeros(self.rows.get(key, 6), 1))
+
+
+def hunyuan(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """From ComfyUI's names by way of the published ones (its model_lora_keys_unet and supported_models say which)."""
+    published = {
+        "_attn.qkv": "_attn_qkv", "_attn.proj": "_attn_proj",
+        "_mod.lin": "_mod.linear", "modulation.lin.": "modulation.linear.",
+        "mlp.0": "mlp.fc1", "mlp.2": "mlp.fc2", "in_layer": "mlp.0", "out_layer": "mlp.2", "linear_in.": "lin.",
+        "vector_in.mlp.0": "vector_in.in_layer", "vector_in.mlp.2": "vector_in.out_layer",
+        "c_embedder.mlp.0": "c_embedder.linear_1", "c_embedder.mlp.2": "c_embedder.linear_2",
+    }  # fmt: skip
+    renamed = {}
+    for name, tensor in checkpoint.items():
+        for comfyui, original in published.items():
+            name = name.replace(comfyui, original)
+        renamed[name] = tensor
+    return single_file_utils.convert_hunyuan_video_transformer_to_diffusers(renamed)
+
+
+def change(down: Tensor, up: Tensor) -> Tensor:
+    """What an adapter changes at its layer's output for one input: the change of a whole weight takes gigabytes."""
+    columns = down[0].numel()
+    probe = torch.randn(columns, generator=torch.Generator().manual_seed(columns))
+    return up.flatten(1) @ (down.flatten(1) @ probe)
+
+
+CONVERSIONS: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "wan": single_file_utils.convert_wan_transformer_to_diffusers,
+    "wan-vace": single_file_utils.convert_wan_transformer_to_diffusers,
+    "ltx": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
+    "hunyuan-video": hunyuan,
+    "mochi": single_file_utils.convert_mochi_transformer_checkpoint_to_diffusers,
+    "flux": single_file_utils.convert_flux_transformer_checkpoint_to_diffusers,
+    "flux2": single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers,
+    "sd3": single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers,
+    "z-image": single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers,
+    "krea2": single_file_utils.convert_krea2_transformer_checkpoint_to_diffusers,
+}
+"""diffusers' reading of single files, by family."""
+
+
+@pytest.mark.parametrize("name", [name for name in COMFYUI if lookup.model(name).family in CONVERSIONS])
+def test_both_files_change_the_weights_alike(name: str) -> None:
+    """Conversions move rows alone, so they can be given up-weights in the place of weights."""
+    profile, expected = small(name), comfyui_layers(name)
+    model = model_of(profile)
+    trained = adapters(layers_of(model))
+    file = comfyui_tensors(trained, comfyui_places(profile, model))
+    ups = Checkpoint({f"{layer}.weight": file[f"{kohya_name(layer)}.lora_up.weight"] for layer in expected})
+    downs = Checkpoint({  # each row of a down-weight with as many rows as its up-weight, so that both are moved alike
+        f"{layer}.weight": torch.arange(len(expected))[number].expand(rows, 1).clone()
+        for number, (layer, (rows, *_)) in enumerate(expected.items())
+    })  # fmt: skip
+    convert = CONVERSIONS[profile.family]
+    rows_of, layer_of = convert(ups), convert(downs)
+    names = list(expected)
+    for part in (key for key in trained if ".lora_A." in key):
+        weight = part.split(".lora_A.")[0] + ".weight"
+        layer = names[int(layer_of[weight][0, 0])]
+        found = change(file[f"{kohya_name(layer)}.lora_down.weight"], rows_of[weight])
+        wanted = change(trained[part], trained[part.replace("lora_A", "lora_B")])
+        torch.testing.assert_close(
+            found, wanted, rtol=1e-4, atol=1e-3, msg=lambda text, weight=weight: f"{weight}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", ["flux.1-dev", "hunyuan-video", "z-image", "sd3.5-medium"])
+def test_rows_of_layers_that_are_not_adapted_stay(name: str) -> None:
+    """The usual targets leave out some of what is one layer in ComfyUI."""
+    profile = small(name)
+    model = model_of(profile)
+    modules = {key: module for key, module in layers_of(model).items() if key.endswith(("to_q", "to_v"))}
+    places = comfyui_places(profile, model)
+    trained = adapters(modules)
+    file = comfyui_tensors(trained, places)
+    assert len(file) == 3 * len({places[key].layer for key in modules}) < 3 * len(modules)
+    for key in modules:
+        place = places[key]
+        down, up = (file[f"{kohya_name(place.layer)}.lora_{way}.weight"] for way in ("down", "up"))
+        assert up.shape == (place.rows, 2 * RANK)
+        rows = slice(place.first_row, place.first_row + modules[key].weight.shape[0])
+        wanted = change(trained[f"{key}.lora_A.default.weight"], trained[f"{key}.lora_B.default.weight"])
+        torch.testing.assert_close(change(down, up)[rows], wanted, rtol=1e-4, atol=1e-3)
+    adapted = torch.zeros(place.rows, dtype=torch.bool)
+    for key in modules:
+        if places[key].layer == place.layer:
+            adapted[places[key].first_row : places[key].first_row + modules[key].weight.shape[0]] = True
+    assert not up[~adapted].any() and up[adapted].any(dim=1).all()
+
+
+# ---- files
+
+
+def lora_job(profile: ModelProfile, **more: Any) -> Job:
+    shape = {"frames": 9 if profile.kind == "video" else 1, "height": 64, "width": 64, "lora_rank": RANK}
+    return Job(model=profile.name, lora_targets=profile.lora.targets, **shape, **more)
+
+
+def trainee(profile: ModelProfile, job: Job) -> nn.Module:
+    """The model that trains, with random adapters on its usual layers."""
+    torch.manual_seed(0)
+    model = step.build_model(profile, job, Strategy())
+    step.materialise(model, torch.device("cpu"), lambda _, weight: nn.init.normal_(weight))
+    return model
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.detach() for name, weight in model.named_parameters() if ".lora_" in name}
+
+
+def written(profile: ModelProfile, folder: Path) -> dict[str, Tensor]:
+    """Writes the files of a model after 3 steps on 7 samples; its adapters."""
+    model = trainee(profile, lora_job(profile))
+    LoraFiles(profile, lora_job(profile), 7, model).write(folder, trained_weights(model), 3)
+    return trained_weights(model)
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_diffusers_loads_every_adapter(name: str, tmp_path: Path) -> None:
+    profile = tiny.profile(name)
+    trained = written(profile, tmp_path)
+    assert (tmp_path / "comfyui_lora.safetensors").is_file() == has_comfyui_model(profile)
+    model = getattr(diffusers, profile.diffusers_class).from_config(profile.config)
+    sampler = families.family(profile).sampler()
+    kind = getattr(diffusers, sampler.pipeline) if sampler else None
+    if hasattr(kind, "load_lora_weights"):
+        load(kind, profile.traits.part, model, tmp_path)
+    elif hasattr(model, "load_lora_adapter"):
+        model.load_lora_adapter(tmp_path / "pytorch_lora_weights.safetensors", prefix=profile.traits.part)
+    else:
+        assert profile.family == "easyanimate", "diffusers loads adapters of all others"
+        return
+    loaded = {key.replace(".default_0.", ".default."): p for key, p in model.named_parameters() if ".lora_" in key}
+    added = loaded.keys() - trained.keys()  # WanLoraLoaderMixin gives I2V what a T2V file lacks, as zeros
+    assert loaded.keys() >= trained.keys() and not any(loaded[key].any() for key in added)
+    assert all("add_k_proj" in key or "add_v_proj" in key for key in added)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in trained.items())
+
+
+def load(kind: Any, part: str, model: nn.Module, folder: Path) -> None:
+    """Loads a folder's LoRA into a pipeline that has nothing but its model."""
+    import inspect
+
+    required = [
+        key for key, value in inspect.signature(kind.__init__).parameters.items() if value.default is value.empty
+    ]
+    kind(**{**dict.fromkeys(set(required) - {"self", "kwargs"}), part: model}).load_lora_weights(folder)
+
+
+def test_files_say_what_they_are_of(tmp_path: Path) -> None:
+    profile = tiny.profile("wan2.1-t2v-1.3b")
+    written(profile, tmp_path)
+    for file in sorted(tmp_path.iterdir()):
+        with safe_open(file, framework="pt") as opened:
+            header = opened.metadata()
+        assert header["ss_network_dim"] == header["ss_network_alpha"] == str(RANK)
+        assert (header["ss_base_model_version"], header["ss_num_train_items"]) == (profile.name, "7")
+        assert (header["ss_steps"], header["vplan_version"]) == ("3", __version__)
+        law = {"objective": "flow", "timestep_sampling": "logit_normal", "training_shift": 1.0}
+        assert json.loads(header["vplan_training_law"]) == law
+
+
+def test_two_experts_get_files_of_their_own(tmp_path: Path) -> None:
+    profile = tiny.profile("wan2.2-i2v-a14b")
+    parts = ("transformer", "transformer_2")
+    pair = nn.ModuleDict({part: trainee(profile, lora_job(profile)) for part in parts})
+    one = trained_weights(pair["transformer"])
+    LoraFiles(profile, lora_job(profile, experts="both"), 7, pair).write(tmp_path, trained_weights(pair), 3)
+    for part in parts:
+        assert len(load_file(tmp_path / part / "comfyui_lora.safetensors")) == len(one) // 2 * 3
+        assert load_file(tmp_path / part / "pytorch_lora_weights.safetensors").keys() == {
+            f"transformer.{re.sub(r'.default', '', key)}" for key in one
+        }
+
+
+def test_a_layer_without_a_name_in_comfyui_is_refused_before_training() -> None:
+    profile = tiny.profile("flux.1-dev")
+    model = trainee(profile, lora_job(profile))
+    attention = model.transformer_blocks[0].attn
+    attention.to_new = copy.deepcopy(attention.to_q)
+    with pytest.raises(VplanError, match=r"transformer_blocks\.0\.attn\.to_new cannot be written for ComfyUI"):
+        LoraFiles(profile, lora_job(profile), 7, model)

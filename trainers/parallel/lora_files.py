@@ -1,0 +1,214 @@
+"""The LoRA files of a run: one as diffusers reads it, one as ComfyUI, kohya's sd-scripts and musubi-tuner do.
+
+Both hold the same adapter. ComfyUI's models have some of diffusers' layers as one (q, k and v, often with the MLP's
+first layer): their adapters become one with as many times the rank, whose up-weights are block-diagonal, so that the
+change of the weights is the same to the last bit of a product.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import profiles
+from planner import __version__
+from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError
+from planner.launch.checkpoints import COMFYUI_LORA, DIFFUSERS_LORA
+from planner.spec.job import Job
+from trainers.step.experts import PARTS
+
+_BLOCK = re.compile(r"\.(\d+)\.")
+
+
+class LayerRows(NamedTuple):
+    """Which rows of which layer of ComfyUI's model one of diffusers' layers is."""
+
+    layer: str
+    """name of ComfyUI's layer"""
+    first_row: int
+    """of its weight"""
+    rows: int
+    """of the weight of ComfyUI's whole layer"""
+    is_swapped: bool = False
+    """whether the halves of its rows change places"""
+
+
+class LoraFiles:
+    """Writes the LoRA files of one run, for its checkpoints and its end."""
+
+    def __init__(self, profile: ModelProfile, job: Job, samples: int, model: nn.Module) -> None:
+        """``samples``: size of the dataset; ``model``: with its adapters, or both experts. Raises a VplanError for a
+        layer that has no name in ComfyUI though its model has: before training, not after it."""
+        self.profile, self.job, self.samples = profile, job, samples
+        one = model.get_submodule(PARTS["high"]) if job.experts == "both" else model
+        self.places = comfyui_places(profile, one) if has_comfyui_model(profile) else None
+        if self.places is not None:
+            layers = {_layer(name) for name, _ in one.named_parameters() if ".lora_" in name}
+            if unnamed := sorted(layers - self.places.keys()):
+                fault = f"an adapter of {unnamed[0]} cannot be written for ComfyUI: its name there is not known"
+                raise VplanError(fault, "leave it out of --lora-targets")
+
+    def write(self, folder: Path, trained: Mapping[str, Tensor], steps: int) -> None:
+        """Writes the files of trained adapters into a folder: of two experts that trained together, each into a folder
+        of its part's name. ``trained``: by their names in the model; ``steps``: how many were done."""
+        header = self._header(steps)
+        for place, of_part in self._by_part(trained).items():
+            target = folder / place
+            target.mkdir(exist_ok=True)
+            part = self.profile.traits.part
+            save_file(diffusers_tensors(of_part, part), target / DIFFUSERS_LORA, metadata=header)
+            if self.places is not None:
+                save_file(comfyui_tensors(of_part, self.places), target / COMFYUI_LORA, metadata=header)
+
+    def _by_part(self, trained: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Folder -> what belongs in it, by names within the one model."""
+        if self.job.experts != "both":
+            return {"": dict(trained)}
+        return {
+            part: {
+                name.removeprefix(f"{part}."): value for name, value in trained.items() if name.startswith(f"{part}.")
+            }
+            for part in PARTS.values()
+        }
+
+    def _header(self, steps: int) -> dict[str, str]:
+        """What the file says of itself. Names that begin with ``ss_`` are those of kohya's sd-scripts, which other
+        programs show."""
+        rank = str(self.job.lora_rank)
+        training = self.profile.training
+        law = {name: getattr(training, name) for name in ("objective", "timestep_sampling", "training_shift")}
+        return {
+            "format": "pt",
+            "vplan_version": __version__,
+            "vplan_training_law": json.dumps(law, sort_keys=True),
+            "ss_base_model_version": self.profile.name,
+            "ss_network_module": "networks.lora",
+            "ss_network_dim": rank,
+            "ss_network_alpha": rank,
+            "ss_num_train_items": str(self.samples),
+            "ss_steps": str(steps),
+        } | ({"vplan_expert": self.job.experts} if self.job.experts else {})
+
+
+def diffusers_tensors(trained: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``.
+
+    Alpha equals the rank, which is what a file without alphas says.
+    """
+    return {f"{part}.{name.replace('.default.', '.')}": tensor for name, tensor in trained.items()}
+
+
+def comfyui_tensors(trained: Mapping[str, Tensor], places: Mapping[str, LayerRows]) -> dict[str, Tensor]:
+    """Adapter weights by the names of kohya's LoRA files: ``lora_unet_blocks_0_self_attn_q.lora_down.weight``.
+
+    The alpha of each is its rank in this file: it is added as it is.
+    """
+    by_layer: dict[str, list[tuple[LayerRows, Tensor, Tensor]]] = {}
+    for name, down in trained.items():
+        if ".lora_A." in name:
+            place = places[_layer(name)]
+            up = trained[name.replace(".lora_A.", ".lora_B.")]
+            if place.is_swapped:
+                up = torch.cat(up.chunk(2)[::-1])
+            by_layer.setdefault(place.layer, []).append((place, down, up))
+    tensors: dict[str, Tensor] = {}
+    for layer, adapters in by_layer.items():
+        key = f"lora_unet_{layer.replace('.', '_')}"
+        down, up = _joined(adapters)
+        tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"] = down, up
+        tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0]))
+    return tensors
+
+
+def _joined(adapters: list[tuple[LayerRows, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Down and up of the one adapter that changes a layer as several do, each its own rows."""
+    (place, down, up), *others = adapters
+    if not others and up.shape[0] == place.rows:
+        return down.contiguous(), up.contiguous()
+    downs = torch.cat([down for _, down, _ in adapters])
+    ups = up.new_zeros(place.rows, downs.shape[0])
+    column = 0
+    for place, down, up in adapters:
+        ups[place.first_row : place.first_row + up.shape[0], column : column + down.shape[0]] = up
+        column += down.shape[0]
+    return downs, ups
+
+
+def _layer(name: str) -> str:
+    """The layer that an adapter's weight belongs to."""
+    return re.split(r"\.lora_[AB]\.", name)[0]
+
+
+# ---- names
+
+
+@cache
+def _names() -> dict[str, Any]:
+    return tomllib.loads(profiles.COMFYUI.read_text(encoding="utf-8"))
+
+
+def has_comfyui_model(profile: ModelProfile) -> bool:
+    """Whether ComfyUI itself, without custom nodes, can run a model. LatentSync's UNet is none of those it knows."""
+    return profile.diffusers_class in _names() and not profile.inputs.get("sound")
+
+
+def comfyui_places(profile: ModelProfile, model: nn.Module) -> dict[str, LayerRows]:
+    """Where every layer of a model, with adapters or without, is in ComfyUI's, by diffusers' name."""
+    rows = {  # not by the weight's shape: it may be packed, or split over ranks
+        name.replace(".base_layer", ""): module.out_features if isinstance(module, nn.Linear) else module.out_channels
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d) and ".lora_" not in name
+    }
+    table = _names()[profile.diffusers_class]
+    if table.get("same"):
+        return {name: LayerRows(name, 0, count) for name, count in rows.items()}
+    layers = {**_names()[table["extends"]]["layers"], **table["layers"]} if "extends" in table else table["layers"]
+    return _stacked(rows, layers, table)
+
+
+def _stacked(rows: Mapping[str, int], layers: Mapping[str, str], table: Mapping[str, Any]) -> dict[str, LayerRows]:
+    """Places of layers: those that have one name in ComfyUI one below the other, in the order of the table."""
+    order = {entry: number for number, entry in enumerate(layers)}
+    entries = {name: entry for name in rows if (entry := _entry(name, layers)) is not None}
+    parts: dict[str, list[str]] = {}
+    for name in sorted(entries, key=lambda name: order[entries[name]]):
+        parts.setdefault(_numbered(layers[entries[name]], name), []).append(name)
+    swapped, in_last = table.get("swapped", ()), table.get("swapped_in_last", ())
+    places = {}
+    for layer, names in parts.items():
+        first = 0
+        for name in names:
+            is_swapped = entries[name] in swapped or (entries[name] in in_last and _is_last(name, rows))
+            places[name] = LayerRows(layer, first, sum(rows[part] for part in names), is_swapped)
+            first += rows[name]
+    return places
+
+
+def _entry(name: str, layers: Mapping[str, str]) -> str | None:
+    """The table's entry for a layer: its own name, or that with "*" for the number of its block, which is the first
+    number in it; None where there is none."""
+    return next((entry for entry in (name, _BLOCK.sub(".*.", name, count=1)) if entry in layers), None)
+
+
+def _numbered(layer: str, name: str) -> str:
+    """ComfyUI's name of a layer in the block of diffusers' ``name``."""
+    number = _BLOCK.search(name)
+    return layer.replace("*", number[1]) if number else layer
+
+
+def _is_last(name: str, names: Iterable[str]) -> bool:
+    """Whether no block comes after the one of a layer."""
+    number = _BLOCK.search(name)
+    assert number
+    following = f"{name[: number.start()]}.{int(number[1]) + 1}."
+    return not any(other.startswith(following) for other in names)
