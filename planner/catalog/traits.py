@@ -140,6 +140,8 @@ class Traits(Record):
     called twice, or was distilled to need it once"""
     stored_positions: str = ""
     """buffer with the table of sine positions for the shape in the config, from which any other shape's is made anew"""
+    saved_tables: tuple[Text, ...] = ()
+    """buffers that a checkpoint holds: they are loaded in the weights' format, and no engine splits or casts them"""
     wide_is_all_linear: Flag = False
     """`lora.wide` is every linear layer of the blocks but modulation"""
     split: SplitPlan | None = None

@@ -46,10 +46,22 @@ TINY: dict[str, dict[str, Any]] = {
         "sample_width": 8,
         "sample_frames": 9,
     },
+    "cogvideox-5b-i2v": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "text_embed_dim": 8,
+        "time_embed_dim": 8,
+        "max_text_seq_length": 6,
+        "num_layers": 5,
+        "sample_height": 8,
+        "sample_width": 8,
+        "sample_frames": 9,
+    },
 }
 GRIDS = {
     "wan2.1-t2v-1.3b": {"B": 2, "F": 3, "H": 4, "W": 4, "T": 512, "R": 5, "E": 0},
     "cogvideox-2b": {"B": 2, "F": 3, "H": 4, "W": 4, "T": 6, "R": 5, "E": 0},
+    "cogvideox-5b-i2v": {"B": 2, "F": 3, "H": 4, "W": 4, "T": 6, "R": 5, "E": 0},
 }
 """An odd rank, and tables of one row: what FSDP2 cannot halve."""
 
@@ -63,7 +75,7 @@ SETTINGS = {
 }
 """Small enough for tiny models to fill them several times."""
 
-WAN, COG = TINY
+WAN, COG, SAVED_TABLE = TINY
 MACHINE = Machine(gpu="h100-80gb", gpus=WORLD)
 
 
@@ -244,6 +256,8 @@ FSDP = [
         (WAN, "lora", {}),
         (WAN, "lora", {"adapter_dtype": "bf16", "optimizer_step": "fused"}),
         (COG, "full", {}),
+        (SAVED_TABLE, "full", {}),
+        (SAVED_TABLE, "full", {"weights_dtype": "bf16"}),
     ]
 ]
 

@@ -290,7 +290,7 @@ def materialise(
                 allocated[parameter] = module._parameters[name]
                 del weight  # or the half-precision one would still be there beside the next
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and buffer.is_cpu:  # FSDP2 has moved them to the GPU: not a second time
                 module._buffers[name] = buffer.to(device, copy=True)
 
 

@@ -28,6 +28,8 @@ class ParameterGroup(NamedTuple):
     shares: tuple[int, ...]
     """of each parameter: gathered, it has a buffer of its own (``init_all_gather_outputs``)"""
     share: int
+    stored: tuple[int, ...]
+    """bytes per element of each parameter's share"""
     cast_share: int
     """of those whose storage is not 16 bits"""
     trained_share: int
@@ -53,9 +55,10 @@ def fsdp(run: Run) -> None:
     }
     groups = _groups(run, shares, stored)
     offloaded = run.strategy.offload_params != "none"
-    _load_one_by_one(run, stored, offloaded)
+    whole_bytes = {run.parameters[name]: elements * stored[name] for name, elements in run.elements.items()}
     for name, buffer in run.parameters.items():
         run.resize(buffer, shares[name] * stored[name])
+    _load_one_by_one(run, whole_bytes, offloaded)
     largest = max(group.share for block, group in groups.items() if block is not None)
     buffers = 1 if world == 1 else 2
     run.handover.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
@@ -68,18 +71,17 @@ def fsdp(run: Run) -> None:
     _step_over_shares(run, shares, kept)
 
 
-def _load_one_by_one(run: Run, stored: dict[str, int], offloaded: bool) -> None:
-    """Each weight comes to the GPU whole, and goes once its share is cut out of it, on the GPU or to host RAM
-    (trainers/step/step.py, ``materialise``)."""
-    weights = {buffer: run.elements[name] * stored[name] for name, buffer in run.parameters.items()}
+def _load_one_by_one(run: Run, whole_bytes: dict[int, int], offloaded: bool) -> None:
+    """Each weight comes to the GPU whole, and goes once its share is cut out of it; so does the share where it waits in
+    host RAM (trainers/step/step.py, ``materialise``)."""
     for position, (moment, events) in enumerate(run.load.stretches):
         woven = []
         for event in events:
-            if event not in weights:
+            if event not in whole_bytes:
                 woven.append(event)
                 continue
-            whole = run.new(weights[event], "temporary", "whole weight")
-            woven += [whole, ~whole] if offloaded else [whole, event, ~whole]
+            whole = run.new(whole_bytes[event], "temporary", "whole weight")
+            woven += [whole, event, *([~event] if offloaded else []), ~whole]
         run.load.stretches[position] = (moment, woven)
 
 
@@ -104,6 +106,7 @@ def _groups(run: Run, shares: dict[str, int], stored: dict[str, int]) -> dict[Bl
         block: ParameterGroup(
             shares=tuple(shares[name] for name in inside),
             share=sum(shares[name] for name in inside),
+            stored=tuple(stored[name] for name in inside),
             cast_share=sum(shares[name] for name in inside if stored[name] != HALF),
             trained_share=sum(shares[name] for name in inside if name in gradients),
             gradients=tuple(gradients[name] for name in inside if name in gradients),
@@ -162,15 +165,25 @@ class _FsdpPass:
         return [self.run.new(HALF * share * self.world, "buckets", "gathered weights") for share in shares]
 
     def _fetch(self, block: Block | None) -> list[int]:
-        """The buffer a group is gathered into. Shares in fp32 are cast to 16 bits, and go once they are copied in."""
+        """The buffer a group is gathered into. Shares in fp32 are cast to 16 bits, all together, and go once they are
+        copied in; those from host RAM come, and are cast, one after another (``_get_param_all_gather_inputs``)."""
         if self.world == 1:
             return []
         group, run = self.groups[block], self.run
+        copies, events = [], []
+        if run.strategy.offload_params != "none":
+            for share, itemsize in zip(group.shares, group.stored, strict=True):
+                copies.append(run.new(itemsize * share, "buckets", "share from host RAM", GATHERING))
+                events.append(copies[-1])
+                if itemsize != HALF:
+                    cast = run.new(HALF * share, "buckets", "cast share", GATHERING)
+                    events += [cast, ~copies.pop()]
+                    copies.append(cast)
+        elif group.cast_share:
+            copies = [run.new(HALF * group.cast_share, "buckets", "cast shares", GATHERING)]
+            events = copies.copy()
         self._fetched = run.new(HALF * group.share * self.world, "buckets", "all-gather", GATHERING)
-        if not group.cast_share:
-            return [self._fetched]
-        cast = run.new(HALF * group.cast_share, "buckets", "cast shares", GATHERING)
-        return [cast, self._fetched, ~cast]
+        return [*events, self._fetched, *(~copy for copy in copies)]
 
     def _copied_out(self) -> list[int]:
         """The buffer of the latest fetch goes."""

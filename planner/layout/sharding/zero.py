@@ -89,12 +89,17 @@ def zero(run: Run) -> None:
 
 
 def cast_to_16_bits(run: Run) -> None:
-    """The engine casts every parameter (``_cast_module_mixed_precision``), also those that diffusers keeps in fp32."""
+    """The engine casts every parameter (``_cast_module_mixed_precision``), also those that diffusers keeps in fp32; no
+    table, which stays as it was loaded."""
     gradients, weights = run.named("gradient"), run.parameters
     for name, elements in run.elements.items():
         for buffer in (weights[name], gradients.get(name)):
             if buffer is not None and run.sizes[buffer] != HALF * elements:
                 run.resize(buffer, HALF * elements)
+    if run.strategy.weights(run.job.method) == "fp32":
+        tables = [run.named("weight")[name] for name in run.facts.model.traits.saved_tables]
+        for table in tables:
+            run.resize(table, run.sizes[table] * FULL // HALF)
 
 
 def _load_before_the_cast(run: Run) -> None:

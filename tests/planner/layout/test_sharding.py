@@ -242,6 +242,19 @@ def test_fsdp_on_the_cpu_keeps_nothing_on_the_gpu() -> None:
     assert after(run) == CUBLAS
 
 
+def test_fsdp_on_the_cpu_fetches_one_share_after_another() -> None:
+    """Each comes to the GPU whole when it is loaded, with its share beside it (all of the stem, a single row); in a
+    step the shares come as they are stored, and those in fp32 are cast one by one."""
+    run = laid_out(EIGHT, sharding="fsdp", offload_params="cpu", offload_optimizer="cpu")
+    assert peaks(run)["load"] == 2 * STEM
+    names = {run.program.op[buffer] for buffer in run.side_streams}
+    assert names == {"all-gather", "share from host RAM", "cast share", "reduced gradients"}
+    fetched = [run.sizes[event] for event in run.step.ops if event >= 0 and run.side_streams.get(event) == GATHERING]
+    frozen, half = WEIGHTS // 8, ADAPTER // 8
+    assert fetched[:2] == [STEM, 8 * STEM]
+    assert fetched[2:6] == [frozen, 2 * half, half, 8 * (frozen + half)]
+
+
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 64))
 def test_a_share_is_whole_rows_and_enough(rows: int, columns: int, world: int) -> None:
     share = padded_share(rows, rows * columns, world)

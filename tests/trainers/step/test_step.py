@@ -10,12 +10,14 @@ import diffusers
 import pytest
 import torch
 
+import profiles
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
 from trainers import families
 from trainers.families import family
+from trainers.recording.tapes import shallow_config
 from trainers.step import step
 from trainers.step.optimizers import make_optimizer
 
@@ -304,6 +306,28 @@ def batch(profile: ModelProfile, strategy: Strategy, seed: int = 1) -> dict[str,
 
 def test_the_tiny_models_are_of_all_families() -> None:
     assert {families.file_of(lookup.model(name)) for name in MODELS} == set(families.files())
+
+
+def test_a_table_that_fsdp2_has_put_on_the_gpu_is_not_copied_again() -> None:
+    """Meta stands for the GPU, which ``fully_shard`` moves tables to. On the CPU a table is copied, so that a recorder
+    sees it allocated."""
+    model = torch.nn.Module()
+    moved, waiting = torch.empty(8, device="meta"), torch.zeros(8)
+    model.register_buffer("moved", moved)
+    model.register_buffer("waiting", waiting)
+    step.materialise(model, "cpu")
+    assert model.moved is moved
+    assert model.waiting is not waiting and model.waiting.is_cpu
+
+
+@pytest.mark.parametrize("name", profiles.model_names())
+def test_the_profile_names_the_tables_that_a_checkpoint_holds(name: str) -> None:
+    profile = lookup.model(name)
+    small = {key: 8 for key in ("pos_embed_max_size", "sample_height", "sample_width") if key in profile.config}
+    model = step.build_model(profile, job(profile, "full"), Strategy(), {**shallow_config(profile, 1), **small})
+    parameters = {parameter for parameter, _ in model.named_parameters()}
+    tables = {table for table, values in model.named_buffers() if values.is_floating_point()}
+    assert set(profile.traits.saved_tables) == tables & model.state_dict().keys() - parameters
 
 
 def test_inputs_have_the_format_that_weights_have_when_they_are_used() -> None:
