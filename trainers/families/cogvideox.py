@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from diffusers import CogVideoXDPMScheduler
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
@@ -95,13 +96,15 @@ class CogVideoX(Family):
         return {name: tensor[0].transpose(0, 1) for name, tensor in padded.items()}
 
     def rotary_table(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE cosines and sines, each (F*H*W, head size) in fp32; 1.5 cuts them out of a table of its longest side."""
+        """RoPE cosines and sines, each (F*H*W, head size) in fp32, as CogVideoXPipeline makes them: a clip of another
+        shape lies within the grid that the model was trained at; 1.5 cuts them out of a table of its longest side."""
         patch, patch_t = self.config["patch_size"], self.config.get("patch_size_t")
         frames, height, width = latents.shape[1], latents.shape[3] // patch, latents.shape[4] // patch
-        kind = {"grid_type": "slice", "max_size": (self.rows, self.columns)} if patch_t else {}
+        kind: dict[str, Any] = {"crops_coords": None, "grid_type": "slice", "max_size": (self.rows, self.columns)}
+        if not patch_t:
+            kind = {"crops_coords": get_resize_crop_region_for_grid((height, width), self.columns, self.rows)}
         table: tuple[Tensor, Tensor] = get_3d_rotary_pos_embed(
             embed_dim=self.config["attention_head_dim"],
-            crops_coords=((0, 0), (height, width)),
             grid_size=(height, width),
             temporal_size=frames // (patch_t or 1),
             device=latents.device,

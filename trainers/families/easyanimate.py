@@ -16,6 +16,8 @@ class EasyAnimate(Family):
     """EasyAnimate 5.1: text and video tokens in one sequence; weights of their own, then (7B) shared ones."""
 
     fixed: dict[str, int] = {}
+    encoding = 2
+    """since the mask is scaled"""
     sums = {"S": (0, ("FHW", "T"))}
     idle = ("attn1.to_add_out.", "txt_ff.")
 
@@ -79,7 +81,8 @@ class EasyAnimate(Family):
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
         """Drawn from the posterior and scaled. InP: the first frame with a little noise in it, the rest black, behind a
-        mask that is 1 where the clip is given (EasyAnimateInpaintPipeline; its own trainer also draws other masks).
+        mask that is scaled as latents are and 0 where nothing is given (EasyAnimateInpaintPipeline; its own trainer
+        also draws other masks).
         """
         clip, scale = pixels(encoder, frames), encoder.model.config.scaling_factor
         tensors = {"latents": sampled(encoder, clip) * scale}
@@ -90,7 +93,7 @@ class EasyAnimate(Family):
                 clip[:, :, 0] += deviation * torch.randn(clip[:, :, 0].shape, generator=encoder.generator).to(clip)
             masked = likeliest(encoder, clip) * scale
             mask = masked.new_zeros(1, 1, *masked.shape[2:])
-            mask[:, :, 0] = 1.0
+            mask[:, :, 0] = scale
             tensors["inpaint"] = torch.cat([mask, masked], dim=1)
         return {name: tensor[0] for name, tensor in tensors.items()}
 

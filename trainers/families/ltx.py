@@ -17,6 +17,13 @@ class Ltx(Family):
 
     fixed: dict[str, int] = {}
 
+    @property
+    def seconds_and_pixels(self) -> tuple[float, int, int]:
+        """Seconds per latent frame, and pixels per row and column, at the rate at which clips are sampled (diffusers
+        LTXPipeline)."""
+        vae = self.profile.vae
+        return vae.temporal / self.profile.inputs["frame_rate"], vae.spatial, vae.spatial
+
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         text = (grid["B"], grid["T"])
         return {
@@ -37,7 +44,7 @@ class Ltx(Family):
             "num_frames": frames,
             "height": height,
             "width": width,
-            "rope_interpolation_scale": (8 / 24, 32, 32),  # latent to pixel and second, at 24 frames a second
+            "rope_interpolation_scale": self.seconds_and_pixels,
         }, target
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
