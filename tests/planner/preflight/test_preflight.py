@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,6 +213,21 @@ def test_what_a_tiny_model_writes_is_not_told_as_nothing(tmp_path: Path) -> None
     assert found is not None
     (check,) = on_disk(tmp_path, found.replace(disk_bytes=150_000), 2, 0)
     assert check.what.startswith("0.45 MB needed (3 checkpoints of 0.15 MB)")
+
+
+def test_lora_files_of_all_checkpoints_are_warned_of_where_they_may_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay, whatever is kept to resume from."""
+    found, _ = estimated(plan(), must=True)
+    assert found is not None
+    free = shutil.disk_usage(tmp_path)._replace(free=10_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    of_a_checkpoint = found.replace(disk_bytes=1_000_000)
+    (enough,) = on_disk(tmp_path, of_a_checkpoint, 2, 0, 7)
+    assert enough.level == "ok"
+    (short,) = on_disk(tmp_path, of_a_checkpoint, 2, 0, 8)
+    assert short.level == "warning" and short.what.startswith("LoRA files of 8 checkpoints take up to 8.00 MB; 7.00 MB")
 
 
 def test_pinned_memory_is_a_note() -> None:
