@@ -23,6 +23,7 @@ from planner.layout.correction import Correction
 from planner.layout.encoders_vae import ComponentPass
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
+from planner.layout.sharding.collectives import communicators
 from planner.layout.single_gpu import NCCL_BYTES
 from planner.spec.configuration import Configuration
 from planner.spec.job import Strategy
@@ -243,12 +244,8 @@ def _splitting(stage: ReplayedStage, more_bytes: int) -> tuple[str, ...]:
 
 
 def outside_bytes(run: Run) -> int:
-    """Device bytes that are not torch's: CUDA's context, communicators and what a trainer takes.
-
-    To sample, every GPU works alone; but GPUs that share a sample's tokens have a communicator of their own.
-    """
-    communicators = int(run.machine.world > 1 and not run.samples_only) + int(run.strategy.context_parallel > 1)
-    return run.facts.gpu.context_bytes + run.device.outside_bytes + communicators * NCCL_BYTES
+    """Device bytes that are not torch's: CUDA's context, communicators and what a trainer takes."""
+    return run.facts.gpu.context_bytes + run.device.outside_bytes + communicators(run) * NCCL_BYTES
 
 
 def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:

@@ -25,6 +25,7 @@ from planner.layout import inputs
 from planner.layout.phases import encoding_runs
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
+from planner.layout.sharding.collectives import communicators
 from planner.probe.simulated_truth import Hidden, host_bytes, true_seconds
 from planner.spec.configuration import Configuration
 from planner.spec.plan import Environment, Measured, Outcome, PhaseName, Plan
@@ -105,7 +106,8 @@ class _Played:
         self.hidden = hidden
         self.step_seconds = true_seconds(runs, hidden)
         self.host_bytes = max(host_bytes(each, hidden) for each in runs)
-        self.outside_bytes = hidden.context_bytes + hidden.slack_bytes + run.device.outside_bytes + _communicators(run)
+        nccl_bytes = 640 * MIB * communicators(run)
+        self.outside_bytes = hidden.context_bytes + hidden.slack_bytes + run.device.outside_bytes + nccl_bytes
         self.room_bytes = run.facts.gpu.allocatable_bytes - run.machine.reserve
         self.host_ram = run.machine.host_ram
         self.calm: tuple[tuple[PhaseName, Replayed], ...] = ()
@@ -219,10 +221,6 @@ class _Played:
     def _sizes(self, run: Run) -> list[int]:
         terms = self.hidden.memory
         return [int(size * terms[category]) for size, category in zip(run.sizes, run.program.category, strict=True)]
-
-
-def _communicators(run: Run) -> int:
-    return 640 * MIB if run.machine.world > 1 and not run.samples_only else 0
 
 
 def environment(gpu: GpuProfile, seed: int, command: str) -> Environment:

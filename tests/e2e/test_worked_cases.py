@@ -164,7 +164,7 @@ def test_easyanimate_7b_fits_under_zero_2_on_four_cards_and_not_on_two(easyanima
     zero = ("--zero-stage", "2", "--autocast", "none")
     four, two = easyanimate.ask(*zero), easyanimate.ask(*zero, "--gpus", "2")
     assert four.high <= four.budget and four.verdict != "no"
-    assert 41 <= four.allocated("train") <= 45 and 44 <= four.allocated("optimizer") <= 54
+    assert 40.5 <= four.allocated("train") < 45.5 and 44 <= four.allocated("optimizer") <= 54
     assert two.verdict == "no" and two.where.startswith("optimizer")
 
 

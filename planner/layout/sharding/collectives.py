@@ -1,9 +1,22 @@
-"""What engines that split a model send to other GPUs in a step."""
+"""What engines that split a model send to other GPUs in a step, and the NCCL communicators they send it over."""
 
 from __future__ import annotations
 
 from planner.layout.run import Run
 from planner.layout.sharding.zero import FULL, HALF
+
+
+def communicators(run: Run) -> int:
+    """How many NCCL communicators a rank has. To sample, every GPU works alone; but GPUs that share a sample's tokens
+    have one of their own.
+
+    DeepSpeed clones the group of all ranks (``_clone_world_group``) and broadcasts the model over the clone, on one GPU
+    too. Several ranks have the first group's as well: DeepSpeed names the device, and torch makes it at once.
+    """
+    if run.samples_only:
+        return int(run.strategy.context_parallel > 1)
+    several, cloned = run.machine.world > 1, run.strategy.sharding.startswith("zero")
+    return several + cloned + int(run.strategy.context_parallel > 1)
 
 
 def sent_bytes(run: Run) -> int:

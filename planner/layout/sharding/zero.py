@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,9 +129,16 @@ def aligned_elements(elements: int, world: int) -> int:
     return -(-elements // multiple) * multiple
 
 
-def most_in_one_share(elements: Sequence[int], world: int) -> int:
-    """Elements of all parameters that one share touches, border crossers whole (``params_in_partition``); the most."""
-    return max(elements_in_share(elements, world, rank) for rank in range(world))
+def most_in_one_share(elements: Sequence[int], world: int, reduced_first: Collection[int]) -> int:
+    """Elements of all parameters that one share touches, border crossers whole (``params_in_partition``); the most of
+    the shares that the first reduction touches: the other ranks copy theirs out of a later one. ``reduced_first``:
+    places in ``elements``."""
+    ends = list(itertools.accumulate(elements))
+    share = aligned_elements(ends[-1], world) // world
+    ranks: set[int] = set()
+    for place in reduced_first:
+        ranks.update(range((ends[place] - elements[place]) // share, (ends[place] - 1) // share + 1))
+    return max(elements_in_share(elements, world, rank) for rank in ranks)
 
 
 def elements_in_share(elements: Sequence[int], world: int, rank: int) -> int:
@@ -164,7 +171,8 @@ def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
     _flatten_weights(run, share, max(elements), offloaded)
     partition = -1
     if not offloaded:
-        partition = run.new(HALF * most_in_one_share(elements, world), "gradient", "gradient partition")
+        touched = most_in_one_share(elements, world, _reduced_first(run, settings))
+        partition = run.new(HALF * touched, "gradient", "gradient partition")
     bucket = run.new(HALF * settings.reduce_bucket, "buckets", "reduce bucket")
     flush = _BucketReduction(run, settings, [] if offloaded else [partition], NORM_BYTES * max(elements))
     if run.strategy.sharding == "zero-2":
@@ -172,18 +180,29 @@ def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
         _reduce_in_backward(run.step, run, bucket, flush)
         if run.strategy.gradient_accumulation > 1:
             run.accumulate = _next_micro_batch(run, again, bucket, flush, offloaded)
-        before_step: list[int] = []
     else:
         _begin_bucket(run, run.step, bucket)
-        before_step = _reduce_all(run, bucket, flush)
+        run.place(run.accumulate or run.step, _reduce_all(run, bucket, flush), "reduction")
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, set(run.named("gradient").values()))
-        run.place(stage, before_step.copy(), "reduction", at=0)
         if not offloaded:
             states = _states(run, share) if stage is run.optimizer_first else []
             norm = run.new(NORM_BYTES * max(elements), "temporary", "norm in fp64")
             step = [norm, ~norm, *_step(run, share, states, ~partition)]
-            run.place(stage, step, "step", at=1)
+            run.place(stage, step, "step", at=0)
+
+
+def _reduced_first(run: Run, settings: ZeroSettings) -> Collection[int]:
+    """The places, in the model's order, of the parameters whose gradients fill the bucket first in backward; all of
+    them in stage 1, which reduces everything at once behind it."""
+    gradients = run.named("gradient")
+    places = {gradients[name]: place for place, name in enumerate(trained_elements(run))}
+    if run.strategy.sharding == "zero-1":
+        return range(len(places))
+    order = [event for event in run.step.ops if event in places]
+    filled = itertools.accumulate(run.sizes[gradient] // HALF for gradient in order)
+    first = sum(elements <= settings.reduce_bucket for elements in filled)
+    return [places[gradient] for gradient in order[: max(first, 1)]]
 
 
 def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> None:
@@ -229,39 +248,78 @@ class _BucketReduction:
         return made + (self.kept if first else [])
 
 
-def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _BucketReduction) -> None:
-    """Every gradient moves into the bucket as it is made; a full bucket is reduced, and what is left at the end. Stage
-    3 has its bucket already (None)."""
-    gradients = set(run.named("gradient").values())
-    filled, flushed = 0, False
+def _as_gradients_come(stage: Stage, run: Run, then: Callable[[list[int]], list[int]]) -> None:
+    """Puts in what the engine does with the gradients of one layer after another. Autograd hands them over
+    (``AccumulateGrad``) when the layer's own inputs are gone, before anything else is allocated: a bias at once, a
+    weight when its transpose's node is done."""
+    layers = {buffer: name.rpartition(".")[0] for name, buffer in run.named("gradient").items()}
+    made: list[int] = []
     for position, (moment, events) in enumerate(stage.stretches):
         woven: list[int] = []
         for event in events:
-            if event in gradients:
-                elements = run.sizes[event] // HALF
-                woven.append(event)
-                if filled and filled + elements > flush.settings.reduce_bucket:
-                    woven += flush.events(filled, not flushed)
-                    filled, flushed = 0, True
-                woven.append(~event)
-                filled += elements
-            else:
-                woven.append(event)
+            if made and event >= 0 and layers.get(event) != layers[made[0]]:
+                woven += then(made[::-1])
+                made = []
+            woven.append(event)
+            if event in layers:
+                made.append(event)
         stage.stretches[position] = (moment, woven)
+    if made:
+        run.place(stage, then(made[::-1]), "gradients")
+
+
+def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _BucketReduction) -> None:
+    """Every gradient moves into the bucket as it comes, and the bucket with the first; a full one is reduced, and what
+    is left at the end. Stage 3 has its bucket already (None)."""
+    filled, flushed = 0, False
+    begun = [] if bucket is None else [bucket]
+
+    def take(gradients: list[int]) -> list[int]:
+        nonlocal filled, flushed
+        events = begun.copy()
+        begun.clear()
+        for gradient in gradients:
+            elements = run.sizes[gradient] // HALF
+            if filled and filled + elements > flush.settings.reduce_bucket:
+                events += flush.events(filled, not flushed)
+                filled, flushed = 0, True
+            events.append(~gradient)
+            filled += elements
+        return events
+
+    _as_gradients_come(stage, run, take)
     run.place(stage, flush.events(filled, not flushed), "reduction")
     if bucket is not None:
-        _begin_bucket(run, stage, bucket)
         run.free(stage, [bucket])
 
 
 def _begin_bucket(run: Run, stage: Stage, bucket: int) -> None:
-    """The bucket comes as backward begins (``backward`` of earlier releases; in 0.19 with the first gradient, a little
-    later, in ``setup_buckets``)."""
-    run.place(stage, [bucket], "reduce bucket", at=first_backward(stage))
+    """The bucket comes with the first gradient (``setup_buckets``)."""
+    begun = [bucket]
+
+    def begin(gradients: list[int]) -> list[int]:
+        return [begun.pop()] if begun else []
+
+    _as_gradients_come(stage, run, begin)
+
+
+def bucket_as_backward_begins(run: Run) -> None:
+    """Has stages 1 and 2 take their bucket as DeepSpeed did before 0.17.2 (deepspeedai/DeepSpeed#6993, June 2025):
+    ``backward`` of the optimizer took it before that of the loss."""
+    if run.strategy.sharding not in ("zero-1", "zero-2"):
+        return
+    bucket = run.program.op.index("reduce bucket")
+    for stage in filter(None, (run.step, run.accumulate)):
+        if bucket in stage.ops:
+            stage.stretches = [
+                (moment, [event for event in events if event != bucket]) for moment, events in stage.stretches
+            ]
+            run.place(stage, [bucket], "reduce bucket", at=first_backward(stage))
 
 
 def _reduce_all(run: Run, bucket: int, flush: _BucketReduction) -> list[int]:
-    """Stage 1 reduces behind backward, over the parameters in their order (``reduce_gradients``)."""
+    """Stage 1 reduces behind the last backward of a step, still in ``engine.backward``, over the parameters in their
+    order (``reduce_gradients``)."""
     gradients = run.named("gradient")
     events: list[int] = []
     filled, flushed = 0, False

@@ -8,6 +8,7 @@ from __future__ import annotations
 from planner.layout.encoders_vae import ComponentPass, alive_after, encoders, load_component, run_component
 from planner.layout.phases import take_sizes, weights_on_gpu
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
+from planner.layout.sharding.zero import bucket_as_backward_begins
 from planner.layout.stored_positions import table_in_half
 from planner.tape.program import Moment, Stage
 
@@ -154,5 +155,6 @@ def cache_kept(run: Run) -> None:
     run.empty_cache.before_validation = False
 
 
-OLDER: dict[str, tuple[Transform, ...]] = {"2024-10": (encoders_at_start, cache_kept)}
-"""2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5)."""
+OLDER: dict[str, tuple[Transform, ...]] = {"2024-10": (encoders_at_start, cache_kept, bucket_as_backward_begins)}
+"""2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), with the DeepSpeed of that
+month (0.15)."""

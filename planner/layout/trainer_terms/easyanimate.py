@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.layout.encoders_vae import component_bytes
 from planner.layout.run import Run, Transform
+from planner.layout.sharding.zero import bucket_as_backward_begins
 
 
 def all_at_start(run: Run) -> None:
@@ -32,4 +33,9 @@ def second_transformer(run: Run) -> None:
     run.free(run.phases.validation[-1][1], [second, away])
 
 
-TERMS: tuple[Transform, ...] = (all_at_start, cache_emptied_between_swaps, second_transformer)
+TERMS: tuple[Transform, ...] = (
+    all_at_start,
+    cache_emptied_between_swaps,
+    second_transformer,
+    bucket_as_backward_begins,  # c2a70d1 is of March 2025, when DeepSpeed was at 0.16
+)

@@ -128,7 +128,7 @@ def test_easyanimate_runs_out_in_the_optimizer_step(easyanimate: Path, tmp_path:
 def test_easyanimate_under_zero_2_fits_on_four_cards_and_not_on_two(tmp_path: Path) -> None:
     (tmp_path / "zero.sh").write_text(ZERO_2)
     four, two = (check(H100, tmp_path / "zero.sh", *flags) for flags in (QUICK, ("--gpus", "2", *QUICK)))
-    assert four.verdict == "fits" and 41 <= four.allocated("train") <= 45
+    assert four.verdict == "fits" and 40.5 <= four.allocated("train") < 45.5
     assert (two.code, two.verdict, two.phase) == (3, "no", "optimizer")
 
 

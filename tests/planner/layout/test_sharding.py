@@ -15,9 +15,16 @@ from planner.estimate.host_ram import disk_bytes, host_ram, ram_bytes
 from planner.estimate.stages import replay_stages
 from planner.estimate.traffic import traffic
 from planner.layout.run import Run
+from planner.layout.sharding.collectives import communicators
 from planner.layout.sharding.fsdp import GATHERING, REDUCING, padded_share
 from planner.layout.sharding.nvme import check_buffers, gradients_in_ram
-from planner.layout.sharding.zero import aligned_elements, elements_in_share, most_in_one_share, sub_groups
+from planner.layout.sharding.zero import (
+    aligned_elements,
+    bucket_as_backward_begins,
+    elements_in_share,
+    most_in_one_share,
+    sub_groups,
+)
 from planner.spec.job import Machine
 from tests.planner.hand_made import (
     ADAPTER,
@@ -57,19 +64,43 @@ NORM = 8 * ADAPTER // 2
 BACKWARD = BATCH + TABLE + BLOCKS * X + 2 * X + ADAPTER
 """It begins with the latents, the table and every input alive; the last gradient joins what block 3 takes."""
 
+WITH_BUCKET = BACKWARD - X
+"""DeepSpeed's bucket comes with the first gradient, when the input of block 3 is gone."""
+
 
 def test_zero_1_reduces_whole_gradients_behind_backward() -> None:
     found = peaks(laid_out(EIGHT, **zero("zero-1")))
     kept = LOADED + 12 * SHARE
     assert found["load"] == LOADED - CUBLAS + BLOCKS * ADAPTER  # the flat weights beside those they are made of
-    assert found["step"] == kept + BACKWARD + BUCKET
-    assert found["optimizer"] == kept + BATCH + BUCKET + BLOCKS * ADAPTER
+    assert found["step"] == kept + WITH_BUCKET + ADAPTER + BUCKET
+    assert found["optimizer"] == kept + BATCH + ADAPTER + NORM  # all but its share of the gradients is gone by then
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_zero_1_reduces_in_the_last_backward_of_a_step(accumulation: int) -> None:
+    run = laid_out(EIGHT, **zero("zero-1"), gradient_accumulation=accumulation)
+    (bucket,) = _made(run, "reduce bucket")
+    last = run.step if run.accumulate is None else run.accumulate
+    assert (run.accumulate is None) == (accumulation == 1)
+    assert [event for stage in run.stages for event in stage[1].ops].count(~bucket) == 2  # of the first step, and later
+    assert last.ops[-1] == ~bucket
+
+
+def test_deepspeed_took_its_bucket_as_backward_began() -> None:
+    """Before 0.17.2."""
+    run = laid_out(EIGHT, **zero("zero-2"))
+    (bucket,) = _made(run, "reduce bucket")
+    assert run.step.moment(run.step.ops.index(bucket)).passes == "backward"
+    bucket_as_backward_begins(run)
+    at = run.step.ops.index(bucket)
+    assert run.step.moment(at - 1).passes == "forward"
+    assert peaks(run)["step"] == LOADED + 12 * SHARE + BACKWARD + BUCKET
 
 
 def test_zero_2_keeps_only_its_share_of_the_gradients() -> None:
     run = laid_out(EIGHT, **zero("zero-2"))
     found, kept = peaks(run), LOADED + 12 * SHARE
-    assert found["step"] == kept + BACKWARD + BUCKET
+    assert found["step"] == kept + WITH_BUCKET + BUCKET
     assert found["optimizer"] == kept + BATCH + ADAPTER + NORM  # its share touches one adapter
     assert after(run) == kept
 
@@ -94,7 +125,13 @@ def test_zero_with_the_optimizer_in_host_ram_keeps_neither_states_nor_gradients(
     kept = LOADED + ADAPTER  # what passes gradients on holds the largest
     assert after(run) == kept
     assert peaks(run)["optimizer"] == kept + BATCH
-    assert peaks(run)["step"] == kept + BACKWARD + BUCKET
+    assert peaks(run)["step"] == kept + WITH_BUCKET + BUCKET
+
+
+def test_deepspeed_has_a_communicator_beside_that_of_all_ranks() -> None:
+    """Rehearsed on one, two and four virtual GPUs, at 600 MiB each."""
+    assert [communicators(laid_out(machine, **zero("zero-1"))) for machine in (ONE, EIGHT)] == [1, 2]
+    assert [communicators(laid_out(machine)) for machine in (ONE, EIGHT)] == [0, 1]
 
 
 SMALL = BLOCKS * ADAPTER
@@ -173,7 +210,15 @@ def test_shares_of_a_flat_buffer(elements: list[int], world: int) -> None:
     for rank in range(world):
         expected = sum(count for count, ranks in zip(elements, owners, strict=True) if rank in ranks)
         assert elements_in_share(elements, world, rank) == expected
-    assert most_in_one_share(elements, world) >= -(-sum(elements) // world) - 2 * world
+    assert most_in_one_share(elements, world, range(len(elements))) >= -(-sum(elements) // world) - 2 * world
+
+
+def test_a_share_that_the_first_reduction_does_not_touch_comes_later() -> None:
+    """Of four shares of 10, the second crosses two borders and holds the most; backward begins with the last."""
+    elements = [9, 9, 9, 5, 8]
+    assert [elements_in_share(elements, 4, rank) for rank in range(4)] == [18, 18, 14, 13]
+    assert most_in_one_share(elements, 4, [4, 3]) == 14
+    assert most_in_one_share(elements, 4, range(5)) == 18
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
