@@ -62,6 +62,7 @@ def fsdp(run: Run) -> None:
     largest = max(group.share for block, group in groups.items() if block is not None)
     buffers = 1 if world == 1 else 2
     run.handover.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
+    _end_blocks(run)
     again = run.step.copy()
     kept = _FsdpPass(run, groups, run.step).insert(adds=False)
     if run.strategy.gradient_accumulation > 1:
@@ -69,6 +70,24 @@ def fsdp(run: Run) -> None:
         run.free(again, run.leftovers, at=0)
         run.accumulate = again
     _step_over_shares(run, shares, kept)
+
+
+def _end_blocks(run: Run) -> None:
+    """Ends each block's backward behind the last gradient of its own: recordings know where a block begins, and count
+    what comes before the next one as its own, such as all of a UNet's middle."""
+    blocks = {buffer: run.facts.step.block_of(name) for name, buffer in run.named("gradient").items()}
+    stretches = []
+    for moment, events in run.step.stretches:
+        block = (moment.module_list, moment.block)
+        owners = [blocks.get(event, block) for event in events]
+        end = len(events)
+        if moment.passes == "backward" and moment.block >= 0 and set(owners) != {block}:
+            own = [at for at, event in enumerate(events) if event in blocks and owners[at] == block]
+            end = own[-1] + 1 if own else end
+        stretches.append((moment, events[:end]))
+        if end < len(events):
+            stretches.append((moment._replace(module_list="", block=-1), events[end:]))
+    run.step.stretches = stretches
 
 
 def _load_one_by_one(run: Run, whole_bytes: dict[int, int], offloaded: bool) -> None:

@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.allocator.implementation import alive, held
+from planner.catalog.shapes import grids
 from planner.errors import VplanError
 from planner.estimate.host_ram import disk_bytes, host_ram, ram_bytes
 from planner.estimate.stages import replay_stages
 from planner.estimate.traffic import traffic
+from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.layout.sharding.collectives import communicators
 from planner.layout.sharding.fsdp import GATHERING, REDUCING, padded_share
@@ -25,7 +28,9 @@ from planner.layout.sharding.zero import (
     most_in_one_share,
     sub_groups,
 )
-from planner.spec.job import Machine
+from planner.spec.configuration import Configuration
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.rules import resolve
 from tests.planner.hand_made import (
     ADAPTER,
     BATCH,
@@ -276,6 +281,22 @@ def test_fsdp_reduces_a_block_when_the_next_has_run() -> None:
         elif ~event in _made(run, "reduce-scatter"):
             live -= 1
     assert (most, live) == (1, 0)
+
+
+def test_fsdp_reduces_a_unets_last_level_before_its_middle_runs_backward() -> None:
+    """The middle belongs to no group but the rest's, and no hook tells a recording that it begins."""
+    job = Job(model="sdxl", method="full", frames=1, height=1024, width=1024)
+    machine = Machine(gpu="h100-80gb", gpus=2)
+    asked = {"sharding": "fsdp", "gradient_checkpointing": "full", "autocast": "none"}
+    configuration = Configuration.of(job, resolve(job, Strategy.read(asked), machine), machine)
+    facts = load_facts(configuration)
+    run = lay_out(configuration, facts, grids(facts.model, job)[0])
+    gradients, ops, reducing = run.named("gradient"), run.step.ops, _made(run, "reduce-scatter")
+    level = [ops.index(gradient) for name, gradient in gradients.items() if name.startswith("up_blocks.0.")]
+    middle = [ops.index(gradient) for name, gradient in gradients.items() if name.startswith("mid_block.")]
+    reduced = [at for at, event in enumerate(ops) if event in reducing]
+    assert max(level) < min(middle)
+    assert [at for at in reduced if max(level) < at < min(middle)]
 
 
 def _made(run: Run, name: str) -> set[int]:
