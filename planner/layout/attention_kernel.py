@@ -6,10 +6,12 @@ holds for any of them; what they take inside backward differs a little, and the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 from planner.catalog.profiles import GpuProfile
 from planner.errors import NotEstimatedError
+from planner.layout.run import Run
 from planner.spec.job import Machine, Strategy
 
 FLASH_FROM = (8, 0)
@@ -19,20 +21,20 @@ FLASH_FROM = (8, 0)
 def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Collection[str]) -> str:
     """The kernel of the recorded attention on a card: cudnn, flash or efficient. ``operators``: those of the recording.
 
-    torch 2.13 puts cuDNN first on sm90 and sm100; Windows wheels are built without flash; older cards than Ampere
-    have the memory-efficient kernel only (ATen/native/transformers/cuda/sdp_utils.cpp). Masked attention is never
-    flash: asking for it would end in an error (diffusers attention_dispatch.py ``_native_flash_attention``), so it is a
-    NotEstimatedError.
+    torch 2.13 puts cuDNN first on sm90 and sm100, with masks too; Windows wheels are built without flash; older cards
+    than Ampere have the memory-efficient kernel only (ATen/native/transformers/cuda/sdp_utils.cpp). All of them want 16
+    bits, in which every recording computes. Masked attention is never flash: asking for it would end in an error
+    (diffusers attention_dispatch.py ``_native_flash_attention``), so it is a NotEstimatedError.
     """
     if strategy.attention == "flash" and "_scaled_dot_product_efficient_attention" in operators:
         fault = "attention flash supports neither masks nor fp32, and this model at this precision uses one"
         raise NotEstimatedError(fault, "use --attention sdpa, which lets torch choose for each")
     if strategy.attention != "sdpa":
         return str(strategy.attention)
-    if "_scaled_dot_product_flash_attention" not in operators:
-        return "efficient"
     if gpu.capability[0] in (9, 10):
         return "cudnn"
+    if "_scaled_dot_product_flash_attention" not in operators:
+        return "efficient"
     if gpu.capability < FLASH_FROM or machine.os == "windows":
         return "efficient"
     return "flash"
@@ -44,3 +46,24 @@ def workspaces(name: str) -> tuple[str, ...]:
     FlashAttention-2, cuDNN and memory-efficient attention all accumulate dq in fp32 for half-precision inputs.
     """
     return ("flash",) if name in ("flash", "cudnn", "efficient") else ()
+
+
+def take_masks_as_they_are(run: Run) -> None:
+    """Drops the copies of masks with padded rows, which memory-efficient attention alone wants: where one was, the mask
+    itself is saved (ATen/native/transformers/attention.cpp, preprocess_mask)."""
+    operators = run.program.op
+    made = [event for _, stretch in run.step.stretches for event in stretch if event >= 0]
+    padded = {
+        copy: mask for mask, copy in itertools.pairwise(made) if (operators[mask], operators[copy]) == MASK_OPERATORS
+    }
+    if not padded:
+        return
+    dropped = {*padded, *(~mask for mask in padded.values())}
+    later = {~copy: ~mask for copy, mask in padded.items()}
+    run.step.stretches = [
+        (moment, [later.get(event, event) for event in stretch if event not in dropped])
+        for moment, stretch in run.step.stretches
+    ]
+
+
+MASK_OPERATORS = ("where", "constant_pad_nd")

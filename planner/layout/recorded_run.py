@@ -36,6 +36,8 @@ def recorded_step(configuration: Configuration, facts: Facts) -> Run:
         checkpointed = program.unfold_beside(facts.checkpointed, "step")
         run.step, run.checkpointed = partial(program, facts.step.model, run.step, checkpointed, blocks)
     kernels = workspace_kernels(configuration.strategy, configuration.machine, facts)
+    if "cudnn" in kernels:
+        attention_kernel.take_masks_as_they_are(run)
     if others := [buffer for buffer, kernel in program.kernel.items() if kernel not in kernels]:
         run.drop(run.step, others)
     return run
@@ -54,5 +56,6 @@ def add_optimizer(run: Run) -> None:
 
 
 def workspace_kernels(strategy: Strategy, machine: Machine, facts: Facts) -> frozenset[str]:
-    """The names of the attention kernels that will run and so take their workspaces."""
-    return frozenset(attention_kernel.workspaces(attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops)))
+    """The attention kernel that will run, and those whose recorded workspaces it takes."""
+    name = attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops)
+    return frozenset((name, *attention_kernel.workspaces(name)))

@@ -14,7 +14,9 @@ from click.testing import CliRunner
 
 from planner.catalog import lookup
 from planner.commands import cli
+from planner.layout import attention_kernel
 from planner.layout.optimizer.reduction_workspace import column_mean_bytes
+from planner.spec.job import Machine, Strategy
 from planner.units import MIB
 from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
 from trainers.recording.op_table import COPYING, KNOWN_SMALL, MATMULS, SAME
@@ -96,3 +98,20 @@ def test_a_mean_over_rows_takes_the_workspace_that_the_layout_says(gpu: str, tmp
     assert sum(map(bool, said)) >= 8
     for shape, workspace, taken in zip(MATRICES, said, json.loads(out.read_text()), strict=True):
         assert workspace <= taken <= workspace + 2 * SCALAR_BYTES, shape
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernel", "copies"),
+    [("h100-80gb", "Cudnn", 0), ("b200", "Cudnn", 0), ("rtx-4090", "Efficient", 1), ("rtx-5090", "Efficient", 1)],
+)
+def test_only_memory_efficient_attention_pads_a_mask(gpu: str, kernel: str, copies: int, tmp_path: Path) -> None:
+    """A boolean mask becomes one of numbers; where its rows are no multiple of 8, the kernel of most cards copies it."""
+    out, length = tmp_path / "mask.json", 2055
+    rehearse(gpu, "tests.tools.mask_memory", str(out), str(length))
+    seen = json.loads(out.read_text())
+    assert seen["kernel"].startswith(f"ScaledDotProduct{kernel}Attention")
+    assert seen["allocated"] == [2 * length * length, *[2 * length * (length + -length % 8)] * copies]
+    named = attention_kernel.kernel(
+        Strategy(), Machine(gpu=gpu), lookup.gpu(gpu), ["_scaled_dot_product_efficient_attention"]
+    )
+    assert named == kernel.lower()
