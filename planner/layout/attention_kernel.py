@@ -7,7 +7,7 @@ holds for any of them; what they take inside backward differs a little, and the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from planner.catalog.profiles import GpuProfile
 from planner.errors import NotEstimatedError
@@ -51,11 +51,9 @@ def workspaces(name: str) -> tuple[str, ...]:
 def take_masks_as_they_are(run: Run) -> None:
     """Drops the copies of masks with padded rows, which memory-efficient attention alone wants: where one was, the mask
     itself is saved (ATen/native/transformers/attention.cpp, preprocess_mask)."""
-    operators = run.program.op
     made = [event for _, stretch in run.step.stretches for event in stretch if event >= 0]
-    padded = {
-        copy: mask for mask, copy in itertools.pairwise(made) if (operators[mask], operators[copy]) == MASK_OPERATORS
-    }
+    pairs = padded_masks([run.program.op[buffer] for buffer in made])
+    padded = {made[copy]: made[mask] for mask, copy in pairs}
     if not padded:
         return
     dropped = {*padded, *(~mask for mask in padded.values())}
@@ -66,4 +64,7 @@ def take_masks_as_they_are(run: Run) -> None:
     ]
 
 
-MASK_OPERATORS = ("where", "constant_pad_nd")
+def padded_masks(operators: Sequence[str]) -> list[tuple[int, int]]:
+    """Of allocations in order, by the operators that make them: (mask, its copy with padded rows) by their places."""
+    pairs = enumerate(itertools.pairwise(operators))
+    return [(at, at + 1) for at, pair in pairs if pair == ("where", "constant_pad_nd")]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
+from planner.layout.attention_kernel import padded_masks
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.spec.job import SPLIT, Job, Strategy
@@ -156,7 +157,8 @@ class Made(NamedTuple):
 
     columns: TemplateColumns
     sizes: list[int]
-    """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels"""
+    """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels, nor for a mask
+    beside its padded copy"""
     weights: list[Weight]
     gradients: int
 
@@ -228,6 +230,8 @@ class _Walk:
             sizes = list(map(self.whole.__getitem__, columns.sizes))
             for position, _ in columns.kernels:
                 sizes[position] = 0
+            for mask, copy in padded_masks(columns.ops):  # which the mask itself may stand for
+                sizes[mask], sizes[copy] = 0, sizes[mask]
             weights, gradients = [], 0
             for (category, _, run, _), tensors in columns.named.items():
                 for _, position, leaf in tensors:

@@ -130,9 +130,9 @@ def attention(
     """``scaled_dot_product_attention`` as CUDA runs it: flash without a mask, memory-efficient with one or in fp32.
 
     Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the
-    same (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu). A boolean mask becomes one of numbers (torch 2.6 and
-    newer: ATen/native/transformers/attention.cpp, convert_boolean_attn_mask). For memory-efficient attention a mask
-    whose rows are not a multiple of 8 elements is then copied into padded rows (pad_bias), and the copy is what is
+    same (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu). A boolean mask becomes one of numbers (torch 2.6
+    and newer: ATen/native/transformers/attention.cpp, convert_boolean_attn_mask). For memory-efficient attention a
+    mask whose rows are not a multiple of 8 elements is then copied into padded rows (pad_bias), and the copy is what is
     saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows. cuDNN takes
     it as it is, see `planner.layout.attention_kernel`.
     """
@@ -142,8 +142,10 @@ def attention(
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
-            numbers = (torch.full((), number, dtype=query.dtype, device=query.device) for number in (0.0, -math.inf))
-            attn_mask = torch.where(attn_mask, *numbers)
+            kept, blocked = (
+                torch.full((), number, dtype=query.dtype, device=query.device) for number in (0.0, -math.inf)
+            )
+            attn_mask = torch.where(attn_mask, kept, blocked)
         length = key.shape[2]
         if attn_mask.shape[-2] > 1 and length % MASK_ALIGNMENT:
             attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]
