@@ -2,8 +2,8 @@
 
     vplan rehearse --gpu h100-80gb --no-values --steps 0 -- python -m tests.tools.mask_memory OUT.json LENGTH
 
-OUT.json: ``kernel``, autograd's name for it; ``allocated``, the bytes of every allocation that is as large as the mask in
-bf16 or larger, in order.
+OUT.json: ``kernel``, autograd's name for it; ``allocated``, the bytes of every allocation at least as large as the
+mask in bf16, in order.
 """
 
 from __future__ import annotations

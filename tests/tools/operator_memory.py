@@ -3,7 +3,7 @@
     vplan rehearse --gpu h100-80gb --no-values --steps 0 -- python -m tests.tools.operator_memory PLAN.toml OUT.json
 
 OUT.json: operator, as tapes name it -> ``calls``; ``most_bytes`` that one call had beyond its inputs and outputs;
-``shapes`` of the inputs of that call, and ``scattered_bytes``, what those of them take that are not contiguous.
+``shapes`` of the inputs of that call, and ``copied_bytes``, what those of them take that CUDA is said to copy.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from planner.spec.plan import read_plan
 from trainers.measuring.counters import Meter
 from trainers.measuring.phases import ProbedTraining, ProbeRequest
+from trainers.recording.op_table import is_copied
 from trainers.worker import ResultFile
 
 BLOCK_BYTES = 512
@@ -56,7 +57,7 @@ class OperatorMemory(TorchDispatchMode):
         if most - sum(made.values()) > entry["most_bytes"]:
             entry["most_bytes"] = most - sum(made.values())
             entry["shapes"] = [list(tensor.shape) for tensor in given]
-            entry["scattered_bytes"] = sum(tensor.nbytes for tensor in given if not tensor.is_contiguous())
+            entry["copied_bytes"] = sum(tensor.nbytes for tensor in given if is_copied(name, tensor))
         return out
 
 

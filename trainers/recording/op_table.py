@@ -6,6 +6,8 @@ that no tape holds; those whose workspace tapes do hold are in `trainers.recordi
 
 from __future__ import annotations
 
+import torch
+
 from trainers.recording.cuda_ops import WORKSPACES
 
 
@@ -74,7 +76,8 @@ line by line in torch's source is what the two tables below say of reductions, n
 
 _REDUCTION = (
     "when few outputs are reduced over many inputs, blocks meet in a buffer of a few numbers per block and output "
-    "(native/cuda/Reduce.cuh, global_memory_size): under 1 MiB"
+    "(native/cuda/Reduce.cuh, global_memory_size), up to 140 MiB where a bias's gradient is summed over the tokens: "
+    "not in tapes, as it depends on the card; `planner.layout.optimizer.reduction_workspace` has Adafactor's and CAME's"
 )
 KNOWN_SMALL = {
     "aten.all": _REDUCTION,
@@ -125,8 +128,18 @@ COPYING = _aten(
     "upsample_nearest3d"
 )
 """Copy an input that is not contiguous, and give the copy back when they are done (``contiguous()`` in
-native/Convolution.cpp, native/cuda/layer_norm_kernel.cu and UpSampleNearest2d.cu). No tape holds that yet: 1.5 GiB
-where CogVideoX-2B's VAE decodes 9 frames of 480x720, and 63 MiB in its blocks, which norm queries and keys by head."""
+native/Convolution.cpp, native/cuda/layer_norm_kernel.cu and UpSampleNearest2d.cu): 1.5 GiB where CogVideoX-2B's VAE
+decodes 9 frames of 480x720, and 63 MiB in its blocks, which norm queries and keys by head."""
+
+
+def is_copied(name: str, tensor: torch.Tensor) -> bool:
+    """Whether one of `COPYING` copies an input: norms read rows, the others channels last as well
+    (``suggest_memory_format`` in the same files)."""
+    if name not in COPYING:
+        return False
+    wanted = torch.contiguous_format if "layer_norm" in name else torch._prims_common.suggest_memory_format(tensor)
+    return not tensor.is_contiguous(memory_format=wanted)
+
 
 CLASSIFIED = SAME | KNOWN_SMALL.keys() | UNMODELLED.keys() | WORKSPACES.keys() | COPYING
 """Every operator that a tape may show."""

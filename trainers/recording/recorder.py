@@ -35,6 +35,7 @@ from trainers.recording.block_places import LikeBlocks, Place, find_runs, place_
 from trainers.recording.constant_values import Uniform
 from trainers.recording.hooks import watch_blocks, watch_casts, watch_gradients
 from trainers.recording.op_cost import OpCost, work_of
+from trainers.recording.op_table import is_copied
 from trainers.step import step
 from trainers.step.optimizers import SteppedInBackward, make_optimizer
 
@@ -112,6 +113,7 @@ class Recorder(TorchDispatchMode):
         if self.phase == "optimizer":
             self.place = self._common_place(inputs)
         before = len(self.recording.events)
+        copies = self._copies(name, inputs)
         for position, tensor in enumerate(outputs):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
@@ -122,6 +124,8 @@ class Recorder(TorchDispatchMode):
                 if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
                     self.recording.allocations[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
         self._note_workspaces(name, args)
+        for copy in copies:
+            self._event(~copy, self.place)
         if work := work_of(func, args, kwargs, out, inputs, outputs):
             self.recording.work.append((before, work))
 
@@ -162,6 +166,17 @@ class Recorder(TorchDispatchMode):
         self._uniform.forget(key)
         number = self._number.pop(key)
         self._event(~number, self.place)
+
+    def _copies(self, name: str, inputs: list[Tensor]) -> list[int]:
+        """Allocates the copies that CUDA makes of inputs that are not contiguous, before the outputs."""
+        copies = []
+        for tensor in inputs:
+            if is_copied(name, tensor):
+                copies.append(len(self.recording.allocations))
+                self.recording.allocations.append(RawAllocation(tensor.nbytes, name, self.place, self.phase))
+                self._event_of.append(len(self.recording.events))
+                self._event(copies[-1], self.place)
+        return copies
 
     def _note_workspaces(self, name: str, args: Any) -> None:
         workspaces = []
