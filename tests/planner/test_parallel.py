@@ -56,6 +56,7 @@ from planner import parallel as module
 module.cores = lambda: 3
 def busy():
     return lambda name: time.sleep(60) if name == "a" else os.getpid()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell starts with &
 answers = [module.spread(busy, (), ["a", "b", "c"], "names")]
 signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGINT))
 signal.setitimer(signal.ITIMER_REAL, 0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -115,7 +116,9 @@ def test_two_workers_record_what_is_shipped() -> None:
 def test_workers_end_with_their_parent(tmp_path: Path, number: signal.Signals, code: int) -> None:
     words = vplan.command("record", MODEL, "--variant", "step", "--jobs", "2", "-o", str(tmp_path / "tapes"))
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
+    quiet = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in what a shell starts with &
+    parent = subprocess.Popen(words, **quiet, env=environment, preexec_fn=heard)
     try:
         children = psutil.Process(parent.pid)
         pids = wait_for(lambda: len(found := {child.pid for child in children.children()}) == 2 and found)
