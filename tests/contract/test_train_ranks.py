@@ -4,6 +4,7 @@ split, before and after a resume."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.utils import cpp_extension  # noqa: E402
 
+from planner.launch.launch import RunRequest  # noqa: E402
 from tests.contract import training  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 
@@ -105,6 +108,24 @@ def test_two_ranks_that_share_every_sample_train_what_one_does(place: runs.Place
     split = {"context_parallel": 2, "gradient_checkpointing": "full"}
     check(training.train(request(place, tmp_path, "none", split, job={"method": "full", "batch_size": 2})))
     compare(tmp_path, alone(place, {}, method="full"))
+
+
+def test_ranks_that_read_different_weights_are_refused(place: runs.Place, tmp_path: Path) -> None:
+    """A node whose model folder is another version than the others': both ranks say so and how to mend it."""
+    shutil.copytree(place.root / "model", tmp_path / "model")
+    (file,) = (tmp_path / "model").rglob("*.safetensors")
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    asked = request(place, tmp_path / "run", "ddp", {}, job={"method": "full"})
+    told = training.run(_train_on_two_nodes, [asked, {**asked, "weights": str(tmp_path / "model")}], 2)
+    assert [(rank["outcome"], rank["message"]) for rank in told] == [
+        ("refused", "the ranks have read different weights to begin with")
+    ] * 2
+    assert all("the same weights" in rank["fix"] and rank["exit_code"] == 4 for rank in told)
+
+
+def _train_on_two_nodes(requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each rank trains its own request."""
+    return runs.train(RunRequest.read(requests[int(os.environ["RANK"])]))
 
 
 def test_two_ranks_run_the_same_expert_and_wait_for_no_gradient_of_the_other(

@@ -25,7 +25,7 @@ def probe(folder: str, world: int = ranks.WORLD) -> list[Told]:
     return run(_probe, {"folder": folder}, world)
 
 
-def run(work: Callable[[dict[str, Any]], Told], request: dict[str, Any], world: int) -> list[Told]:
+def run(work: Callable[[Any], Told], request: Any, world: int) -> list[Told]:
     """Does some work on so many ranks, all of them new; what each told."""
     context = ranks._fork_server()
     with socket.socket() as found:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError
 from planner.layout.sharding.zero import DEEPSPEED, ZeroSettings
 from planner.spec.job import Job, Strategy
 from trainers.families import family
@@ -305,11 +306,14 @@ def set_up(
 
 
 def check_alike(trainable: dict[str, nn.Parameter], device: torch.device) -> None:
-    """Asserts that all ranks begin with the same trained weights, which nothing broadcasts."""
+    """Refuses ranks that begin with different trained weights, which nothing broadcasts. All ranks call it together,
+    and all of them raise the VplanError."""
     total = torch.stack([parameter.detach().double().abs().sum() for parameter in trainable.values()]).sum()
     ends = torch.stack([total, -total]).to(device)
     dist.all_reduce(ends, dist.ReduceOp.MAX)
-    assert ends[0] == -ends[1], "ranks have read different weights"
+    if ends[0] != -ends[1]:
+        fix = "put the same weights, and with --resume the same checkpoint, on every node, and run the command again"
+        raise VplanError("the ranks have read different weights to begin with", fix, 4)
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
