@@ -19,8 +19,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.utils import cpp_extension  # noqa: E402
 
 from planner.launch.launch import RunRequest  # noqa: E402
+from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from tests.contract import training  # noqa: E402
 from tests.trainers import runs  # noqa: E402
+from trainers.parallel.start import start  # noqa: E402
 
 SHARDINGS = ["ddp", "zero-1", "zero-2", "zero-3", "fsdp"]
 TOLERANCE = 1e-5
@@ -126,6 +128,22 @@ def test_ranks_that_read_different_weights_are_refused(place: runs.Place, tmp_pa
 def _train_on_two_nodes(requests: list[dict[str, Any]]) -> dict[str, Any]:
     """Each rank trains its own request."""
     return runs.train(RunRequest.read(requests[int(os.environ["RANK"])]))
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero-1"])
+def test_ranks_wait_for_one_that_writes_for_hours(sharding: str) -> None:
+    """Not for the 10 or 30 minutes after which torch ends a run: 280 GB at 20 MB/s are 4 hours."""
+    told = training.run(_wait_in_seconds, sharding, 2)
+    assert all(each["seconds"] >= 280e9 / 20e6 for each in told), told
+
+
+def _wait_in_seconds(sharding: str) -> dict[str, Any]:
+    """The timeout of the group that the barriers of a save belong to."""
+    job, strategy = Job(model="sdxl", frames=1, height=1024, width=1024), Strategy(sharding=sharding)
+    device = torch.device("cpu")
+    start(job, strategy, Machine(gpu="24GB", gpus=2), device, Path())
+    group = torch.distributed.distributed_c10d._get_default_group()
+    return {"seconds": group._get_backend(device).options._timeout.total_seconds()}
 
 
 def test_two_ranks_run_the_same_expert_and_wait_for_no_gradient_of_the_other(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from planner.launch.launch import RunRequest
+
+TIMEOUT = timedelta(hours=6)
+"""How long ranks wait for each other in a collective; the one place that says so.
+
+While a rank writes a checkpoint or the finished weights, the others wait in a barrier. torch gives up after 10 minutes
+with NCCL and 30 with gloo (torch/distributed/constants.py), and that ends the run. All of a model of 14B in full
+training, 20 bytes a weight with masters, states and average, is 280 GB: 4 hours to a drive of 20 MB/s. Nobody waits
+that long for a rank that has died: torch's launcher ends the others at once.
+"""
 
 
 def find_device(name: str) -> torch.device:
@@ -53,7 +63,7 @@ def start(
 
     together = "WORLD_SIZE" in os.environ
     backend = backend_of(strategy, device)
-    handlers = [InitProcessGroupKwargs(backend=backend)] if together else []
+    handlers = [InitProcessGroupKwargs(backend=backend, timeout=TIMEOUT)] if together else []
     settings: dict[str, Any] = {"kwargs_handlers": handlers}
     if request:
         settings |= {"log_with": request.log_with, "project_dir": request.output}

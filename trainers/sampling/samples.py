@@ -231,7 +231,7 @@ class Samples:
     def _any_rank(self, question: str, vote: bool) -> bool:
         """Whether any rank votes yes on a question, which all ranks ask once.
 
-        Through the store, however long it takes: a collective would give up within minutes.
+        Through the store, however long it takes: a collective would give up after `trainers.parallel.start.TIMEOUT`.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return vote
