@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -98,8 +99,7 @@ def read_source(text: str, classes: Iterable[str]) -> Source:
     class_name = _class_of(config, place, sorted(classes))
     check_values(config, _relative(place, root))
     if place.parent == root:
-        folder = root.parent if root.name in (*DENOISERS, SECOND_EXPERT) else root
-        return Source(str(place), _called(folder), class_name, config)
+        return Source(str(place), _called(root), class_name, config)
     parts = {part: read_config(root / part / CONFIG, root) for part in ("vae", *ENCODERS) if _has(root, part)}
     for part, part_config in parts.items():
         check_values(part_config, f"{part}/{CONFIG}", may_be_negative=part != "vae")
@@ -108,8 +108,19 @@ def read_source(text: str, classes: Iterable[str]) -> Source:
 
 
 def _called(folder: Path) -> str:
-    """The name of a model's folder; a snapshot in a Hugging Face cache is called by a number, its repository is not."""
+    """The name of a model's folder, also where its transformer's is given; a snapshot in a Hugging Face cache is called
+    by a number, its repository is not."""
+    if folder.name in (*DENOISERS, SECOND_EXPERT):
+        folder = folder.parent
     return folder.parent.parent.name.rpartition("--")[2] if folder.parent.name == "snapshots" else folder.name
+
+
+def has_name(folder: Path, model: str) -> bool:
+    """Whether a folder's own name, that of its repository, or of what it links to has a model's name in it."""
+    wanted, *keys = (
+        re.sub(r"[^a-z0-9.]", "", text.lower()) for text in (model, _called(folder), _called(folder.resolve()))
+    )
+    return any(wanted in key for key in keys)
 
 
 def _has(root: Path, part: str) -> bool:

@@ -98,6 +98,9 @@ def model(name: str) -> ModelProfile:
             return own_profile
     if canonical := bundled_name(text):
         return _model(canonical)
+    if origin := _distilled().get(_model_key(text)):
+        fault = f"{quoted(name)} is a distilled {_model(origin).title}, which vplan does not train"
+        raise VplanError(fault, f"use {origin}, whose memory is the same, and its own weights")
     # A start that several models have is refused with their names: guessing one would plan for another model.
     variants = _variants(text)
     if len(variants) == 1:
@@ -223,6 +226,12 @@ def _model_aliases() -> dict[str, str]:
                     f"profiles {owner} and {name} are damaged: both have the alias {alias!r}", "reinstall vplan"
                 )
     return index
+
+
+@functools.cache
+def _distilled() -> dict[str, str]:
+    """The names of distilled weights -> the bundled model of their shape."""
+    return {_model_key(alias): name for name in profiles.model_names() for alias in _model(name).traits.distilled}
 
 
 def _variants(text: str) -> list[str]:

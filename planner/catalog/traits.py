@@ -112,6 +112,9 @@ class Traits(Record):
     same_shape: tuple[Text, ...] = ()
     """other weights of the same shape, but for what goes in and a few layers around the blocks, by the names that
     trainers give them"""
+    distilled: tuple[Text, ...] = ()
+    """likewise, weights that need few steps, which this model's training would undo: they take the same memory and
+    are not trained"""
     part: Text = "transformer"
     """what pipelines call it: its folder, and the prefix of its LoRA weights"""
     trained_by: str = ""

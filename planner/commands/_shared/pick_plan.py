@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import click
 
 from planner.catalog import lookup
-from planner.catalog.diffusers_folder import DENOISERS
+from planner.catalog.diffusers_folder import DENOISERS, has_name
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
 from planner.commands._shared.render import print_suggestion
 from planner.commands._shared.request import TypedQuestion
 from planner.commands._shared.verb import verdict_exit_code
-from planner.errors import VplanError
+from planner.errors import VplanError, quoted
 from planner.hardware import doctor
 from planner.search.suggester import Suggester
 from planner.spec.plan import Plan, read_plan, write_plan
@@ -83,10 +83,15 @@ def _card_here() -> str:
 
 def weights_of(model: ModelProfile, said: str | None) -> str:
     """The folder of a model's weights: the one given, else the folder of an own model. Raises a VplanError when there
-    is neither."""
+    is neither, or when it says that it holds a distilled model."""
     if said is None and not model.is_own:
         raise VplanError("no --weights", f"pass --weights DIR, the folder of {model.title} in diffusers format", USAGE)
-    return said or str(_own_folder(model.origin))
+    folder = said or str(_own_folder(model.origin))
+    for distilled in model.traits.distilled:
+        if has_name(Path(folder).expanduser(), distilled):
+            fault = f"{quoted(folder)} says {distilled}, a distilled model, which training as {model.title} would undo"
+            raise VplanError(fault, f"pass --weights DIR, the folder of {model.title} itself")
+    return folder
 
 
 def _own_folder(origin: str) -> Path:

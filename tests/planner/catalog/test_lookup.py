@@ -130,7 +130,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("qwen", "qwen-image"),
         ("Qwen/Qwen-Image-Edit-2509", "qwen-image-edit"),
         ("stabilityai/stable-diffusion-3.5-large", "sd3.5-large"),
-        ("Tongyi-MAI/Z-Image-Turbo", "z-image"),
+        ("Tongyi-MAI/Z-Image", "z-image"),
         ("latentsync", "latentsync-1.6-stage1"),
         ("sd15", "sd1.5"),
     ],
@@ -152,6 +152,20 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
 )
 def test_parameters_are_the_published_ones(name: str, millions: int) -> None:
     assert model(name).parameters == pytest.approx(millions * 10**6, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("Tongyi-MAI/Z-Image-Turbo", "z-image"),
+        ("z image turbo", "z-image"),
+        ("krea/Krea-2-Turbo", "krea-2"),
+        ("flux.1-schnell", "flux.1-dev"),
+    ],
+)
+def test_a_distilled_model_is_not_taken_for_the_one_it_was_made_of(typed: str, name: str) -> None:
+    error = refused(model, typed)
+    assert "is a distilled" in error.message and f"use {name}, whose memory is the same" in error.fix
 
 
 def test_an_ambiguous_model_lists_its_variants() -> None:

@@ -9,7 +9,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from planner.catalog import lookup
 from planner.commands import cli
+from planner.commands._shared.pick_plan import weights_of
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import Verb
 from planner.errors import VplanError
@@ -206,6 +208,33 @@ def test_train_asks_for_weights_before_it_plans_or_writes(plan: str, tmp_path: P
         said = ["--data", str(tmp_path / "clips"), "--output", str(tmp_path / "run"), "--gpu", "24GB"]
         assert "no --weights" in CliRunner().invoke(cli, ["train", target, *said]).output
     assert not (tmp_path / "run").exists(), "else the next try would have to be of the same plan"
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "Z-Image-Turbo",
+        "z_image_turbo-bf16/transformer",
+        "models--Tongyi-MAI--Z-Image-Turbo/snapshots/04cc4abb7c5069926f75c9bfde9ef43d49423021",
+    ],
+)
+def test_train_refuses_a_folder_of_distilled_weights(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "z-image").symlink_to(tmp_path / folder)
+    said = ["--data", str(tmp_path), "--output", str(tmp_path / "run"), "--gpu", "24GB"]
+    for place in (tmp_path / folder, tmp_path / "z-image"):
+        found = CliRunner().invoke(cli, ["train", "z-image", "--weights", str(place), *said])
+        output = " ".join(found.output.split())
+        assert found.exit_code == 1 and "says z-image-turbo, a distilled model" in output, output
+        assert "the folder of Z-Image itself" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_other_weights_is_none_of_distilled_ones(tmp_path: Path) -> None:
+    """A run's folder may be anywhere, and flux.1-dev has other distilled weights."""
+    place = tmp_path / "z-image-turbo-lora" / "Z-Image"
+    assert weights_of(lookup.model("z-image"), str(place)) == str(place)
+    assert weights_of(lookup.model("flux.1-dev"), "Z-Image-Turbo") == "Z-Image-Turbo"
 
 
 @pytest.mark.parametrize("rate", ["nan", "inf", "-1", "0"])
