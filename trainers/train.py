@@ -170,7 +170,8 @@ class TrainingRun:
                 self.metrics.write({**line, **self.watch.peaks()} if "samples" in line else line)
 
         self.report.tell(phase="validate")
-        self.samples.make(self.engine, self.done, tell)
+        with self.average.in_model() if self.average else contextlib.nullcontext():  # which is what `final` will be
+            self.samples.make(self.engine, self.done, tell)
         self.report.tell(phase="train")
 
     def _set_up(self) -> dict[str, Any] | None:

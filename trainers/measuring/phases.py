@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Collection, Iterator
@@ -190,7 +191,10 @@ class ProbedTraining:
             inputs = pipelines.SampleInputs(steps=NOISE_LEVELS, seed=SEED)
             model, device = engine.plain, self.meter.device
             split = validate.Split(first, engine.release) if engine.gathers else None
-            validate.sample(model, request.profile, request.job, self.strategy, device, inputs, self.meter.phase, split)
+            with self.average.in_model() if self.average else contextlib.nullcontext():
+                validate.sample(
+                    model, request.profile, request.job, self.strategy, device, inputs, self.meter.phase, split
+                )
         checkpoint.barrier()
 
     def save(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +17,17 @@ DECAY = 0.9999
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _write(parameter: nn.Parameter, values: Tensor) -> None:
+    """Gives a parameter other values, wherever it lies by now: a sample may have sent it away and back."""
+    _local(parameter.detach()).copy_(values)
+
+
+def _exchange(parameter: nn.Parameter, shadow: Tensor) -> None:
+    own = _local(parameter.detach()).to(shadow.device, copy=True)
+    _write(parameter, shadow)
+    shadow.copy_(own)
 
 
 class Average:
@@ -40,6 +54,25 @@ class Average:
             shadow = self.shadow[name]
             difference = shadow - _local(parameter.detach()).to(shadow.device)
             shadow.sub_(difference.mul_(1 - decay))
+
+    @contextlib.contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Has the model hold the average meanwhile, and its own weights again behind that, bit for bit. No step and no
+        checkpoint may come in between.
+
+        fp32 weights change places with the average, one parameter at a time. Others could not wait there without
+        loss of the average's last digits: they wait in host RAM.
+        """
+        with contextlib.ExitStack() as back:
+            for name, parameter in self.trainable.items():
+                shadow = self.shadow[name]
+                if parameter.dtype == shadow.dtype:
+                    _exchange(parameter, shadow)
+                    back.callback(_exchange, parameter, shadow)
+                else:
+                    back.callback(_write, parameter, _local(parameter.detach()).to("cpu", copy=True))
+                    _write(parameter, shadow)
+            yield
 
     def full_tensor(self, name: str) -> Tensor:
         """The average of one parameter, unsplit; all ranks ask together."""

@@ -1,8 +1,8 @@
 """The samples of a run: which ones and when, their files, and what becomes of the run when one cannot be made.
 
-The first rank makes them, of the weights as they are, and the others wait for it; where weights are split over ranks
-(ZeRO-3, FSDP2) all of them denoise together. Nothing of a sample stays on the GPU. An error in making one does not end
-training, but for one of a single rank while all denoise together.
+The first rank makes them, of the weights as they are or of their average where the plan keeps one, and the others wait
+for it; where weights are split over ranks (ZeRO-3, FSDP2) all of them denoise together. Nothing of a sample stays on
+the GPU. An error in making one does not end training, but for one of a single rank while all denoise together.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ av = pytest.importorskip("av")
 
 import diffusers  # noqa: E402
 import numpy  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from planner.catalog import lookup  # noqa: E402
 from planner.dataset import scan  # noqa: E402
@@ -27,6 +27,7 @@ from planner.spec.job import Job, Machine, Strategy, ValidationShape  # noqa: E4
 from planner.spec.plan import Plan  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
 from trainers.families import family  # noqa: E402
+from trainers.parallel.ema import Average  # noqa: E402
 from trainers.sampling import samples, validate  # noqa: E402
 
 NO_STEPS = dict.fromkeys(("validate_every", "validation_prompts", "validation_steps", "validation_guidance"))
@@ -83,6 +84,50 @@ def test_training_with_samples_is_training_without_them_bit_for_bit(place: runs.
         assert float(container.streams.video[0].average_rate) == 16
     assert numpy.stack(pictures).shape == (5, 32, 48, 3)
     made_again_when_taken_up(place, tmp_path / "on")
+
+
+@pytest.mark.parametrize("ema", ["gpu", "cpu"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_samples_show_the_average_and_leave_it_and_the_weights_bit_for_bit(
+    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema: str, dtype: str
+) -> None:
+    strategy = {"ema": ema, "adapter_dtype": dtype}
+    assert runs.train(place.request(tmp_path / "plain", place.plan(strategy)))["outcome"] == "ok"
+    sample, seen = validate.sample, []
+
+    def look(model: torch.nn.Module, *rest: Any) -> numpy.ndarray:
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        seen.append({name: weight.detach().clone() for name, weight in trained.items()})
+        return sample(model, *rest)
+
+    monkeypatch.setattr(validate, "sample", look)
+    assert sampled(place, tmp_path / "on", **strategy)["outcome"] == "ok"
+    assert runs.losses(tmp_path / "on") == runs.losses(tmp_path / "plain")
+    for step, shown in ((2, seen[0]), (4, seen[2])):
+        at = [tmp_path / name / "checkpoints" / f"step-0000000{step}" for name in ("on", "plain")]
+        for file in ("average.safetensors", "weights.safetensors"):
+            found, wanted = (load_file(folder / file) for folder in at)
+            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        average, weights = load_file(at[0] / "average.safetensors"), load_file(at[0] / "weights.safetensors")
+        assert shown.keys() == average.keys()
+        assert all(torch.equal(shown[name], tensor.to(shown[name].dtype)) for name, tensor in average.items())
+        assert any(not torch.equal(shown[name], tensor) for name, tensor in weights.items())
+    ours, theirs = (runs.tensors(tmp_path / name / "final") for name in ("on", "plain"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_a_sample_sent_away_and_back_are_their_own_again(dtype: torch.dtype) -> None:
+    """Their storage is another behind that, and the sample failed."""
+    weight = torch.nn.Parameter(torch.randn(64).to(dtype))
+    average = Average({"a": weight}, "gpu")
+    average.shadow["a"].mul_(1 / 3)
+    own, shadow = weight.detach().clone(), average.shadow["a"].clone()
+    with pytest.raises(MemoryError), average.in_model():
+        assert torch.equal(weight, shadow.to(dtype))
+        weight.data = weight.data.clone()
+        raise MemoryError
+    assert torch.equal(weight, own) and torch.equal(average.shadow["a"], shadow)
 
 
 def made_again_when_taken_up(place: runs.Place, output: Path) -> None:
