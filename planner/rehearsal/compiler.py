@@ -26,7 +26,7 @@ OLDEST_CUDA, NEWEST_CUDA = 12, 13
 WITHOUT_TORCH = "13.0"
 
 _LIBRARY_SOURCES: Mapping[str, tuple[str, ...]] = {
-    "libcuda": ("card.c", "holders.c", "memory.c", "driver.c"),
+    "libcuda": ("card.c", "holders.c", "memory.c", "file_mappings.c", "driver.c"),
     "libcudart": ("runtime.c",),
     "libcublas": ("math_libraries.c", "CUBLAS"),
     "libcublasLt": ("math_libraries.c", "CUBLASLT"),

@@ -6,6 +6,7 @@ The second half needs a Python with PyTorch's CUDA wheel (no GPU), named by VPLA
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -107,6 +108,30 @@ def test_a_program_that_fails_otherwise(place: Path, cache: str, bare_python: st
     error = rehearse(place, cache, *words, code=4)["error"]
     assert "exit code 1: it broke" in error["message"]
     assert "it broke" in Path(error["fix"].partition(": ")[2]).read_text()
+
+
+MAPPING = """
+    import mmap, sys
+    with open(sys.argv[1], "rb") as file:
+        whole = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    whole[0] = 1
+    print(whole[0], whole[-1])
+"""
+
+
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+
+
+@pytest.mark.skipif(not OVERCOMMIT.exists() or OVERCOMMIT.read_text().strip() != "0", reason="Linux's own heuristic")
+def test_a_checkpoint_larger_than_ram_is_mapped(place: Path, cache: str, bare_python: str) -> None:
+    """As torch maps it (aten/src/ATen/MapAllocator.cpp): private and writable. Linux would refuse."""
+    program, weights = place / "map.py", place / "model.bin"
+    program.write_text(textwrap.dedent(MAPPING))
+    with weights.open("wb") as file:
+        file.truncate(psutil.virtual_memory().total + psutil.swap_memory().total + 2**30)
+    with weights.open("rb") as file, pytest.raises(OSError, match="Cannot allocate memory"):
+        mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    rehearse(place, cache, "--gpu", "8GB", "--python", bare_python, "--", bare_python, str(program), str(weights))
 
 
 def test_the_time_is_bounded(place: Path, cache: str, bare_python: str) -> None:
