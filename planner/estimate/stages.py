@@ -47,7 +47,7 @@ def replay_stages(
     first = runs[0]
     allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments, capacity_bytes=capacity_bytes)
     stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
-    later = [entry for entry in stages if entry[1] in ("train", "optimizer")]
+    later = [(run, phase, stage) for run in runs for phase, stage in _steady_step(run)]
     if first.samples_only:
         later = [(run, phase, stage) for run in runs for phase, stage in _sampled_again(run)]
     if len(runs) > 1:
@@ -114,6 +114,16 @@ def replay_encoding(encoding: Run, capacity_bytes: int | None = None) -> Replaye
 def _replay_alone(expandable: bool, capacity: int | None, ops: tuple[int, ...], sizes: tuple[int, ...]) -> Replayed:
     """Encoders do the same whatever the strategy of training, which a search asks about again and again."""
     return CachingAllocator(expandable_segments=expandable, capacity_bytes=capacity).run(ops, sizes)
+
+
+def _steady_step(run: Run) -> list[tuple[PhaseName, Stage]]:
+    """The stages of a step behind the first: training encodes before each where the encoders stay on the GPU."""
+    following = [phase for phase, _ in run.stages[1:]] + [""]
+    return [
+        (phase, stage)
+        for (phase, stage), after_it in zip(run.stages, following, strict=True)
+        if phase in ("train", "optimizer") or (phase, after_it) == ("encode", "train")
+    ]
 
 
 def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:

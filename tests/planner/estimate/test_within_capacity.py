@@ -13,7 +13,7 @@ from planner.evidence.measurement import ProbeRow
 from planner.evidence.published import shipped_rehearsals
 from planner.layout.inputs import load_facts
 from planner.spec.configuration import Configuration
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Estimate
 from planner.units import GIB
 
@@ -77,3 +77,29 @@ def test_a_replay_at_the_cap_runs_out_where_the_rehearsal_did(row: ProbeRow) -> 
     capacity = row.capped_bytes - outside_bytes(replay(row.configuration, facts)[0])
     played = replay(row.configuration, facts, capacity_bytes=capacity)[1]
     assert cache_flushes.runs_out(played) == (row.requested_bytes is not None)
+
+
+# ---- encoders that stay on the GPU encode before every step
+
+RESIDENT = Strategy(
+    gradient_checkpointing="full", text_encoder="resident", vae="resident", expandable_segments=False, autocast="bf16"
+)
+
+
+@pytest.mark.parametrize(
+    "buckets", [(), (Bucket(frames=9, height=480, width=720), Bucket(frames=49, height=480, width=720))]
+)
+def test_every_step_encodes_its_own_batch(buckets: tuple[Bucket, ...]) -> None:
+    """What training frees of a batch is there, in the later steps at the capacity and in those of another shape."""
+    job = Job(model="cogvideox-2b", frames=49, height=480, width=720, buckets=buckets)
+    configuration = Configuration.of(job, RESIDENT, Machine(gpu="rtx4090"))
+    facts = load_facts(configuration)
+    whole = replay(configuration, facts)[1]
+    most = max(entry.replayed.reserved_peak_bytes for entry in whole)
+    capped = replay(configuration, facts, capacity_bytes=most)[1]
+    for played in (whole, capped):
+        phases = [entry.phase for entry in played]
+        assert [phases[at - 1] for at, phase in enumerate(phases) if phase == "train"] == ["encode"] * phases.count(
+            "train"
+        )
+    assert len(capped) > len(whole) and not cache_flushes.runs_out(capped)
