@@ -160,12 +160,12 @@ def test_easyanimate_7b_fits_with_8_bit_adam(easyanimate: Case) -> None:
     assert "optimizer" in found.found["lossy"]
 
 
-def test_easyanimate_7b_fits_under_zero_2_on_four_cards_and_not_on_two(easyanimate: Case) -> None:
+def test_easyanimate_7b_fits_under_zero_2_on_four_cards_and_fills_two(easyanimate: Case) -> None:
     zero = ("--zero-stage", "2", "--autocast", "none")
     four, two = easyanimate.ask(*zero), easyanimate.ask(*zero, "--gpus", "2")
     assert four.high <= four.budget and four.verdict != "no"
     assert 40.5 <= four.allocated("train") < 45.5 and 44 <= four.allocated("optimizer") <= 54
-    assert two.verdict == "no" and two.where.startswith("optimizer")
+    assert two.verdict == "tight" and two.where.startswith("optimizer")  # it empties its cache twice a step
 
 
 def test_a_search_prices_and_keeps_the_plan_s_trainer(easyanimate: Case) -> None:
@@ -230,7 +230,7 @@ def test_latentsync_at_512_does_not_fit_24_gb(latentsync: Case) -> None:
     larger = ("--height", "512", "--width", "512")
     assert latentsync.ask(*larger).verdict == "no"
     without = latentsync.ask(*larger, "--validation-mode", "off")
-    assert without.verdict == "tight" and without.allocated("train") < without.budget < without.device("train") + 1
+    assert without.verdict == "no" and without.allocated("train") < without.budget < without.device("train") + 1
 
 
 # ---- sd-scripts: FLUX.1-dev, full, 1024, one H100

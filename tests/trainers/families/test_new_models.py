@@ -120,7 +120,15 @@ def test_models_of_a_class_have_the_same_traits() -> None:
     models = [lookup.model(name) for name in profiles.model_names()]
     vaes = [(model.vae.class_name, model.vae.traits) for model in models]
     encoders = [(part.class_name, part.traits) for model in models for part in model.text_encoders]
-    own = ("same_shape", "frames_per_second", "wide_is_all_linear", "trained_by", "trainers", "saved_tables")
+    own = (
+        "same_shape",
+        "frames_per_second",
+        "wide_is_all_linear",
+        "trained_by",
+        "trainers",
+        "saved_tables",
+        "distilled",
+    )
     for pairs in (vaes, encoders):
         for class_name in {name for name, _ in pairs}:
             assert len({str(traits) for name, traits in pairs if name == class_name}) == 1, class_name
