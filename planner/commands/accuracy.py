@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,12 @@ import click
 from planner.commands import USAGE
 from planner.commands._shared.verb import Verb, examples, json_option, report_option, show, table, write_report
 from planner.errors import VplanError
+from planner.evidence import published_rehearsals
 from planner.evidence.accuracy import (
     AFTER_STEP,
+    APART,
     PEAKS,
+    WITH_VALIDATION,
     AfterStep,
     Comparison,
     Predict,
@@ -41,6 +45,9 @@ if TYPE_CHECKING:
 
 REHEARSED_TITLE = "rehearsed: our own trainer on virtual GPUs, whose context and NCCL are estimated"
 """Rows of `--runner rehearse`, which no other number here counts."""
+
+SHORT: dict[str, str] = {AFTER_STEP: "after step", WITH_VALIDATION: "with validation"}
+"""Counters that are shown by other words."""
 
 _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 
@@ -113,8 +120,14 @@ def command(
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         compared = compare(progress, predict, after_step)
     rehearsed = [entry for entry in compared if entry.row.taken == "rehearsed"]
-    compared = [entry for entry in compared if entry.row.taken != "rehearsed"]
+    peaks = published_rehearsals.rehearsed_peaks()
+    compared = [
+        replace(entry, rehearsed_gib=peaks.get(entry.row.id) if entry.row.taken == "published" else None)
+        for entry in compared
+        if entry.row.taken != "rehearsed"
+    ]
     found = answer(compared)
+    found["published_rehearsals"] = published_rehearsals.summary(compared)
     if rehearsed:
         found["rehearsed"] = answer(rehearsed)
     pairs = _learned(compared, own)
@@ -125,6 +138,7 @@ def command(
         if compared or not rehearsed:
             _render_rows(console, compared)
             _render_summary(console, compared, found["summary"])
+            _render_published_rehearsals(console, found["published_rehearsals"])
         _render_halves(console, found["halves"])
         if pairs:
             _render_learned(console, found["learned"])
@@ -256,8 +270,13 @@ def _render_rows(console: Console, compared: Sequence[Comparison]) -> None:
         entries = [entry for entry in worst_first(compared) if entry.row.implementation == name]
         if entries:
             console.print(name, style="bold", markup=False)
-            columns = ("id", "counter", ">measured GiB", ">predicted GiB", ">error")
-            console.print(table(columns, [_row(entry) for entry in entries]))
+            columns = ["id", "counter", ">measured GiB", ">predicted GiB", ">error"]
+            rows = [_row(entry) for entry in entries]
+            if any(entry.rehearsed_gib is not None for entry in entries):
+                columns.insert(3, ">rehearsed GiB")
+                for row, entry in zip(rows, entries, strict=True):
+                    row.insert(3, "" if entry.rehearsed_gib is None else f"{entry.rehearsed_gib:.2f}")
+            console.print(table(columns, rows))
             for entry in entries:
                 if entry.row.not_a_peak:
                     console.print(f"{entry.row.id}: {entry.row.not_a_peak}", markup=False, soft_wrap=True)
@@ -275,6 +294,18 @@ def _render_rehearsed(
     _render_summary(console, compared, summary)
 
 
+def _render_published_rehearsals(console: Console, found: dict[str, Any]) -> None:
+    """How far prediction and print are from rehearsals of the same published runs."""
+    if not found["n"]:
+        return
+    sides = ", ".join(
+        f"{side} {found[side]['median_abs_pct']:.1f} % off the rehearsal ({found[side]['max_abs_pct']:.1f} at worst)"
+        for side in ("predicted", "printed")
+    )
+    line = f"{found['n']} of {found['of']} published numbers rehearsed with their trainer's own code: {sides}"
+    console.print(line, markup=False, soft_wrap=True)
+
+
 def _render_summary(console: Console, compared: Sequence[Comparison], summary: dict[str, Any]) -> None:
     """What the rows amount to, and which of them are not supported."""
     _render_unsupported(console, compared)
@@ -283,10 +314,11 @@ def _render_summary(console: Console, compared: Sequence[Comparison], summary: d
     verdict = summary["verdict"]
     said = f"{verdict['under']} said to fit but ran out, {verdict['false_refusal']} said not to fit but ran"
     console.print(f"verdicts of {verdict['n']} runs: {said}")
-    covered = summary["coverage"]
-    if covered["n"]:
-        share, width = f"{covered['inside_pct']:.1f} %", f"{covered['median_width_pct']:.1f} %"
-        console.print(f"low..high of {covered['n']} peaks: {share} contain the measured value, median width {width}")
+    for of, key in (("peaks", "coverage"), ("peaks with validation", "coverage_with_validation")):
+        covered = summary[key]
+        if covered["n"]:
+            share, width = f"{covered['inside_pct']:.1f} %", f"{covered['median_width_pct']:.1f} %"
+            console.print(f"low..high of {covered['n']} {of}: {share} contain the measured value, median width {width}")
 
 
 def _row(entry: Comparison) -> list[str]:
@@ -297,7 +329,7 @@ def _row(entry: Comparison) -> list[str]:
 
 
 def _counter(counter: str) -> str:
-    return "after step" if counter == AFTER_STEP else counter
+    return SHORT.get(counter, counter)
 
 
 def _measured(entry: Comparison) -> str:
@@ -342,7 +374,7 @@ def _summary_rows(compared: Sequence[Comparison], summary: dict[str, Any]) -> li
     rows = []
     for name, found in summary["by_implementation"].items():
         entries = [entry for entry in compared if entry.row.implementation == name]
-        spreads = {_counter(counter): found[counter] for counter in (*PEAKS, AFTER_STEP) if counter in found}
+        spreads = {_counter(counter): found[counter] for counter in (*PEAKS, *APART) if counter in found}
         alone = summary["measured_peaks"]["by_implementation"].get(name, {})
         spreads |= {f"{counter}, peaks alone": alone[counter] for counter in PEAKS if _fewer(alone, found, counter)}
         spreads |= {f"{family} models": spread for family, spread in by_family(entries).items()}

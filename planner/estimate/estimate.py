@@ -169,7 +169,8 @@ def replay(
 def after_step_bytes(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> int:
     """Bytes that stay allocated after a step: weights, optimizer states, residents and persistent buffers."""
     run = lay_out(configuration, facts, grid(facts.model, configuration.job), trainer)
-    return next(entry for entry in reversed(replay_stages(run)) if entry.phase == "optimizer").allocated_after_bytes
+    steps = (run.optimizer, run.optimizer_first)
+    return next(entry for entry in reversed(replay_stages(run)) if entry.stage in steps).allocated_after_bytes
 
 
 def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:

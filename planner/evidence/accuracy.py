@@ -27,6 +27,11 @@ PEAKS: tuple[Counter, ...] = ("allocated", "reserved", "device", "unknown")
 AFTER_STEP: Counter = "allocated_after_step"
 """No peak: what stays when a step is over. Its errors are never averaged with those of peaks."""
 
+WITH_VALIDATION: Counter = "reserved_with_validation"
+"""The peak of training and of the validation behind it, whose errors are kept apart from those of training alone."""
+
+APART: tuple[Counter, ...] = (AFTER_STEP, WITH_VALIDATION)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -115,6 +120,8 @@ class Comparison:
     family: str | None = None
     unsupported: str | None = None
     """why nothing is predicted"""
+    rehearsed_gib: float | None = None
+    """the same number in a rehearsal of a published run, where there was one"""
 
     @property
     def predicted_gib(self) -> float | None:
@@ -218,7 +225,7 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparis
             row=row,
             counter=counter,
             measured=interval,
-            judges=interval == numbers[0][1],
+            judges=interval == numbers[0][1] and counter != WITH_VALIDATION,  # its run is judged by its training
             predicted=_range(counter, prediction, stays),
             allowed=(prediction.low, prediction.high),
             verdict=prediction.verdict,
@@ -239,9 +246,10 @@ def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
         return get_args(PhaseName)
     encodes = ("encode",) if "cached" not in (strategy.text_encoder, strategy.vae) else ()
     before = encodes if row.reset_after_load else ("load", *encodes)
-    if row.states_come_last:  # a forward or backward never saw optimizer states
-        return (*before, "first_step")
-    return (*before, "first_step", "train", "optimizer")
+    validation = ("denoise", "decode") if any(one.counter == WITH_VALIDATION for one in row.intervals) else ()
+    # A forward or backward of a run that ended with the first optimizer step never saw optimizer states.
+    steps = ("first_step",) if row.states_come_last else ("first_step", "train", "optimizer")
+    return (*before, *steps, *validation)
 
 
 def _settle(row: Row) -> tuple[Configuration, str]:
@@ -274,6 +282,7 @@ def _range(counter: Counter, prediction: Prediction, after_step_bytes: int) -> P
     if counter == "unknown":
         return PredictedRange(allocated, reserved, device)
     by_counter = {"allocated": allocated, "reserved": reserved, "device": device, AFTER_STEP: gib(after_step_bytes)}
+    by_counter[WITH_VALIDATION] = reserved
     return PredictedRange(by_counter[counter], by_counter[counter], by_counter[counter])
 
 
@@ -291,7 +300,7 @@ def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
     judged = [entry for entry in compared if entry.judges]
     return {
         **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in PEAKS},
-        AFTER_STEP: spread(entry for entry in compared if entry.counter == AFTER_STEP),
+        **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in APART},
         "by_implementation": {
             name: _by_counter([entry for entry in compared if entry.row.implementation == name])
             for name in implementations
@@ -301,7 +310,8 @@ def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
             "under": sum(entry.missed == "under" for entry in judged),
             "false_refusal": sum(entry.missed == "false_refusal" for entry in judged),
         },
-        "coverage": coverage(compared),
+        "coverage": coverage(entry for entry in compared if entry.counter in PEAKS),
+        "coverage_with_validation": coverage(entry for entry in compared if entry.counter == WITH_VALIDATION),
         "measured_peaks": _measured_peaks(compared),
         "unsupported": sum(entry.unsupported is not None for entry in compared),
     }
@@ -319,7 +329,7 @@ def _measured_peaks(compared: Sequence[Comparison]) -> dict[str, Any]:
 def coverage(compared: Iterable[Comparison]) -> dict[str, Any]:
     """For measured peaks: how many there are, the share that lies inside low..high, and the range's median width in per
     cent of the prediction."""
-    peaks = [entry for entry in compared if entry.counter in PEAKS and entry.inside is not None]
+    peaks = [entry for entry in compared if entry.counter != AFTER_STEP and entry.inside is not None]
     widths = [100 * (entry.allowed[1] - entry.allowed[0]) for entry in peaks]
     return {
         "n": len(peaks),
@@ -330,7 +340,7 @@ def coverage(compared: Iterable[Comparison]) -> dict[str, Any]:
 
 def _by_counter(compared: Sequence[Comparison]) -> dict[str, Any]:
     """The spread over all peaks, and beside it that of each counter there is."""
-    counters = [counter for counter in (*PEAKS, AFTER_STEP) if any(entry.counter == counter for entry in compared)]
+    counters = [counter for counter in (*PEAKS, *APART) if any(entry.counter == counter for entry in compared)]
     return {
         **spread(entry for entry in compared if entry.counter in PEAKS),
         **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in counters},
@@ -339,7 +349,12 @@ def _by_counter(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 def spread(compared: Iterable[Comparison]) -> dict[str, Any]:
     """How many errors there are (`n`), with their mean, median and largest magnitude in per cent; None without any."""
-    errors = [abs(entry.error_pct) for entry in compared if entry.error_pct is not None]
+    return distances([entry.error_pct for entry in compared if entry.error_pct is not None])
+
+
+def distances(signed_pct: Sequence[float]) -> dict[str, Any]:
+    """`spread` of errors in per cent."""
+    errors = list(map(abs, signed_pct))
     return {
         "n": len(errors),
         "mean_abs_pct": statistics.fmean(errors) if errors else None,

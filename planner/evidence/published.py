@@ -21,7 +21,7 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import RAN, Measured, PhaseName
 from planner.units import gib
 
-Counter = Literal["allocated", "reserved", "device", "unknown", "allocated_after_step"]
+Counter = Literal["allocated", "reserved", "device", "unknown", "allocated_after_step", "reserved_with_validation"]
 
 
 class Default(NamedTuple):
@@ -186,8 +186,10 @@ class Row:
 
     @property
     def trainer(self) -> str:
-        """The implementation at its version, as `planner.dialects.terms` knows it."""
-        return f"{self.implementation}@{self.version}" if self.version else self.implementation
+        """The implementation at its version, as `planner.layout.trainer_terms` knows it."""
+        if not self.version:
+            return self.implementation
+        return f"{self.implementation}@{self.version}" + ("-one-step" if self.states_come_last else "")
 
 
 class _Published(Record):

@@ -267,15 +267,18 @@ class Run:
             return [("load", self.load), *encode, ("denoise", self.step), ("denoise", self.step), *phases.validation]
         save: list[tuple[PhaseName, Stage]] = [("save", phases.save)] if phases.save else []
         unload: list[tuple[PhaseName, Stage]] = [("first_step", phases.unload)] if phases.unload else []
+        later: list[tuple[PhaseName, Stage]] = [
+            *encode,
+            *[("train", stage) for stage in (self.step, *more)],
+            ("optimizer", self.optimizer),
+        ]
         return [
             *[("load", stage) for stage in phases.before_load],
             ("load", self.load),
             *unload,
             *encode,
             *[("first_step", stage) for stage in (self.first_pass, *more, self.optimizer_first)],
-            *encode,
-            *[("train", stage) for stage in (self.step, *more)],
-            ("optimizer", self.optimizer),
+            *([] if phases.one_step else later),
             *phases.validation,
             *save,
         ]

@@ -29,6 +29,9 @@ class PhaseStages:
     validation: tuple[tuple[PhaseName, Stage], ...] = ()
     """denoising and decoding of a sample; where a job only samples, what comes behind its denoising"""
 
+    one_step: bool = False
+    """the run validates and ends behind its first step; no later one follows"""
+
     reload: Stage | None = None
     """the model comes back for the next samples, where it made room for the VAE"""
 

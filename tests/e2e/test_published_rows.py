@@ -10,8 +10,9 @@ import profiles
 from planner.allocator.caching import CachingAllocator
 from planner.catalog.shapes import grid
 from planner.estimate.estimate import after_step_bytes, estimate
-from planner.evidence.accuracy import Comparison, Prediction, compare, coverage
+from planner.evidence.accuracy import PEAKS, Comparison, Prediction, compare, coverage
 from planner.evidence.published import Row, read_rows
+from planner.evidence.published_rehearsals import rehearsed_peaks
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
@@ -20,11 +21,19 @@ from planner.units import GIB, MIB
 
 KNOWN_MISSES = {
     "cvx-001": "the memory of the card is printed (16 GB, RTX 4080), see planner.evidence.published.CARD_SIZES",
-    "cvxf-114": "full fine-tune at batch 4: no cause found, most likely two misprinted digits, see docs/accuracy.md",
-    "cvxf-031": "LoRA of rank 256 at batch 4: not explained since CUDA's copies are recorded, see docs/accuracy.md",
+    "cvxf-114": "full fine-tune at batch 4: 33.38 GiB in a rehearsal, so most likely misprinted, see docs/accuracy.md",
+    "cvxf-031": "LoRA of rank 256 at batch 4: 20.99 GiB in a rehearsal, so holes of the process that was measured",
     "cvxf-061": "the same plan with another optimizer",
 }
 """Rows off by more than 5 %, each with its cause as far as we know it. A new one fails the suite."""
+
+
+OUTSIDE_WITH_VALIDATION = {
+    "cvxf-114-validation": "most likely misprinted like its training",
+    "cvxf-061-validation": "the peak is that of its training",
+    "cvxt-2b-full-b1-cpu-validation": "not explained: 1.5 GiB more than estimated",
+}
+"""The same for the 63 peaks with validation."""
 
 
 @pytest.fixture(scope="module")
@@ -78,36 +87,29 @@ def test_no_verdict_is_wrong(compared: list[Comparison]) -> None:
 )
 def test_intervals_hold_what_they_promise(compared: list[Comparison], files: list[str]) -> None:
     ids = {row.id for name in files for row in read_rows(profiles.MEASUREMENTS / name)[0]}
-    found = coverage([entry for entry in compared if entry.row.id in ids])
+    found = coverage([entry for entry in compared if entry.row.id in ids and entry.counter in PEAKS])
     assert found["n"] >= 36 and found["inside_pct"] >= 90 and found["median_width_pct"] <= 8, found
 
 
-AFTER_VALIDATION = {
-    "cvxf-001": 46.918,
-    "cvxf-012": 48.990,
-    "cvxf-117": 27.555,
-    "cvxf-129": 27.975,
-    "cvxt-2b-lora-r16-b1-adamw": 21.121,
-    "cvxt-5b-lora-r16-b1-adamw": 28.746,
-    "cvxt-5b-full-b1-8bit": 58.570,
-}
-"""Row -> GiB reserved by the end of the first validation, of the same runs (cogvideox-factory, README.md @3a519f5,
-memory_after_validation): the pipeline is loaded in fp16 beside the model, with its text encoder and VAE."""
+def test_reserved_peaks_with_validation(compared: list[Comparison]) -> None:
+    entries = [entry for entry in compared if entry.counter == "reserved_with_validation"]
+    found = errors(compared, "reserved_with_validation")
+    assert len(found) == 63 and statistics.median(map(abs, found.values())) <= 1.5
+    assert {row for row, error in found.items() if abs(error) > 5} <= OUTSIDE_WITH_VALIDATION.keys()
+    covered = coverage(entries)
+    assert covered["inside_pct"] >= 95 and covered["median_width_pct"] <= 9, covered
 
 
-def test_reserved_peaks_of_validation() -> None:
-    files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
-    rows = {row.id: row for path in files for row in read_rows(path, expandable_segments=False)[0]}
-    for row, measured in AFTER_VALIDATION.items():
-        job, machine = rows[row].job, rows[row].machine.replace(host_ram=2**37)
-        asked = rows[row].strategy.replace(validation_mode="on", text_encoder_dtype="fp16")
-        configuration = Configuration.of(job, asked, machine)
-        found = estimate(configuration, load_facts(configuration), "diffusers@2024-10")
-        phases = ("first_step", "denoise", "decode")
-        peak = max(found.phases[phase].reserved_bytes for phase in phases) / GIB
-        if job.method == "lora":  # of full fine-tuning, what a further step would take is in it
-            assert peak == pytest.approx(measured, rel=0.05), (row, peak)
-        assert peak >= 0.95 * measured
+def test_rehearsals_of_published_runs_are_met(compared: list[Comparison]) -> None:
+    """What is printed for some of these runs is off by up to 17 %; what their own code takes is not."""
+    peaks = rehearsed_peaks()
+    found = {
+        entry.row.id: 100 * (entry.predicted_gib / peaks[entry.row.id] - 1)
+        for entry in compared
+        if entry.row.id in peaks and entry.predicted_gib is not None
+    }
+    assert found.keys() == peaks.keys()
+    assert statistics.median(map(abs, found.values())) <= 1 and max(map(abs, found.values())) <= 4.5, found
 
 
 SPARE_SEGMENTS = ((), (262,), (530, 1042), (66, 400, 2100))

@@ -135,7 +135,8 @@ def encoders_at_start(run: Run) -> None:
     before: list[tuple[Moment, list[int]]] = []
     behind: list[tuple[Moment, list[int]]] = []
     for component in encoders(run, "cached", 1):
-        loading, _ = load_component(run.program, component)
+        # They are loaded in fp32 and cast whole, so that no layer stays in fp32 here.
+        loading, _ = load_component(run.program, component._replace(kept_in_fp32=""))
         (behind if _is_vae(run, component) else before).extend(loading.stretches)
         gone += alive_after(loading)
     take_sizes(run, first)
@@ -155,6 +156,13 @@ def cache_kept(run: Run) -> None:
     run.empty_cache.before_validation = False
 
 
-OLDER: dict[str, tuple[Transform, ...]] = {"2024-10": (encoders_at_start, cache_kept, bucket_as_backward_begins)}
+def one_step(run: Run) -> None:
+    """The run ends, or validates, behind the step that made the states (`planner.evidence.published.SHORT_RUNS`)."""
+    run.phases.one_step = True
+
+
+_2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins)
+
+OLDER: dict[str, tuple[Transform, ...]] = {"2024-10": _2024_10, "2024-10-one-step": (*_2024_10, one_step)}
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), with the DeepSpeed of that
-month (0.15)."""
+month (0.15); and its runs of one step."""

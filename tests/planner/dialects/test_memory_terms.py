@@ -191,6 +191,14 @@ def test_encoders_leave_the_gpu_before_the_first_step_of_the_tables() -> None:
     assert plain.phases.unload is None
 
 
+def test_a_run_of_one_step_has_no_later_one() -> None:
+    two, one = (done_by(f"diffusers@2024-10{end}") for end in ("", "-one-step"))
+    later = {"train", "optimizer"}
+    assert later <= {phase for phase, _ in two.stages}
+    kept = [(phase, stage.name) for phase, stage in two.stages if phase not in later]
+    assert [(phase, stage.name) for phase, stage in one.stages] == kept
+
+
 @pytest.mark.parametrize("mode", ["on", "offload"])
 def test_a_pipeline_brings_its_text_encoders_to_validation(mode: str) -> None:
     run = laid_out()

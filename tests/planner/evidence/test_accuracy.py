@@ -315,6 +315,34 @@ def test_a_publisher_saw_the_phases_its_counter_ran_in(
     assert entry.predicted_gib == seen
 
 
+def test_a_peak_with_validation_is_kept_apart_from_those_of_training(tmp_path: Path) -> None:
+    def predict(configuration: Configuration, trainer: str) -> Prediction:
+        peaks = {"first_step": 20.0, "train": 30.0, "decode": 36.0}
+        phases = {
+            name: PhasePeak(**dict.fromkeys(PhasePeak.model_fields, round(peak * GIB))) for name, peak in peaks.items()
+        }
+        return replace(predictor()(configuration, trainer), phases=phases)
+
+    rows = [
+        line(id=counter, measured={"outcome": "measured", "counter": counter, "low_gib": 32.0, "high_gib": 32.0})
+        for counter in ("reserved", "reserved_with_validation")
+    ]
+    compared = compare(read(tmp_path, *rows), predict, after_step)
+    assert [entry.predicted_gib for entry in compared] == [30.0, 36.0]
+    found = summary(compared)
+    assert found["reserved"]["max_abs_pct"] == pytest.approx(100 * 2 / 32)
+    assert found["reserved_with_validation"]["max_abs_pct"] == pytest.approx(100 * 4 / 32)
+    assert found["verdict"]["n"] == found["coverage"]["n"] == found["coverage_with_validation"]["n"] == 1
+
+
+def test_a_run_of_one_step_is_priced_as_one(tmp_path: Path) -> None:
+    source = {"repo": "a-r-r-o-w/cogvideox-factory", "where": "metrics.sh", "version": "2024-10 (3a519f5)"}
+    short, long = read(
+        tmp_path, line(id="short", source=source, job={**WAN, "batch_size": 4}), line(id="long", source=source)
+    )
+    assert (short.trainer, long.trainer) == ("diffusers@2024-10-one-step", "diffusers@2024-10")
+
+
 # ---- reading
 
 
@@ -468,9 +496,9 @@ def test_json_has_exactly_the_promised_names(tmp_path: Path) -> None:
         ]
         for row in found["rows"]
     )
-    counters = {"allocated", "reserved", "device", "unknown", "allocated_after_step"}
+    counters = {"allocated", "reserved", "device", "unknown", "allocated_after_step", "reserved_with_validation"}
     assert set(found["summary"]) == counters | {
-        *("by_implementation", "verdict", "coverage", "measured_peaks", "unsupported")
+        *("by_implementation", "verdict", "coverage", "coverage_with_validation", "measured_peaks", "unsupported")
     }
     assert list(found["summary"]["coverage"]) == ["n", "inside_pct", "median_width_pct"]
 

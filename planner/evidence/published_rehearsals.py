@@ -1,0 +1,51 @@
+"""Published rows whose run was rehearsed: their trainer's own code at its commit, on a virtual GPU."""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import functools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ConfigDict
+
+import profiles
+from planner.evidence.accuracy import Comparison, distances
+from planner.evidence.jsonl import rows_by_id
+from planner.schema import Positive, Record
+
+FOLDER = profiles.REHEARSALS / "published"
+"""One file a trainer, as ``tests/tools/rehearse_published.py`` writes it."""
+
+
+class _Rehearsed(Record):
+    """One run. What else a row holds (commit, command, versions, all counters) is for people."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rehearsed_gib: dict[str, Positive]
+    """by the id of the published row, its counter"""
+
+
+@functools.cache
+def rehearsed_peaks() -> Mapping[str, float]:
+    """Id of a published row -> GiB of its counter in the rehearsal of its run."""
+    found: dict[str, float] = {}
+    for path in sorted(FOLDER.glob("*.jsonl")):
+        for name, row in rows_by_id(path).items():
+            found |= _Rehearsed.read(row, f"{path.name}: {name}").rehearsed_gib
+    return MappingProxyType(found)
+
+
+def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
+    """How many of the published numbers were rehearsed, and how far prediction and print lie from the rehearsal, in per
+    cent of it."""
+    rehearsed = [(entry, entry.rehearsed_gib) for entry in compared if entry.rehearsed_gib is not None]
+    predicted = [(entry.predicted_gib / gib - 1) * 100 for entry, gib in rehearsed if entry.predicted_gib is not None]
+    printed = [(entry.measured.low_gib / gib - 1) * 100 for entry, gib in rehearsed if entry.measured is not None]
+    return {
+        "n": len(rehearsed),
+        "of": sum(entry.row.taken == "published" and entry.measured is not None for entry in compared),
+        "predicted": distances(predicted),
+        "printed": distances(printed),
+        "rehearsed_gib": {entry.row.id: gib for entry, gib in rehearsed},
+    }

@@ -1,0 +1,131 @@
+"""Runs published rows again: the trainer's own code at its commit, unmodified, on a virtual GPU.
+
+    python -m tests.tools.rehearse_published FOLDER ROW... [--until before_validation] [-o rows.jsonl]
+
+FOLDER keeps a trainer's Python, source, data and logs; what is there already is taken. It needs the network the first
+time, for the source and the packages, and a C compiler. A row is appended as soon as its run is over, and rows that the
+file has are left out. The counters are those that the trainer itself prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import profiles
+from planner.errors import VplanError
+from planner.evidence.jsonl import append_row, rows_by_id
+from planner.evidence.published import Row, shipped_rows
+from tests.tools.published_runs.cogvideox_factory import COGVIDEOX_FACTORY
+from tests.tools.published_runs.trainer import Folders, PublishedTrainer
+
+TRAINERS = {"cvx": COGVIDEOX_FACTORY}
+"""Start of the ids of its rows -> a trainer."""
+
+OUT = profiles.REHEARSALS / "published" / "cogvideox_factory.jsonl"
+ONLINE = "HF_HUB_OFFLINE=0 TRANSFORMERS_OFFLINE=0"
+"""`load_lora_weights` refuses a folder of its own offline (diffusers 0.31, lora_base.py). The network is off anyway."""
+TICK_SECONDS, LIMIT_SECONDS = 0.5, 1800.0
+
+
+def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
+    """The trainer's Python, source and data, made where they are missing."""
+    python, source, data = folder / "python", folder / f"source-{trainer.commit(row)[:7]}", folder / "data"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(python)], check=True)
+        # A build of torch for CPUs can lie beside the index under the same version.
+        environment = {**os.environ, "PIP_FIND_LINKS": ""}
+        pip = [str(python / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        subprocess.run([*pip, *trainer.packages], check=True, env=environment)
+        subprocess.run([*pip, "--no-deps", *trainer.packages_alone], check=True, env=environment)
+    if not source.exists():
+        subprocess.run(["git", "clone", "--quiet", trainer.repository, str(source)], check=True)
+        subprocess.run(["git", "-C", str(source), "checkout", "--quiet", trainer.commit(row)], check=True)
+    if not data.exists():
+        trainer.prepare(data)
+    return Folders(source, python, data, folder / "output" / row.id)
+
+
+def rehearse(trainer: PublishedTrainer, row: Row, folder: Path, last: str) -> dict[str, object]:
+    """One row's run up to the moment `last`, as a row of `profiles/rehearsals/published`. Raises VplanError where it
+    ended early."""
+    folders = folders_of(trainer, row, folder)
+    command = trainer.command(row, folders)
+    log = folder / "logs" / f"{row.id}.txt"
+    log.parent.mkdir(exist_ok=True)
+    log.unlink(missing_ok=True)
+    quiet = ["sh", "-c", f'{ONLINE} exec "$@" >"$0" 2>&1', str(log), *command]
+    vplan = [sys.executable, "-m", "vplan", "rehearse", "--gpu", row.machine.gpu, "--steps", "0"]
+    vplan += ["--hollow", trainer.hollow(row), "--python", str(folders.python / "bin" / "python"), "--", *quiet]
+    ended = _until(subprocess.Popen(vplan, cwd=folders.source, stdout=subprocess.DEVNULL), trainer, log, last)
+    peaks = trainer.peaks(log.read_text(encoding="utf-8", errors="replace"))
+    if ended or not peaks:
+        raise VplanError(f"{row.id} ended early, with {', '.join(peaks) or 'nothing printed'}", f"read {log}")
+    shown = [word.replace(str(folder), "FOLDER") for word in command]
+    return {
+        "id": row.id,
+        "runner": "rehearse",
+        "trainer": {"repository": trainer.repository, "commit": trainer.commit(row)},
+        "command": shown,
+        "env": {"gpu": f"virtual {row.machine.gpu}", **_versions(trainer, folders)},
+        "rehearsed_gib": {
+            row.id + end: peaks[moment][trainer.peak] for moment, end in trainer.printed.items() if moment in peaks
+        },
+        "gib": peaks,
+    }
+
+
+def _until(process: subprocess.Popen[bytes], trainer: PublishedTrainer, log: Path, last: str) -> bool:
+    """Wait for the counters of the moment `last`, then end the run; whether it ended before them."""
+    start = time.monotonic()
+    while process.poll() is None and time.monotonic() - start < LIMIT_SECONDS:
+        time.sleep(TICK_SECONDS)
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if len(trainer.peaks(text).get(last, ())) == 3:
+            process.terminate()
+            process.wait()
+            return False
+    process.terminate()
+    process.wait()
+    return True
+
+
+def _versions(trainer: PublishedTrainer, folders: Folders) -> dict[str, str]:
+    code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+    python = str(folders.python / "bin" / "python")
+    found = subprocess.run([python, "-c", code, *trainer.versions], check=True, capture_output=True, text=True)
+    versions: dict[str, str] = json.loads(found.stdout)
+    return versions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("rows", nargs="+", metavar="ROW")
+    parser.add_argument("--until", metavar="MOMENT", help="end the runs behind these counters")
+    parser.add_argument("-o", "--output", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    rows = {row.id: row for row in shipped_rows()}
+    arguments.output.parent.mkdir(exist_ok=True)
+    here = rows_by_id(arguments.output)
+    for name in arguments.rows:
+        trainer = next((trainer for start, trainer in TRAINERS.items() if name.startswith(start)), None)
+        if name in here or trainer is None:
+            print(f"{name}: {'is there' if name in here else 'no trainer is known for it'}", flush=True)
+            continue
+        try:
+            row = rehearse(trainer, rows[name], arguments.folder.resolve(), arguments.until or trainer.last)
+        except VplanError as error:
+            print(f"{name}: {error.message}; {error.fix}", flush=True)
+            continue
+        append_row(arguments.output, row)
+        print(f"{name}: {row['gib']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
