@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from planner.evidence.accuracy import Comparison
     from planner.evidence.published import Row
     from planner.foreign.rehearsed_command import CheckedRehearsal
+    from planner.launch.run_history import RunHistory
     from planner.rehearsal.answer import RehearsalAnswer
     from planner.spec.plan import Plan
+
+RUN_REPORT = "report.html"
+"""In a run's folder."""
 
 
 def write(
@@ -44,7 +48,9 @@ def write(
     from reports import data, page, share
 
     page.check_name(path)
-    measured = [*(shipped_rows() if plans else ()), *rows]
+    # Of a run that was printed twice, the peak of training alone.
+    shipped = [row for row in shipped_rows() if row.strategy.validation_mode == "off"] if plans else []
+    measured = [*shipped, *rows]
     with without_garbage_collection():
         points = timeline.POINTS // max(len(plans), 1)  # many plans on a page are told in less detail each
         with counted("report", data.PARTS * len(plans)) as progress:
@@ -79,6 +85,24 @@ def write_rehearsal(
 
     environment = data.environment(created or datetime.now(UTC).isoformat(timespec="seconds"))
     page.write(page.render(RehearsalPage(answer, checked, environment, command)), path)
+
+
+def write_run(history: RunHistory, *, created: str | None = None) -> Path:
+    """Writes the page of a training run into its folder, as `RUN_REPORT`; returns its path."""
+    from reports import page
+    from reports.run_data import run_page
+
+    path = history.output / RUN_REPORT
+    page.write(page.render(run_page(history, created=created)), path)
+    return path
+
+
+def run_html(history: RunHistory) -> str:
+    """The page of a training run that is served while it goes on, and looks for news itself."""
+    from reports import page
+    from reports.run_data import run_page
+
+    return page.render(run_page(history, live=True))
 
 
 def _title(plans: Sequence[tuple[str, Plan]]) -> str:

@@ -8,15 +8,19 @@ Widths are in per cent of the chart and heights in pixels, so that a page fits a
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from planner.estimate.timeline import Timeline
 
 if TYPE_CHECKING:
+    from planner.launch.run_course import MemoryBin
     from planner.rehearsal.live_memory import MemoryCourse
+
+T = TypeVar("T")
 
 SIDE = 1000
 """Units of a chart's inner box, to each side."""
@@ -141,6 +145,59 @@ def _spots(timeline: Timeline, values: Sequence[int], highest: int) -> list[str]
         f"{round(SIDE * point.at / last)} {round(SIDE * (1 - value / highest))}"
         for point, value in zip(timeline.points, values, strict=True)
     ]
+
+
+def line(xs: Sequence[float], ys: Sequence[float | None], x: Axis, y: Axis) -> str:
+    """The SVG path of a line through points, with gaps where there is no value."""
+    return "".join(polyline(stretch) for stretch in _stretches(xs, ys, x, y))
+
+
+def between(xs: Sequence[float], low: Sequence[float], high: Sequence[float], x: Axis, y: Axis) -> str:
+    """The SVG path of the area from a lower to an upper line; empty for a single point."""
+    if len(xs) < 2:
+        return ""
+    upper = [(x.at(at), y.at(value)) for at, value in zip(xs, high, strict=True)]
+    lower = [(x.at(at), y.at(value)) for at, value in zip(xs, low, strict=True)]
+    return polyline([*upper, *reversed(lower)]) + "Z"
+
+
+def _stretches(
+    xs: Sequence[float], ys: Sequence[float | None], x: Axis, y: Axis
+) -> Iterator[list[tuple[float, float]]]:
+    stretch: list[tuple[float, float]] = []
+    for at, value in zip(xs, ys, strict=True):
+        if value is not None:
+            stretch.append((x.at(at), y.at(value)))
+        elif stretch:
+            yield stretch
+            stretch = []
+    if stretch:
+        yield stretch
+
+
+def level(memory: Sequence[MemoryBin], counter: str, x: Axis, y: Axis) -> str:
+    """The SVG path of a counter's highest value in each stretch of a run's time, as steps."""
+    ends = [at for entry in memory for at in (entry.began, entry.ended)]
+    return line(ends, [entry.high[counter] for entry in memory for _ in range(2)], x, y)
+
+
+def predicted_bands(memory: Sequence[MemoryBin]) -> list[tuple[float, float, int, int]]:
+    """(from, to, low bytes, high bytes) of neighbouring stretches of a run's time with the same prediction."""
+    return [
+        (group[0].began, group[-1].ended, *ranged)
+        for ranged, group in _neighbours(memory, lambda entry: entry.predicted)
+        if ranged is not None
+    ]
+
+
+def phase_spans(memory: Sequence[MemoryBin]) -> list[tuple[float, float, str]]:
+    """(from, to, phase) of neighbouring stretches of a run's time that are mostly of one phase."""
+    return [(group[0].began, group[-1].ended, phase) for phase, group in _neighbours(memory, lambda entry: entry.phase)]
+
+
+def _neighbours(memory: Sequence[MemoryBin], of: Callable[[MemoryBin], T]) -> Iterator[tuple[T, list[MemoryBin]]]:
+    for value, group in itertools.groupby(memory, of):
+        yield value, list(group)
 
 
 def polyline(spots: Sequence[tuple[float, float]]) -> str:

@@ -17,15 +17,17 @@ from planner.errors import VplanError, quoted
 from planner.estimate.timeline import PhaseParts
 from planner.evidence import held_out as halves
 from planner.evidence.accuracy import Comparison
+from planner.launch.run_history import BINS
 from planner.search.capacity_map import Cell
 from planner.spec.plan import Breakdown
 from planner.units import GIB, format_seconds, gib
-from reports import charts
+from reports import charts, run_data
 from reports.data import Fact, PlanData
 
 if TYPE_CHECKING:
     from planner.rehearsal.live_memory import MemoryCourse
     from reports.rehearsal_data import RehearsalPage
+    from reports.run_data import RunPage
 
 TEMPLATES = Path(__file__).with_name("templates")
 AXES = {"frames": "frames", "batch": "batch_size"}
@@ -50,7 +52,7 @@ class Page:
     template: ClassVar[str] = "page.html"
 
 
-def render(page: Page | RehearsalPage) -> str:
+def render(page: Page | RehearsalPage | RunPage) -> str:
     """The HTML of a page, with style and script inside."""
     environment = _environment()
     style = environment.get_template("style.css").render()
@@ -62,6 +64,7 @@ def render(page: Page | RehearsalPage) -> str:
             "default-src 'none'",
             f"style-src '{_digest(style)}'",
             f"script-src '{_digest(script)}'",
+            *_sources(page),
             "base-uri 'none'",
             "form-action 'none'",
         ]
@@ -70,6 +73,14 @@ def render(page: Page | RehearsalPage) -> str:
         page=page, style=_raw(style), script=_raw(script), policy=policy
     )
     return html
+
+
+def _sources(page: Page | RehearsalPage | RunPage) -> list[str]:
+    """What a page loads: that of a run shows the samples beside it, and a live one asks the server for news."""
+    if page.template != "run.html":
+        return []
+    where = "'self'" if getattr(page, "live", False) else "'self' file:"
+    return [f"img-src {where}", f"media-src {where}", "connect-src 'self'"]
 
 
 def write(html: str, path: str | Path) -> None:
@@ -113,6 +124,9 @@ def _environment() -> jinja2.Environment:
     environment.globals |= {"charts": charts, "letters": LETTERS, "gib": gib, "timeline": _spots}
     environment.globals |= {"front": _front, "ticks_gib": _ticks_gib, "used_parts": _parts_used, "is_own": _is_own}
     environment.globals |= {"agreement": _agreement, "seconds_agreement": _seconds, "halves_words": halves}
+    environment.filters |= {"moment": run_data.moment, "share": _per_cent, "place": _place}
+    environment.globals |= {"memory_readings": run_data.memory_readings, "step_readings": run_data.step_readings}
+    environment.globals |= {"phase_words": run_data.phase_words, "highest": run_data.highest, "bins": BINS}
     environment.globals |= {"rungs_used": _rungs_used, "course_readout": _course}
     return environment
 
@@ -143,6 +157,15 @@ def _share(value: float, total: float) -> str:
 
 def _at(value: float) -> str:
     return f"{value:.2f}%"
+
+
+def _per_cent(value: float, total: float) -> float:
+    """As the script looks for it under the pointer."""
+    return round(100 * value / total, 2)
+
+
+def _place(value: float, axis: charts.Axis) -> float:
+    return round(axis.at(value), 2)
 
 
 def _spots(data: PlanData) -> dict[str, Sequence[Any]]:

@@ -1,4 +1,4 @@
-"""`vplan report`: one HTML page about a plan, or several side by side."""
+"""`vplan report`: one HTML page about a plan, or several side by side; or the page of a training run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import click
 
 from planner.commands import USAGE
 from planner.commands._shared.verb import Verb, examples, write_report
-from planner.errors import VplanError
+from planner.errors import VplanError, quoted
 from planner.evidence.jsonl import rows_by_id
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.published import own_row, read_rows
+from planner.launch.run_history import RunHistory, is_run
 from planner.spec.plan import read_plan
 
 MOST = 6
@@ -24,17 +25,23 @@ MOST = 6
         "vplan report plan.toml -o report.html",
         "vplan report a.toml b.toml -o both.html",
         "vplan report plan.toml --rows runs.jsonl -o report.html",
+        "vplan report run",
     ),
 )
-@click.argument("paths", metavar="PLAN.toml...", nargs=-1, required=True)
+@click.argument("paths", metavar="PLAN.toml...|OUTPUT", nargs=-1, required=True)
 @click.option("--rows", metavar="FILE", multiple=True, help="Also show and compare the measured rows in FILE.")
-@click.option("-o", "--output", metavar="FILE", default="report.html", show_default=True, help="File to write.")
-def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str) -> None:
+@click.option("-o", "--output", metavar="FILE", help="File to write.  [default: report.html]")
+def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None) -> None:
     """Write an HTML report about a plan: what it needs and when, what each option saved, how far the card goes.
 
     The report is one self-contained file: it can be mailed, printed, and read without JavaScript. Several plans are
     shown side by side. It includes your own probes of these models. No browser is opened.
+
+    Of a training run, by its OUTPUT folder, the report goes to OUTPUT/report.html, beside the samples that it shows.
     """
+    if any(Path(path).is_dir() for path in paths):
+        _write_run(paths, rows, output)
+        return
     if len(paths) > MOST:
         raise VplanError(f"{len(paths)} plans are too many for a page", f"pass at most {MOST}", USAGE)
     plans = [(Path(path).name, read_plan(path)) for path in paths]
@@ -46,4 +53,19 @@ def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str) -> None:
         probes += [row for row in rows_by_id(path).values() if "env" in row]
         for note in notes:
             click.echo(f"note: {note}", err=True)
-    write_report(output, plans, rows=known, probes=probes)
+    write_report(output or "report.html", plans, rows=known, probes=probes)
+
+
+def _write_run(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None) -> None:
+    """Writes the page of one training run."""
+    import reports
+
+    folder = Path(paths[0]).expanduser()
+    if len(paths) > 1 or rows or output:
+        raise VplanError("the report of a run takes nothing but its folder", f"as in `vplan report {folder}`", USAGE)
+    if not is_run(folder):
+        fix = "pass plan.toml files, or the --output of a `vplan train`"
+        raise VplanError(f"{quoted(str(folder))} is not the output of a run", fix)
+    history = RunHistory(folder)
+    history.update()
+    click.echo(f"wrote {reports.write_run(history)}", err=True)

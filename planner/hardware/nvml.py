@@ -261,6 +261,25 @@ class CardShares:
         self.missing.append(f"tree_bytes, others_bytes: {why}")
 
 
+class HostUse:
+    """Host RAM of this process: `host_bytes`, the most that was resident, pinned memory and mapped files included."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self._process = psutil.Process()
+        self._peak = 0
+
+    def sample(self) -> None:
+        """Reads the resident bytes once."""
+        self._peak = max(self._peak, int(self._process.memory_info().rss))
+
+    def take(self) -> dict[str, int | None]:
+        """The most resident bytes since the last call."""
+        self.sample()
+        peak, self._peak = self._peak, 0
+        return {"host_bytes": peak}
+
+
 class DeviceMemory(Monitor):
     """A card's use and shares, as `take` tells them. Made before CUDA starts, so that the context counts as ours."""
 

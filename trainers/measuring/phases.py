@@ -18,6 +18,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Plan, plan_to_toml
+from planner.spec.training import TrainingSettings
 from trainers.families import family
 from trainers.measuring.counters import Meter
 from trainers.memory import swap
@@ -28,11 +29,8 @@ from trainers.step import experts, step, weights
 from trainers.step.random_weights import randomise
 
 SEED = 0
-LEARNING_RATE = 1e-4
+AT_RATE = TrainingSettings(learning_rate=1e-4)
 NOISE_LEVELS = 2
-TURNS = 2
-"""Micro-batches that one of two experts runs before the other does: they change places as often as in training, where
-it is 0.46 to 0.49 times a micro-batch (Wan 2.2: 2 p (1 - p), see `planner.layout.experts.high_share`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,6 @@ class ProbedTraining:
         self.seconds: list[float] = []
         self.steps_done = 0
         self.experts: experts.Experts | None = None
-        self.turns = 0
         torch.manual_seed(SEED)
         meter.report.tell(losses=self.losses, step_seconds=self.seconds)
 
@@ -111,9 +108,11 @@ class ProbedTraining:
             folder = weights.model_folder(Path(request.weights), request.profile, request.job)
             swapped = swap.swapped_blocks(model, request.profile, self.strategy)
             waiting = step.offloaded_shares(model, self.strategy)
-            weights.load(model, weights.published(folder, request.profile), device, SEED, None, swapped, waiting)
+            weights.load(
+                model, weights.published(folder, request.profile), device, weights.fresh(SEED), None, swapped, waiting
+            )
         self.trainee, self.engine = parallel.set_up(
-            model, request.profile, request.job, self.strategy, LEARNING_RATE, device, drive=request.scratch
+            model, request.profile, request.job, self.strategy, AT_RATE, device, drive=request.scratch
         )
         ema = self.strategy.ema
         self.average = Average(self.trainee.trainable, ema) if ema != "none" else None
@@ -146,10 +145,11 @@ class ProbedTraining:
         return elapsed
 
     def _batches(self, grid: dict[str, int]) -> Iterator[step.Batch]:
+        # The first step is the high-noise expert's, as a model is loaded; all others are the other's. So both have
+        # stepped once, and have changed places, before the measured steps: in training they do so in one step of many.
+        if self.experts is not None:
+            self.experts.turn("low" if self.steps_done else "high")
         for _ in range(self.strategy.gradient_accumulation):
-            if self.experts is not None:
-                self.experts.turn(("high", "low")[self.turns // TURNS % 2])
-                self.turns += 1
             yield self.kind.batch(grid, self.meter.device, self.dtype)
 
     def _count_step(self) -> None:
@@ -165,7 +165,9 @@ class ProbedTraining:
 
         fill: experts.Fill = at_random
         if request.weights is not None:
-            fill = experts.from_folder(Path(request.weights), request.profile, request.job, device, SEED)
+            fill = experts.from_folder(
+                Path(request.weights), request.profile, request.job, device, lambda *_: weights.fresh(SEED)
+            )
         self.experts = experts.pair(request.profile, request.job, self.strategy, device, fill)
         return self.experts
 

@@ -1,47 +1,90 @@
-"""What is seen while a run goes on: one line of numbers a step, and the peaks of the GPU between two of them."""
+"""What is seen while a run goes on: a line of numbers for each step, and the memory of what comes between steps."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from planner.hardware.nvml import DeviceMemory
+from planner.hardware.nvml import DeviceMemory, HostUse, Monitor
 from trainers.measuring.counters import TorchMemory
+
+COUNTERS = ("allocated_bytes", "reserved_bytes", "retries", "device_bytes", "host_bytes")
 
 
 class Watch:
-    """The peaks since the last look: tensors, the allocator's segments, and the device as NVML sees it."""
+    """The peaks since the last look: tensors, the allocator's segments, the device as NVML sees it, and host RAM."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = TorchMemory(device)
-        self.memory: DeviceMemory | None = None
+        self.memory: Monitor
         if device.type == "cuda":
-            self.memory = DeviceMemory(str(torch.cuda.get_device_properties(device).uuid)).__enter__()
+            self.memory = DeviceMemory(str(torch.cuda.get_device_properties(device).uuid), HostUse())
+        else:
+            self.memory = Monitor(HostUse())
+        self.memory.__enter__()
 
     def peaks(self) -> dict[str, int | None]:
-        """Peak bytes of each counter, and retries, since the last call; None for each without a GPU."""
-        card = self.memory.take() if self.memory else {}
-        allocator = self.torch.take()
-        names = ("allocated_bytes", "reserved_bytes", "retries")
-        return {**{name: allocator[name] for name in names}, "device_bytes": card.get("device_bytes")}
+        """Peak bytes of each counter, and retries, since the last call; None for what cannot be read, as without a
+        GPU."""
+        values = {"device_bytes": None, **self.torch.take(), **self.memory.take()}
+        return {name: values[name] for name in COUNTERS}
 
     def close(self) -> None:
         """Stops the sampling thread."""
-        if self.memory is not None:
-            self.memory.__exit__(None, None, None)
+        self.memory.__exit__(None, None, None)
+
+
+class MemoryLog:
+    """A file of JSON lines with the memory of a run outside its steps: a line for each phase (`load`, `encode`,
+    `denoise`, `decode`, `save`) and for a step that failed. Lines are only ever added."""
+
+    def __init__(self, path: Path | None, watch: Watch) -> None:
+        """``path``: None on all ranks but the first, which write nothing."""
+        self.path, self.watch = path, watch
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int = 0) -> Iterator[dict[str, Any]]:
+        """A context that writes one line about a phase after ``step`` steps, also when it ends in an error. It gives
+        the line's further facts, which may be added to."""
+        facts: dict[str, Any] = {"phase": name, "step": step}
+        self.watch.peaks()
+        began, failed = time.perf_counter(), True
+        try:
+            yield facts
+            failed = False
+        finally:
+            self._write(facts, began, failed)
+
+    @contextlib.contextmanager
+    def failing_step(self, number: int) -> Iterator[None]:
+        """A context that writes a line about step ``number`` if it ends in an error: `Metrics` has the others."""
+        began = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            self._write({"phase": "train", "step": number}, began, True)
+            raise
+
+    def _write(self, facts: dict[str, Any], began: float, failed: bool) -> None:
+        times = {"unix_seconds": unix_seconds(), "seconds": round(time.perf_counter() - began, 6)}
+        append(self.path, [{**facts, **times, **self.watch.peaks(), **({"failed": True} if failed else {})}])
 
 
 class Metrics:
     """A file of JSON lines with the metrics of a run, one line per step. A resumed run continues after the step that it
-    was resumed from."""
+    was resumed from; the lines of later steps, which are done again, go to the memory log."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        earlier = [line for line in _lines(path) if line["step"] <= step]
+    def __init__(self, path: Path, step: int, log: MemoryLog) -> None:
+        lines = _lines(path)
+        append(log.path, [{**line, "repeated": True} for line in lines if line["step"] > step and "loss" in line])
         partial = path.with_name(f"{path.name}.part")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in earlier), encoding="utf-8")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step), encoding="utf-8")
         partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
@@ -49,6 +92,60 @@ class Metrics:
         """Appends one line to the metrics and flushes it."""
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+
+
+class LateLoss:
+    """The loss of one step, what else its ranks agreed on, and how long the step took; all can be read once the device
+    has got that far.
+
+    Reading a tensor of a GPU waits for all that was launched before the reading. So it is copied as part of its step,
+    and read after the next step has been launched: the GPU always has work to do meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Made where the step begins."""
+        self.device = device
+        self._began: Any = self._moment()
+        self._ended: Any = None
+        self._values: torch.Tensor | None = None
+
+    def keep(self, values: torch.Tensor) -> None:
+        """Starts the copy of a few numbers, (n,), to host RAM; called where the step ends."""
+        # Into pinned memory (at::_to_copy), which is what makes the copy asynchronous.
+        self._values = values.to("cpu", non_blocking=True)
+        self._ended = self._moment()
+
+    def read(self) -> tuple[list[float], float]:
+        """The numbers, and the seconds between the step's two ends on the device; waits for that step alone."""
+        assert self._values is not None
+        if isinstance(self._began, float):
+            return self._values.tolist(), self._ended - self._began
+        self._ended.synchronize()
+        return self._values.tolist(), self._began.elapsed_time(self._ended) / 1000
+
+    def _moment(self) -> Any:
+        """On a GPU a place in its queue, on the CPU the time."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def unix_seconds() -> float:
+    """The time of a line: seconds since 1970."""
+    return round(time.time(), 3)
+
+
+def append(path: Path | None, lines: list[dict[str, Any]]) -> None:
+    """Adds JSON lines to a file, in the place of a last line that a kill has cut off."""
+    if path is None or not lines:
+        return
+    with path.open("ab+") as file:
+        file.seek(0)
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)
+        file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode())
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import deque
 from pathlib import Path
@@ -13,8 +12,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from planner.errors import VplanError
 from planner.launch import launch
-from planner.launch.launch import PREPARE_FOLDER, SAMPLES, Outcome, Preparation
+from planner.launch.launch import MEMORY, PREPARE_FOLDER, SAMPLES, Outcome, Preparation
+from planner.launch.run_history import GrowingFile
+from planner.launch.stop import STOP_REQUEST, STOPPED
 from planner.units import format_gib, format_seconds, plural
 from planner.worker_process import read_json, result_file
 
@@ -44,9 +46,9 @@ class Follower:
         """files of samples, each once"""
         self._warned: set[str] = set()
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._inode = path.stat().st_ino if path.is_file() else None
-        self._read = path.stat().st_size if path.is_file() else 0
-        """What is there already is of an earlier call, and the run will write it anew."""
+        # What is there already is of an earlier call; the run writes its metrics anew.
+        self._metrics = GrowingFile(path, skip=True)
+        self._memory = GrowingFile(path.with_name(MEMORY), skip=True)
         console = Console(stderr=True)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(BAR), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -62,27 +64,15 @@ class Follower:
         self._bar.stop()
 
     def tick(self) -> None:
-        """Reads the metrics that were written since the last call."""
-        for line in self._new_lines():
-            numbers = json.loads(line)
+        """Reads what was written since the last call: metrics, and the memory of what is no step."""
+        for numbers in self._metrics.new_lines():
             if "loss" not in numbers and numbers["step"] >= self.done:
                 self._take_samples(numbers)
             elif numbers["step"] > self.done:
                 self._take(numbers)
-
-    def _new_lines(self) -> list[str]:
-        """Whole lines that are new, in a file that may have been written anew."""
-        if not self.path.is_file():
-            return []
-        with self.path.open(encoding="utf-8") as file:
-            inode = self.path.stat().st_ino
-            if inode != self._inode:
-                self._inode, self._read = inode, 0
-            file.seek(self._read)
-            text = file.read()
-        whole = text[: text.rfind("\n") + 1]
-        self._read += len(whole.encode())
-        return whole.splitlines()
+        for numbers in self._memory.new_lines():
+            if not numbers.get("repeated"):
+                self._take_peaks(numbers, numbers["phase"])
 
     def _take_samples(self, line: dict[str, Any]) -> None:
         """Samples that are being made, or are made, or could not be."""
@@ -96,27 +86,27 @@ class Follower:
             click.echo(f"warning: {self.warnings[-1]}", err=True)
         elif self._bar.disable:
             click.echo(f"step {line['step']}/{self.steps}, samples: {', '.join(names)}", err=True)
-        self._take_peaks(line)
 
     def _take(self, line: dict[str, Any]) -> None:
         self.last = line
         self._seconds.append(line["seconds"])
-        self._take_peaks(line)
+        self._take_peaks(line, f"step {line['step']}")
+        retries = line.get("retries")
+        if retries and line["step"] > self.done + 1:  # in the first step the allocator finds its sizes
+            said = f"step {line['step']} emptied the allocator's cache {plural(retries, 'time')}"
+            self._warn("retries", f"{said}: the run is at the card's limit, and slower for it")
         self._bar.update(self._task, completed=line["step"], description=self._words(line))
         if self._bar.disable and (line["step"] % self.every == 0 or line["step"] == self.steps):
             click.echo(f"step {line['step']}/{self.steps}, {self._words(line)}", err=True)
 
-    def _take_peaks(self, line: dict[str, Any]) -> None:
+    def _take_peaks(self, line: dict[str, Any], where: str) -> None:
         for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
             if line[name] is not None:
                 self.peaks[name] = max(self.peaks.get(name, 0), line[name])
         peak = self.peaks.get("device_bytes", 0)
         if self.high_bytes is not None and peak > self.high_bytes:
-            said = f"step {line['step']} used {format_gib(peak)} on the device; the plan expects at most"
+            said = f"{where} used {format_gib(peak)} on the device; the plan expects at most"
             self._warn("peak", f"{said} {format_gib(self.high_bytes)}")
-        if line.get("retries") and line["step"] > self.done + 1:  # in the first step the allocator finds its sizes
-            said = f"step {line['step']} emptied the allocator's cache {plural(line['retries'], 'time')}"
-            self._warn("retries", f"{said}: the run is at the card's limit, and slower for it")
 
     def _warn(self, kind: str, text: str) -> None:
         """Says it at once, and once of its kind."""
@@ -161,17 +151,23 @@ class Preparing:
         self._bar.stop()
 
     def tick(self) -> None:
-        """Reads how far the worker is and shows it."""
-        told = read_json(self.folder / result_file(0))
-        if "doing" not in told:
+        """Reads how far the workers are and shows it. Raises a VplanError when the run is asked to stop."""
+        if (self.folder.parent / STOP_REQUEST).exists():
+            fix = "run the same command again: what is encoded is kept"
+            raise VplanError("stopped while the data was encoded", fix, STOPPED)
+        ranks = [read_json(path) for path in sorted(self.folder.glob("result-*.json"))]
+        if not ranks or not ("doing" in ranks[0] or "scanning" in ranks[0]):
             return
-        what = f"encoding {told['doing']}"
+        # Each rank has its share of the same encoder's work; one that is ahead counts when the others have come there.
+        together = [rank for rank in ranks if rank.get("doing") == ranks[0]["doing"]]
+        done, total = (sum(rank.get(name, 0) for rank in together) for name in ("done", "all"))
+        what = f"encoding {ranks[0]['doing']}" if "doing" in ranks[0] else f"scanning {ranks[0]['scanning']}"
         if what != self._doing:
             self._doing = what
-            self._bar.reset(self._task, description=what, total=told["all"])
+            self._bar.reset(self._task, description=what, total=total)
             if self._bar.disable:
-                click.echo(f"{what}: {told['all']}", err=True)
-        self._bar.update(self._task, completed=told["done"])
+                click.echo(f"{what}: {total}", err=True)
+        self._bar.update(self._task, completed=done, total=total)
 
     def notes(self) -> list[str]:
         """What the worker reported about the data, in words: samples that were skipped and why, and what was done to

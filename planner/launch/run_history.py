@@ -1,0 +1,251 @@
+"""What a run has written about itself, read as it grows: its starts, steps, phases and samples."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from planner.errors import VplanError, quoted
+from planner.launch.launch import MEMORY, METRICS, PREPARE_FOLDER, RUN_FOLDER, SAMPLES, RunForecast
+from planner.worker_process import REQUEST, read_json, result_file
+
+PHASES = ("encode", "load", "first_step", "train", "denoise", "decode", "save")
+"""In the order of a run. What a step's line says is of the optimizer too."""
+
+COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes", "host_bytes")
+BINS = 480
+"""Points of a chart at most: a page of 100,000 steps is as large as one of 1,000."""
+
+SAMPLE_NAME = re.compile(r"step-(\d{8})-(\d{1,6})\.(png|mp4)")
+"""As `trainers.sampling.samples` names its files."""
+
+
+class GrowingFile:
+    """A file of JSON lines that another process adds to, or writes anew and puts in its place."""
+
+    def __init__(self, path: Path, *, skip: bool = False) -> None:
+        """``skip``: leaves out what is there already."""
+        self.path = path
+        status = path.stat() if skip and path.is_file() else None
+        self._inode = status.st_ino if status else None
+        self._read = status.st_size if status else 0
+        self.is_new = False
+        """whether the last lines were read from the beginning of a file"""
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """The lines that were added since the last call, without one that is not whole yet; all of a new file. Raises a
+        VplanError for what are no JSON objects."""
+        self.is_new = False
+        if not self.path.is_file():
+            return []
+        with self.path.open("rb") as file:
+            inode = self.path.stat().st_ino
+            if inode != self._inode:
+                self._inode, self._read, self.is_new = inode, 0, True
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+        except (ValueError, RecursionError):
+            lines = [None]
+        if not all(isinstance(line, dict) for line in lines):
+            raise VplanError(f"{self.path} has a line that is no JSON object", "remove that line, or the file")
+        return lines
+
+
+class Columns:
+    """Numbers of many intervals of a run, column by column: 64 bytes each. NaN stands for what was not measured."""
+
+    def __init__(self) -> None:
+        self.step, self.ended, self.seconds = array("d"), array("d"), array("d")
+        self.phase = array("b")
+        """place in `PHASES`"""
+        self.counters = {name: array("d") for name in COUNTERS}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Adds the interval of one line."""
+        self.step.append(number(line, "step"))
+        self.ended.append(number(line, "unix_seconds"))
+        self.seconds.append(number(line, "seconds"))
+        self.phase.append(PHASES.index(line["phase"]) if line.get("phase") in PHASES else PHASES.index("train"))
+        for name, column in self.counters.items():
+            column.append(number(line, name))
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+def number(line: Mapping[str, Any], name: str) -> float:
+    """A number of a line; NaN where it has none."""
+    value = line.get(name)
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise VplanError(f"a line of the run has {name} = {quoted(value)}, which is no number", "remove that line")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class SampleRound:
+    """The samples that were made after one step."""
+
+    step: int
+    files: tuple[str, ...]
+    """names in the run's folder of samples, in the order of the prompts"""
+    prompts: tuple[str, ...]
+    note: str
+    """why there are no more"""
+
+
+@dataclass
+class RunStart:
+    """One start of the run's process."""
+
+    unix_seconds: float
+    """when it had loaded"""
+    step: int
+    """steps that were done before"""
+    device: str
+    forecast: RunForecast | None
+    missing: tuple[str, ...]
+    """counters that cannot be read there, and why"""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run is now."""
+
+    name: Literal["encoding", "loading", "running", "finished", "failed", "stopped"]
+    message: str = ""
+
+
+@dataclass
+class RunHistory:
+    """All that a run's folder says of the run. `update` reads what is new."""
+
+    output: Path
+    steps: Columns = field(default_factory=Columns)
+    loss: array[float] = field(default_factory=lambda: array("d"))
+    learning_rate: array[float] = field(default_factory=lambda: array("d"))
+    others: Columns = field(default_factory=Columns)
+    """phases between steps, steps that failed, and steps that were done again"""
+    failed: list[int] = field(default_factory=list)
+    """places in `others`"""
+    repeated: int = 0
+    """steps that were done again after a kill"""
+    starts: list[RunStart] = field(default_factory=list)
+    rounds: dict[int, SampleRound] = field(default_factory=dict)
+    """by step"""
+
+    def __post_init__(self) -> None:
+        self._metrics = GrowingFile(self.output / METRICS)
+        self._memory = GrowingFile(self.output / MEMORY)
+
+    def update(self) -> bool:
+        """Reads what was written since the last call; whether that was anything. Raises a VplanError for a folder that
+        is no run's, or lines that are damaged."""
+        lines = self._metrics.new_lines()
+        if self._metrics.is_new:  # a run that was taken up writes its metrics anew
+            self.steps, self.loss, self.learning_rate, self.rounds = Columns(), array("d"), array("d"), {}
+        for line in lines:
+            self._take(line)
+        others = self._memory.new_lines()
+        for line in others:
+            self._take_other(line)
+        return bool(lines or others or self._metrics.is_new)
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        if "loss" in line:
+            self.steps.add(line)
+            self.loss.append(number(line, "loss"))
+            self.learning_rate.append(number(line, "learning_rate"))
+        elif isinstance(line.get("samples"), list):
+            step = int(number(line, "step"))
+            files = tuple(name for name in map(str, line["samples"]) if SAMPLE_NAME.fullmatch(name))
+            prompts = tuple(str(prompt) for prompt in line.get("prompts") or ())
+            self.rounds[step] = SampleRound(step, files, prompts, str(line.get("note") or ""))
+
+    def _take_other(self, line: Mapping[str, Any]) -> None:
+        if line.get("failed"):
+            self.failed.append(len(self.others))
+        self.repeated += bool(line.get("repeated"))
+        self.others.add(line)
+        if line.get("phase") == "load" and isinstance(line.get("missing"), list):
+            forecast = line.get("forecast")
+            self.starts.append(
+                RunStart(
+                    unix_seconds=number(line, "unix_seconds"),
+                    step=int(number(line, "step")),
+                    device=str(line.get("device")),
+                    forecast=RunForecast.read(forecast, MEMORY) if isinstance(forecast, dict) else None,
+                    missing=tuple(map(str, line["missing"])),
+                )
+            )
+
+    @property
+    def done(self) -> int:
+        """Steps that are done."""
+        return int(self.steps.step[-1]) if len(self.steps) else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None before its process has started."""
+        steps = read_facts(self.output / RUN_FOLDER / REQUEST).get("steps")
+        return steps if isinstance(steps, int) else None
+
+    def state(self) -> RunState:
+        """Where the run is now, by what its processes report and whether they are there."""
+        paths = [self.output / folder / result_file(0) for folder in (PREPARE_FOLDER, RUN_FOLDER)]
+        encoding, training = map(read_facts, paths)
+        if "outcome" not in training and is_worker(training.get("pid")):
+            return RunState("loading" if training.get("phase") in ("start", "load") else "running")
+        if "outcome" not in encoding and is_worker(encoding.get("pid")):
+            return RunState("encoding")
+        # A run that was started again may have ended before its ranks began: the newer of the two says how.
+        in_training = bool(training) and not (encoding and paths[0].stat().st_mtime > paths[1].stat().st_mtime)
+        result = training if in_training else encoding
+        outcome, message = result.get("outcome"), str(result.get("message", ""))
+        if outcome == "ok" and in_training:
+            return RunState("finished")
+        if outcome in (None, "ok", "stopped"):
+            return RunState("stopped", message)
+        return RunState("failed", message or str(outcome))
+
+    def sample_files(self) -> Iterator[Path]:
+        """The files of all samples that are there."""
+        for entry in self.rounds.values():
+            yield from (path for name in entry.files if (path := self.output / SAMPLES / name).is_file())
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """A JSON object that a process of a run has written, empty where there is none; a VplanError where it is none."""
+    try:
+        facts = read_json(path)
+    except (ValueError, RecursionError):
+        facts = None
+    if not isinstance(facts, dict):
+        raise VplanError(f"{path} is no JSON object", "remove it; the next `vplan train` writes it anew")
+    return facts
+
+
+def is_worker(pid: object) -> bool:
+    """Whether a process of this computer is one of vplan's workers."""
+    try:
+        return isinstance(pid, int) and "worker" in psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is the output of a training run."""
+    return any((folder / name).exists() for name in (METRICS, MEMORY, RUN_FOLDER, PREPARE_FOLDER))
