@@ -1,22 +1,29 @@
 """The worker before training: encodes a folder of clips and captions, and lists what training reads.
 
 `planner.launch.launch.prepare` starts it as ``vplan worker prepare FOLDER``. It reads a `Preparation` from
-``FOLDER/request.json``, writes progress and outcome into ``FOLDER/result-00000.json``, and the cache and its list where
+``FOLDER/request.json``, writes progress and outcome into ``FOLDER/result-RANK.json``, and the cache and its list where
 the request says. A process of its own, so that the encoders and all they left on the GPU are gone before the model is
-loaded.
+loaded; under torch's launcher one for each GPU, which share the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch.launch import Preparation
+from planner.launch.launch import MEMORY, Preparation
 from planner.worker_process import REQUEST, read_json, result_file
 from trainers.worker import ResultFile, end_with_parent, set_allocator
+
+if TYPE_CHECKING:
+    from planner.dataset.scan import Dataset
+    from trainers.data.cache import Setting
 
 
 def main(arguments: list[str]) -> int:
@@ -24,11 +31,13 @@ def main(arguments: list[str]) -> int:
     folder = Path(arguments[0])
     end_with_parent()
     request = Preparation.read(read_json(folder / REQUEST), REQUEST)
-    report = ResultFile(folder / result_file(0))
-    report.tell(rank=0, phase="encode")
+    rank = int(os.environ.get("RANK", "0"))
+    report = ResultFile(folder / result_file(rank))
+    report.tell(rank=rank, pid=os.getpid(), phase="encode")
     set_allocator(request.plan.strategy.expandable_segments)
     try:
-        prepare(request, report.tell)
+        with _memory_log(request, folder.parent) if rank == 0 else contextlib.nullcontext():
+            prepare(request, report.tell)
     except VplanError as error:
         report.tell(outcome="refused", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -36,34 +45,34 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _memory_log(request: Preparation, output: Path) -> Iterator[None]:
+    """Writes how much memory encoding took into the run's memory log."""
+    import torch
+
+    from trainers.measuring.run_metrics import MemoryLog, Watch
+
+    there = request.device == "cpu" or torch.cuda.is_available()
+    watch = Watch(torch.device(request.device if there else "cpu"))
+    try:
+        with MemoryLog(output / MEMORY, watch).phase("encode", 0):
+            yield
+    finally:
+        watch.close()
+
+
 def prepare(request: Preparation, tell: Callable[..., None]) -> None:
     """Encodes what is not in the cache yet, and writes the list of samples next to it, anew each time: only what the
     data and the plan are now is trained on. `tell` is called with the progress, notes about the data (``notes``) and
-    what was left out."""
-    import torch
-
-    from planner.dataset.buckets import FrameSampling
-    from planner.dataset.scan import read
-    from trainers.data.cache import Setting, cached
-    from trainers.data.loader import changes, read_entries, write_entries
+    what was left out. Ranks share the encoding; the first one looks through the data and writes the lists."""
+    from trainers.data.cache import cached
+    from trainers.data.entries import changes, read_entries, write_entries
     from trainers.sampling import samples
 
-    plan = request.plan
-    profile = lookup.model(plan.job.model)
     entries = Path(request.entries)
-    setting = Setting(
-        profile=profile,
-        job=plan.job,
-        strategy=plan.strategy,
-        source=request.weights,
-        folder=entries.parent,
-        device=torch.device(request.device),
-        tell=tell,
-    )
+    setting = _setting(request, tell)
     is_cache = entries.is_file() and entries.parent == Path(request.data)  # made by others: there are no clips
-    dataset = (
-        None if is_cache else read(Path(request.data), profile, plan.job, FrameSampling(skip_bad=request.skip_bad))
-    )
+    dataset = None if is_cache else _dataset(request, setting)
     if dataset is not None:
         notes = list(dataset.notes)
         tell(notes=notes, skipped=[str(fault) for fault in dataset.skipped])
@@ -71,7 +80,49 @@ def prepare(request: Preparation, tell: Callable[..., None]) -> None:
         now = cached(dataset, setting, skip_bad=request.skip_bad)
         if before is not None:
             tell(notes=[*changes(before, now), *notes])
-        write_entries(entries, now)
-    if request.validation:
-        at = Path(request.validation).parent
-        samples.prepare(request, replace(setting, folder=at), dataset)
+        if setting.rank == 0:
+            write_entries(entries, now)
+    if request.validation and setting.rank == 0:
+        alone = replace(_setting(request, tell, alone=True), folder=Path(request.validation).parent)
+        samples.prepare(request, alone, dataset)
+
+
+def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = False) -> Setting:
+    """What this rank encodes, and with whom: with the others of the launcher, or ``alone``."""
+    import torch.distributed as dist
+
+    from trainers.data.cache import Setting
+    from trainers.parallel.start import TIMEOUT, find_device
+
+    plan = request.plan
+    setting = Setting(
+        profile=lookup.model(plan.job.model),
+        job=plan.job,
+        strategy=plan.strategy,
+        source=request.weights,
+        folder=Path(request.entries).parent,
+        device=find_device(request.device),
+        tell=tell,
+    )
+    if alone or "WORLD_SIZE" not in os.environ:
+        return setting
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    return replace(setting, rank=dist.get_rank(), ranks=dist.get_world_size(), wait=dist.barrier)
+
+
+def _dataset(request: Preparation, setting: Setting) -> Dataset:
+    """The samples of the plan in the data, read by the first rank for all."""
+    import torch.distributed as dist
+
+    from planner.dataset.scan import read
+
+    def found() -> Dataset:
+        return read(request.sources, setting.profile, request.plan.job, skip_bad=request.skip_bad, tell=setting.tell)
+
+    if setting.ranks == 1:
+        return found()
+    everyone: list[Dataset | None] = [found() if setting.rank == 0 else None]
+    dist.broadcast_object_list(everyone)
+    assert everyone[0] is not None
+    return everyone[0]

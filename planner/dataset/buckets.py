@@ -3,38 +3,24 @@
 A plan's shapes are its buckets, or its one shape. A clip gets the shape that keeps most of it: the share of the picture
 that is left after cropping to the shape's aspect, times the share of its frames that is used; of equals the one that
 enlarges least, then the largest, then the first in the plan. Shapes longer than the clip are no choice, so a clip that
-is shorter than the plan goes to the longest of the plan's shapes that it fills.
+is shorter than the plan goes to the longest of the plan's shapes that it fills; an image to one of a single frame.
+Where a source lists resolutions, this is so for each of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, NamedTuple
+from random import Random
+from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
-from planner.catalog.shapes import check_shape
+from planner.dataset.sources import DataSource
 from planner.errors import VplanError
 from planner.spec.job import Bucket, Job
-
-
-@dataclass(frozen=True)
-class FrameSampling:
-    """How frames are taken from clips: rate, spacing, sizes, and whether faulty clips are skipped."""
-
-    sampling: Literal["fps", "even"] = "fps"
-    """fps: from the first frame on, at the model's rate (a slower file's frames one by one: none is repeated);
-    even: spread over the whole clip"""
-    fps: float | None = None
-    """the rate to sample at; the model's own when not given"""
-    sizes: Literal["plan", "native"] = "plan"
-    """plan: resized and cropped to a shape of the plan; native: every clip at its own size, cropped to what the model
-    divides by, and refused where that is larger than the plan"""
-    skip_bad: bool = False
-    """leave out what cannot be used instead of refusing the folder"""
+from planner.units import plural
 
 
 class Clip(NamedTuple):
@@ -61,6 +47,12 @@ class Sample(NamedTuple):
     bucket: Bucket
     indices: tuple[int, ...]
     """frames of the file, as many as the bucket has"""
+    flip: bool = False
+    """whether it is mirrored"""
+    repeats: int = 1
+    """times that it comes in an epoch"""
+    weight: float = 1.0
+    """of its loss"""
 
 
 def model_fps(profile: ModelProfile) -> Fraction | None:
@@ -74,40 +66,75 @@ def model_fps(profile: ModelProfile) -> Fraction | None:
 
 
 def assign(
-    clips: Iterable[Clip], profile: ModelProfile, job: Job, reading: FrameSampling
+    clips: Iterable[Clip], profile: ModelProfile, job: Job, source: DataSource
 ) -> tuple[tuple[Sample, ...], list[tuple[str, str]], tuple[str, ...]]:
-    """(samples in the order of clips, (name, reason) of clips that no shape takes, what was not used, in words)."""
-    if reading.fps is not None and not 0 < reading.fps <= 1000:
-        raise VplanError(f"fps {reading.fps} is not a video frame rate", "use frames per second, as 16")
-    if reading.sizes == "native" and profile.shape.only_listed:
-        raise VplanError(f"{profile.title} supports its listed sizes only", "let the plan's shapes decide")
-    rate = Fraction(reading.fps).limit_denominator(1001) if reading.fps else model_fps(profile)
-    samples, unfit = [], []
+    """(samples in the order of a source's clips, (name, reason) of clips that no shape takes, what was not used, in
+    words). A VplanError for a resolution that the plan does not have."""
+    rate = model_fps(profile) if source.fps is None else Fraction(source.fps).limit_denominator(1001)
+    if profile.shape.window and source.frames in ("even", "random"):
+        fault = f"{profile.title} trains on all of a clip, window by window, not on {source.frames} frames"
+        raise VplanError(fault, "leave out frames, or --frame-sampling")
+    groups = [_shapes_of(size, job) for size in source.sizes] or [job.shapes]
+    samples: list[Sample] = []
+    unfit = []
     for clip in clips:
-        steps = _step(clip, rate) if reading.sampling == "fps" else Fraction(1)
-        usable = int((clip.frames - 1) / steps) + 1
+        step = Fraction(1) if source.frames == "even" else _step(clip, rate)
+        made: list[Sample] = []
         try:
-            bucket = _native(clip, usable, profile, job) if reading.sizes == "native" else _best(clip, usable, job)
-            if profile.shape.window:
-                samples += _windows(clip, bucket, steps, usable)
-                continue
+            for shapes in groups:
+                usable = int((clip.frames - 1) / step) + 1
+                bucket = _best(clip, usable, shapes)
+                if profile.shape.window:
+                    drawn = dict.fromkeys(_windows(clip, bucket, step, usable, least=2), source.repeats)
+                else:
+                    drawn = _drawn(clip, bucket, step, usable, source)
+                made += [
+                    Sample(clip, bucket, indices, flip, repeats, source.weight)
+                    for indices, repeats in drawn.items()
+                    for flip in ((False, True) if source.flip else (False,))
+                ]
         except VplanError as error:
             unfit.append((clip.name, error.message))
             continue
-        indices = _even(clip.frames, bucket.frames) if reading.sampling == "even" else _rising(bucket.frames, steps)
-        samples.append(Sample(clip, bucket, indices))
-    return tuple(samples), unfit, _notes(samples, rate, reading)
+        samples += made
+    return tuple(samples), unfit, _notes(samples, rate, source)
 
 
-def _windows(clip: Clip, bucket: Bucket, step: Fraction, usable: int) -> list[Sample]:
-    """A clip's windows, one behind the other, each to be trained beside another; frames at its end may fill none."""
+def _shapes_of(size: tuple[int, int], job: Job) -> tuple[Bucket, ...]:
+    """The plan's shapes of a height and width."""
+    shapes = tuple(shape for shape in job.shapes if (shape.height, shape.width) == size)
+    if not shapes:
+        buckets = ",".join([*map(_printable, job.shapes), f"{job.shapes[0].frames}x{size[0]}x{size[1]}"])
+        fault = f"resolution {size[0]}x{size[1]} is not among the plan's shapes"
+        raise VplanError(fault, f"plan with it, as --buckets {buckets}")
+    return shapes
+
+
+def _drawn(clip: Clip, bucket: Bucket, step: Fraction, usable: int, source: DataSource) -> dict[tuple[int, ...], int]:
+    """The frames that are taken of a clip, and how often each selection of them comes in an epoch."""
+    if source.frames == "even":
+        return {_even(clip.frames, bucket.frames): source.repeats}
+    if source.frames == "windows":
+        return dict.fromkeys(_windows(clip, bucket, step, usable), source.repeats)
+    first = _rising(bucket.frames, step)
+    if source.frames == "first":
+        return {first: source.repeats}
+    # Of the name and the number alone, so that a run that goes on finds what it encoded.
+    last = clip.frames - 1 - first[-1]
+    starts = [Random(f"{clip.path.name} {number}").randint(0, last) for number in range(source.repeats)]
+    return {tuple(start + index for index in first): times for start, times in sorted(Counter(starts).items())}
+
+
+def _windows(clip: Clip, bucket: Bucket, step: Fraction, usable: int, least: int = 1) -> list[tuple[int, ...]]:
+    """The frames of a clip's windows, one behind the other; frames at its end may fill none. ``least``: how many a
+    model sees side by side."""
     count = usable // bucket.frames
-    if not clip.fps:
+    if least > 1 and not clip.fps:
         raise VplanError("has no frame rate")
-    if count < 2:
+    if count < least:
         raise VplanError(f"too short: {usable} frames at the model's rate, less than two windows of {bucket.frames}")
     indices = _rising(count * bucket.frames, step)
-    return [Sample(clip, bucket, indices[at : at + bucket.frames]) for at in range(0, len(indices), bucket.frames)]
+    return [indices[at : at + bucket.frames] for at in range(0, len(indices), bucket.frames)]
 
 
 def _step(clip: Clip, rate: Fraction | None) -> Fraction:
@@ -126,12 +153,15 @@ def _even(frames: int, count: int) -> tuple[int, ...]:
     return _rising(count, step)
 
 
-def _best(clip: Clip, usable: int, job: Job) -> Bucket:
-    """The plan's shape that keeps most of a clip, as the module says."""
-    shapes = [shape for shape in job.shapes if shape.frames <= usable]
+def _best(clip: Clip, usable: int, of_plan: Sequence[Bucket]) -> Bucket:
+    """The one of the plan's shapes that keeps most of a clip, as the module says."""
+    shapes = [shape for shape in of_plan if shape.frames <= usable]
     if not shapes:
-        least = min(shape.frames for shape in job.shapes)
-        raise VplanError(f"too short: {usable} frames at the model's rate, and the plan's shortest shape has {least}")
+        shortest = min(of_plan, key=lambda shape: shape.frames)
+        what = "an image" if clip.frames == 1 else f"too short: {usable} frames at the model's rate"
+        added = ",".join([*map(_printable, of_plan), f"1x{shortest.height}x{shortest.width}"])
+        hint = f" (plan with one more: --buckets {added})" if clip.frames == 1 else ""
+        raise VplanError(f"{what}, and the plan's shortest shape has {shortest.frames}{hint}")
 
     def worth(shape: Bucket) -> tuple[float, float, int]:
         share = _kept_picture(clip, shape) * shape.frames / usable
@@ -151,52 +181,32 @@ def _enlarged(clip: Clip, shape: Bucket) -> float:
     return max(shape.height / clip.height, shape.width / clip.width)
 
 
-def _native(clip: Clip, usable: int, profile: ModelProfile, job: Job) -> Bucket:
-    """A clip's own size and the most frames the model's rule and the plan allow."""
-    rules, largest = profile.shape, max(job.shapes, key=_volume)
-    frames = min(usable, max(shape.frames for shape in job.shapes))
-    # The VAE takes 1 + n * frame_step frames.
-    frames -= (frames - 1) % rules.frame_step
-    height, width = (side // rules.size_multiple * rules.size_multiple for side in (clip.height, clip.width))
-    if not height or not width:
-        raise VplanError(f"{clip.height}x{clip.width} is smaller than {profile.title} takes")
-    check_shape(profile, frames, height, width)
-    bucket = Bucket(frames=frames, height=height, width=width, batch_size=largest.batch_size)
-    if _volume(bucket) > _volume(largest):
-        shape, most = _printable(bucket), _printable(largest)
-        raise VplanError(f"larger than the plan: {shape}, and the plan's largest shape is {most}")
-    return bucket
-
-
-def _volume(shape: Bucket) -> int:
-    """Pixels of a whole clip, which tokens and so memory go by."""
-    return shape.frames * shape.height * shape.width
-
-
 def _printable(shape: Bucket) -> str:
     return f"{shape.frames}x{shape.height}x{shape.width}"
 
 
-def _notes(samples: list[Sample], rate: Fraction | None, reading: FrameSampling) -> tuple[str, ...]:
+def _notes(samples: list[Sample], rate: Fraction | None, source: DataSource) -> tuple[str, ...]:
     """What is worth knowing of how clips were fitted: samples by shape, and what of them is not used."""
     if not samples:
         return ()
     shapes = Counter(_printable(sample.bucket) for sample in samples)
     notes = ["samples by shape (frames x height x width): " + ", ".join(f"{n} of {s}" for s, n in shapes.items())]
-    if len(of_clips := {sample.clip: sample for sample in samples}) < len(samples):
-        notes.append(f"{len(samples)} windows of {len(of_clips)} clips")
-        samples = list(of_clips.values())  # the last of each
-    used_frames = sum(len(sample.indices) for sample in samples)
-    cut = [s for s in samples if reading.sampling == "fps" and s.indices[-1] + _step(s.clip, rate) < s.clip.frames]
-    if cut and len(samples) == sum(shapes.values()):
+    clips = {sample.clip: sample for sample in samples if not sample.flip}  # the last of each
+    if len(clips) < len(samples):
+        made = [f"{source.frames} parts"] * (source.frames in ("random", "windows"))
+        made += ["mirrored"] * source.flip + ["several resolutions"] * (len(source.resolutions) > 1)
+        notes.append(f"{len(samples)} samples of {plural(len(clips), 'clip')}{': ' if made else ''}{', '.join(made)}")
+    samples = list(clips.values())
+    cut = [s for s in samples if source.frames == "first" and s.indices[-1] + _step(s.clip, rate) < s.clip.frames]
+    if cut and len(clips) == sum(shapes.values()):
+        used = sum(len(sample.indices) for sample in samples)
         unused = sum(int((s.clip.frames - 1) / _step(s.clip, rate)) + 1 - len(s.indices) for s in cut)
-        share = unused / (used_frames + unused)
+        share = unused / (used + unused)
         notes.append(f"{len(cut)} clips are longer than their shape: {share:.0%} of all frames are unused")
-    cropped = [s for s in samples if _kept_picture(s.clip, s.bucket) < 0.9]
-    if cropped and reading.sizes == "plan":
+    if cropped := [s for s in samples if _kept_picture(s.clip, s.bucket) < 0.9]:
         notes.append(f"{len(cropped)} clips lose more than a tenth of their picture to cropping")
     if enlarged := [s for s in samples if _enlarged(s.clip, s.bucket) > 1]:
         notes.append(f"{len(enlarged)} clips are smaller than their shape and are upscaled")
-    if rate and (slow := [s for s in samples if reading.sampling == "fps" and 0 < s.clip.fps < rate * 9 / 10]):
+    if rate and (slow := [s for s in samples if source.frames != "even" and 0 < s.clip.fps < rate * 9 / 10]):
         notes.append(f"{len(slow)} clips have fewer than {float(rate):g} frames a second and will look faster")
     return tuple(notes)

@@ -134,7 +134,9 @@ def _video_frames(path: Path, indices: Sequence[int], height: int, width: int) -
                 if frame.is_corrupt:
                     raise UnusableError(f"corrupt video (frame {number} is damaged)")
                 if number in numbers:
-                    picture = Image.fromarray(frame.to_ndarray(format="rgb24")).rotate(frame.rotation, expand=True)
+                    picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
+                    if frame.rotation:
+                        picture = picture.rotate(frame.rotation, expand=True)
                     pictures.append(numpy.asarray(_fit(picture, height, width)))
                 if number == last:
                     break

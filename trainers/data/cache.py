@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
-from planner.dataset import clips
 from planner.dataset.clips import UnusableError
 from planner.dataset.scan import Dataset, Fault, Sample, refused
 from planner.errors import VplanError
@@ -33,9 +33,10 @@ from planner.spec.job import QUANTISED, Job, Strategy
 from planner.units import format_gib
 from trainers import families
 from trainers.data import layer_offload, parts
-from trainers.data.loader import CachedSample, with_partner
+from trainers.data.decoding import Decoded, FrameRange, SampleFiles, decoded
+from trainers.data.entries import CachedSample, with_partner
 from trainers.data.packed_encoders import shrink
-from trainers.data.store import Digests, Store
+from trainers.data.store import BackgroundWriter, Digests, Store
 from trainers.families.common.base import Family
 from trainers.families.common.encoding import Encoder, EncoderTurn
 from trainers.step.step import DTYPES, compute_dtype
@@ -81,19 +82,22 @@ def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False) -> lis
     work = CacheBuild(setting)
     clip_keys = work.clip_keys(dataset)
     if work.family.captioned:
-        # The empty caption too: validation samples take it as the negative prompt.
+        # The empty caption too: validation samples take it as the negative prompt, and dropped captions become it.
         captions = ["", *dict.fromkeys(sample.clip.caption for sample in dataset.samples)]
         work.encode("captions", work.text_turns, {work.text_key(caption): caption for caption in captions})
     work.encode("clips", work.clip_turns, dict(zip(clip_keys, dataset.samples, strict=True)), skip_bad=skip_bad)
     store, entries, broken = work.store, [], []
-    files = {sample.clip.path: number for number, sample in enumerate(dataset.samples)}
+    files = {(sample.clip.path, sample.flip): number for number, sample in enumerate(dataset.samples)}
     for key, sample in zip(clip_keys, dataset.samples, strict=True):
         if skip_bad and (fault := store.fault(key)) is not None:
             broken.append(str(Fault(sample.clip.name, fault)))
             continue
         text = store.path(work.text_key(sample.clip.caption) if work.family.captioned else key)
-        of_clip = files[sample.clip.path] if setting.profile.shape.window else None
-        entries.append(CachedSample(store.path(key), text, sample.bucket, of_clip))
+        of_clip = files[sample.clip.path, sample.flip] if setting.profile.shape.window else None
+        empty = store.path(work.text_key("")) if work.family.captioned else None
+        entries.append(
+            CachedSample(store.path(key), text, sample.bucket, of_clip, sample.repeats, sample.weight, empty)
+        )
     if setting.profile.shape.window:
         entries = with_partner(entries)
     if not entries:
@@ -111,6 +115,11 @@ def _free(encoder: Encoder) -> None:
         gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _mirrored(pictures: Tensor, sample: Sample) -> Tensor:
+    """Pictures (F, H, W, 3) as the sample has them: mirrored or not."""
+    return pictures.flip(2) if sample.flip else pictures
 
 
 class CacheBuild:
@@ -179,11 +188,20 @@ class CacheBuild:
             ]
         )
         keys = []
-        for (clip, bucket, indices), companion_paths in zip(dataset.samples, companions, strict=True):
+        for sample, companion_paths in zip(dataset.samples, companions, strict=True):
+            bucket = sample.bucket
             shape = [bucket.frames, bucket.height, bucket.width]
+            mirrored = {"flip": True} if sample.flip else {}  # without it as ever, so that what is cached stays
             companion_digests = {name: self.digests.of(path) for name, path in companion_paths.items()}
             keys.append(
-                self._key("clip", file=self.digests.of(clip.path), shape=shape, indices=indices, **companion_digests)
+                self._key(
+                    "clip",
+                    file=self.digests.of(sample.clip.path),
+                    shape=shape,
+                    indices=sample.indices,
+                    **companion_digests,
+                    **mirrored,
+                )
             )
         return keys
 
@@ -218,18 +236,20 @@ class CacheBuild:
             if not waiting:
                 continue
             # One encoder at a time: all samples wait for the next one, because two need not fit on the device together.
+            decoding = self._decoded(turn, waiting)
             encoder = self._load(turn)
-            for index, (key, sample) in enumerate(self._one_by_one(f"{title} ({turn.part})", waiting)):
-                try:
-                    tensors = self._encoded(turn, encoder, key, sample)
-                except UnusableError as error:
-                    if not skip_bad:
-                        raise refused([Fault(sample.clip.name, str(error))], len(samples)) from None
-                    self.store.mark(key, str(error))
-                    continue
-                nbytes = self._keep(key, tensors, sample, number, last=last)
-                if index == 0:
-                    self._check_space(nbytes * (len(waiting) - 1))
+            with BackgroundWriter(self.store) as writer:
+                for index, (key, sample) in enumerate(self._one_by_one(f"{title} ({turn.part})", waiting)):
+                    try:
+                        tensors = self._encoded(turn, encoder, key, sample, next(decoding))
+                    except UnusableError as error:
+                        if not skip_bad:
+                            raise refused([Fault(sample.clip.name, str(error))], len(samples)) from None
+                        self.store.mark(key, str(error))
+                        continue
+                    saving = self._keep(writer, key, tensors, sample, number, last=last)
+                    if index == 0:
+                        self._check_space(saving.result() * (len(waiting) - 1))
             _free(encoder)
         self.setting.wait()
 
@@ -255,39 +275,54 @@ class CacheBuild:
     def _dtype_of(self, turn: EncoderTurn) -> str:
         return self.setting.strategy.vae_dtype if turn.part == "vae" else self.setting.strategy.text_encoder_dtype
 
-    def _encoded(self, turn: EncoderTurn, encoder: Encoder, key: str, sample: Any) -> Mapping[str, Tensor]:
-        """What one encoder makes of one sample."""
+    def _decoded(self, turn: EncoderTurn, samples: Mapping[str, Any]) -> Iterator[Decoded]:
+        """What a turn reads of the samples' files, in their order; nothing of captions."""
+        if not any(isinstance(sample, Sample) for sample in samples.values()):
+            return itertools.repeat({})
+        return decoded([self._files_of(turn, sample) for sample in samples.values()], self.setting.ranks)
+
+    def _files_of(self, turn: EncoderTurn, sample: Sample) -> SampleFiles:
+        """The frames that a turn takes of a clip, and of the files beside it."""
+        indices, size = sample.indices[: turn.frames], (sample.bucket.height, sample.bucket.width)
+        companions = {
+            name: FrameRange(path, indices if name == "control" else (0,), *size)
+            for name, path in self.companions(sample).items()
+        }
+        return {"clip": FrameRange(sample.clip.path, indices, *size), **companions}
+
+    def _encoded(
+        self, turn: EncoderTurn, encoder: Encoder, key: str, sample: Any, frames: Decoded
+    ) -> Mapping[str, Tensor]:
+        """What one encoder makes of one sample, of a clip's ``frames``. Raises an UnusableError where there are none,
+        and for sound that breaks."""
         # Seeded by the sample's key: its latents are the same whichever rank encodes it, also in a run that was
         # interrupted.
         encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
+        if isinstance(frames, UnusableError):
+            raise frames
         if isinstance(sample, Sample):
-            clip, indices = sample.clip, sample.indices[: turn.frames]
+            clip = sample.clip
             encoder.size = (clip.height, clip.width)
             encoder.source, encoder.times = clip.path, tuple(index / clip.fps for index in sample.indices if clip.fps)
-            if turn.frames == 0:
-                frames: clips.Pixels = numpy.empty((0, sample.bucket.height, sample.bucket.width, 3), numpy.uint8)
-            else:
-                frames = clips.frames(clip.path, indices, sample.bucket.height, sample.bucket.width)
-            for name, path in self.companions(sample).items():
-                frame_numbers = indices if name == "control" else (0,)
-                pictures = clips.frames(path, frame_numbers, sample.bucket.height, sample.bucket.width)
-                setattr(encoder, name, torch.from_numpy(pictures))
-            sample = torch.from_numpy(frames)
+            pictures = {role: _mirrored(torch.from_numpy(pixels), sample) for role, pixels in frames.items()}
+            encoder.reference, encoder.control = pictures.get("reference"), pictures.get("control")
+            sample = pictures["clip"]
         with torch.inference_mode():
             tensors: Mapping[str, Tensor] = turn.encode(encoder, sample)
         return tensors
 
-    def _keep(self, key: str, tensors: Mapping[str, Tensor], sample: Any, number: int, *, last: bool) -> int:
-        """Saves what a turn made: for the last one, or, by the last one, with what the others left; returns bytes."""
+    def _keep(
+        self, writer: BackgroundWriter, key: str, tensors: Mapping[str, Tensor], sample: Any, number: int, *, last: bool
+    ) -> Future[int]:
+        """Saves what a turn made: for the last one, or, by the last one, with what the others left; the file's bytes,
+        when it is written."""
         if not last:
-            return self.store.save(key, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, number)
+            return writer.save(key, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, number)
         parts_made: dict[str, Tensor] = {}
         for earlier in range(number):
             parts_made |= self.store.load(key, earlier)
         fitted = self._fitted(self.family.joined({**parts_made, **tensors}), sample)
-        nbytes = self.store.save(key, fitted)
-        self.store.drop_turns(key, number)
-        return nbytes
+        return writer.save(key, fitted, drop_turns=number)
 
     def _fitted(self, tensors: Mapping[str, Tensor], sample: Any) -> dict[str, Tensor]:
         """The tensors in the dtypes of the plan's batches; a VplanError for other shapes, or for what is no number."""

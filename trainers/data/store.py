@@ -9,13 +9,15 @@ import json
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
 from planner.errors import VplanError, quoted
-from planner.launch.checkpoints import sync
 
 STALE_SECONDS = 3600.0
 """Age at which a half-written file has no writer any more: one takes seconds."""
@@ -53,7 +55,10 @@ class Store:
         return load_file(self.path(key, turn))
 
     def save(self, key: str, tensors: Mapping[str, Tensor], turn: int | None = None) -> int:
-        """Writes a sample aside, syncs it and gives it its name; returns its bytes. Nothing stays of a failed write."""
+        """Writes a sample aside, syncs it and gives it its name; returns its bytes. Nothing stays of a failed write.
+
+        The folder is not synced: a power cut may take the name back, and then the sample is encoded again.
+        """
         from safetensors.torch import save
 
         data = save(dict(tensors))
@@ -72,7 +77,6 @@ class Store:
             except OSError:
                 aside.unlink(missing_ok=True)
                 raise
-            sync(path.parent)
         return len(data)
 
     def drop_turns(self, key: str, turns: int) -> None:
@@ -99,6 +103,43 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < before:
                     path.unlink()
+
+
+class BackgroundWriter:
+    """Saves samples to a store while the next ones are encoded. As a context it ends when all are written; an error of
+    one is raised by the next `save`, or at the end."""
+
+    THREADS = 4
+    """Writers that wait for the disk at a time: a file system flushes what they ask for together."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pool = ThreadPoolExecutor(self.THREADS, "vplan-writer")
+        self._pending: deque[Future[int]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._pool:
+            while self._pending and kind is None:
+                self._pending.popleft().result()
+
+    def save(
+        self, key: str, tensors: Mapping[str, Tensor], turn: int | None = None, drop_turns: int = 0
+    ) -> Future[int]:
+        """Saves a sample, or what one turn made of it; its bytes, when it is written. After that the first
+        ``drop_turns`` turns' files are deleted."""
+        while len(self._pending) > 2 * self.THREADS or (self._pending and self._pending[0].done()):
+            self._pending.popleft().result()
+
+        def write() -> int:
+            nbytes = self._store.save(key, tensors, turn)
+            self._store.drop_turns(key, drop_turns)
+            return nbytes
+
+        self._pending.append(self._pool.submit(write))
+        return self._pending[-1]
 
 
 class Digests:

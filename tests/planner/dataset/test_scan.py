@@ -17,8 +17,9 @@ from hypothesis import strategies as some
 
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
-from planner.dataset import buckets, clips, scan
+from planner.dataset import buckets, captions, clips, scan
 from planner.dataset.clips import UnusableError
+from planner.dataset.sources import DataSource
 from planner.errors import VplanError
 from planner.spec.job import Bucket, Job
 from tests.trainers import tiny
@@ -39,20 +40,24 @@ def clip(frames: int = 100, height: int = 480, width: int = 832, fps: int = 16, 
 
 
 def one(given_clip: scan.Clip, plan: Job, **reading: object) -> scan.Sample:
-    samples, unfit, _ = buckets.assign([given_clip], WAN, plan, buckets.FrameSampling(**reading))
+    samples, unfit, _ = buckets.assign([given_clip], WAN, plan, DataSource(folder="clips", **reading))
     assert not unfit, unfit
     return samples[0]
 
 
 def fault(given_clip: scan.Clip, plan: Job, **reading: object) -> str:
-    samples, unfit, _ = buckets.assign([given_clip], WAN, plan, buckets.FrameSampling(**reading))
+    samples, unfit, _ = buckets.assign([given_clip], WAN, plan, DataSource(folder="clips", **reading))
     assert not samples
     return unfit[0][1]
 
 
-def refusal(folder: Path, plan: Job | None = None, **reading: object) -> str:
+def read(folder: Path, plan: Job | None = None, *, skip_bad: bool = False, **settings: object) -> scan.Dataset:
+    return scan.read([DataSource(folder=str(folder), **settings)], WAN, plan or job(), skip_bad=skip_bad)
+
+
+def refusal(folder: Path, plan: Job | None = None, **settings: object) -> str:
     with pytest.raises(VplanError) as caught:
-        scan.read(folder, WAN, plan or job(), buckets.FrameSampling(**reading))
+        read(folder, plan, **settings)
     assert "\n" not in str(caught.value)
     assert caught.value.fix
     return caught.value.message
@@ -65,14 +70,14 @@ def test_captions_beside_the_clips(tmp_path: Path) -> None:
     tiny.write_clips(tmp_path)
     tiny.write_clips(tmp_path / "more", 1)
     (tmp_path / "readme.md").write_text("not a clip")
-    found = scan.read(tmp_path, WAN, job())
+    found = read(tmp_path)
     assert [sample.clip.name for sample in found.samples] == ["0.mp4", "1.mp4", "2.mp4", "more/0.mp4"]
     assert found.samples[1].clip.caption == "a cat cat"
     assert {sample.bucket.frames for sample in found.samples} == {9}
     assert found.skipped == ()
 
 
-@pytest.mark.parametrize("table", scan.METADATA)
+@pytest.mark.parametrize("table", captions.METADATA)
 def test_captions_in_a_table(tmp_path: Path, table: str) -> None:
     for name in ("a.mp4", "b.mp4"):
         tiny.write_video(tmp_path / name)
@@ -83,7 +88,7 @@ def test_captions_in_a_table(tmp_path: Path, table: str) -> None:
     else:
         rows = [f'{name},"{text.replace(chr(34), chr(34) * 2)}"' for name, text in texts.items()]
         (tmp_path / table).write_text("file_name,text\n" + "\n".join(rows), encoding="utf-8")
-    found = scan.scan(tmp_path)
+    found = scan.scan(DataSource(folder=str(tmp_path)))
     assert [(c.name, c.caption) for c in found.clips] == [
         ("a.mp4", 'a "red" cat, sitting'),
         ("b.mp4", "ein Hund läuft"),
@@ -113,7 +118,7 @@ def test_every_fault_is_named_and_the_rest_is_used_when_asked(tmp_path: Path) ->
     os.symlink("/etc/hostname", tmp_path / "bare.mp4")  # no caption either: the name is the fault
     assert "13 of 14" in refusal(tmp_path)
     assert refusal(tmp_path).count(": ") >= scan.MAX_NAMED
-    found = scan.read(tmp_path, WAN, job(), buckets.FrameSampling(skip_bad=True))
+    found = read(tmp_path, skip_bad=True)
     assert [sample.clip.name for sample in found.samples] == ["good.mp4"]
     reasons = dict(found.skipped)
     assert reasons["no caption.mp4"] == "caption missing: no .txt of its name"
@@ -150,7 +155,7 @@ def test_faults_of_a_table(tmp_path: Path) -> None:
     ]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "data" / "metadata.jsonl").write_text("\n".join([*lines, "{broken"]))
-    reasons = dict(scan.scan(tmp_path / "data").faults)
+    reasons = dict(scan.scan(DataSource(folder=str(tmp_path / "data"))).faults)
     assert "several rows" in reasons["1.mp4"]
     assert "points outside" in reasons["../outside.mp4"]
     assert "points outside" in reasons["3.mp4"]
@@ -161,7 +166,7 @@ def test_faults_of_a_table(tmp_path: Path) -> None:
     assert "no row in metadata.jsonl" in reasons["2.mp4"]
     assert reasons["metadata.jsonl line 10"] == "no file_name in the row"
     assert reasons["metadata.jsonl line 11"] == reasons["metadata.jsonl line 13"] == "not a JSON object"
-    assert [found.name for found in scan.scan(tmp_path / "data").clips] == ["0.mp4"]
+    assert [found.name for found in scan.scan(DataSource(folder=str(tmp_path / "data"))).clips] == ["0.mp4"]
 
 
 def test_a_dataset_in_a_hugging_face_cache_is_links(tmp_path: Path) -> None:
@@ -171,7 +176,7 @@ def test_a_dataset_in_a_hugging_face_cache_is_links(tmp_path: Path) -> None:
     for path in list(snapshot.iterdir()):
         path.rename(blobs / path.name)
         path.symlink_to(f"../../blobs/{path.name}")
-    assert len(scan.read(snapshot, WAN, job()).samples) == 2
+    assert len(read(snapshot).samples) == 2
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
@@ -188,7 +193,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     assert "caption missing" in refusal(tmp_path)
     (tmp_path / "metadata.jsonl").write_bytes(b"\xff")
     with pytest.raises(VplanError, match="UTF-8"):
-        scan.scan(tmp_path)
+        scan.scan(DataSource(folder=str(tmp_path)))
 
 
 @pytest.mark.skipif(not hasattr(os, "setresuid"), reason="whoever may read what is Unix's")
@@ -200,11 +205,11 @@ def test_a_file_that_may_not_be_read() -> None:
             tiny.write_video(folder / f"{name}.mp4")
             (folder / f"{name}.txt").write_text("a cat")
         (folder / "closed.mp4").chmod(0)
-        scan.scan(folder)  # all modules are loaded before
+        scan.scan(DataSource(folder=str(folder)))  # all modules are loaded before
         if os.geteuid() == 0:  # whom nothing is closed to
             os.setresuid(65534, 65534, 0)
         try:
-            found = scan.scan(folder)
+            found = scan.scan(DataSource(folder=str(folder)))
         finally:
             if os.getresuid()[2] == 0:
                 os.setresuid(0, 0, 0)
@@ -291,7 +296,7 @@ def test_frames_at_the_models_rate() -> None:
     assert one(clip(100, fps=8), job()).indices == tuple(range(9))  # none is repeated
     assert one(clip(100, fps=0), job()).indices == tuple(range(9))
     assert one(clip(100, fps=16), job(), fps=4.0).indices == tuple(range(0, 36, 4))
-    assert one(clip(101, fps=16), job(), sampling="even").indices == (0, 13, 25, 38, 50, 63, 75, 88, 100)
+    assert one(clip(101, fps=16), job(), frames="even").indices == (0, 13, 25, 38, 50, 63, 75, 88, 100)
     assert fault(clip(12, fps=24), job()).startswith("too short: 8 frames")
     assert one(clip(13, fps=24), job()).indices[-1] == 12
 
@@ -300,12 +305,12 @@ def test_frames_at_the_models_rate() -> None:
     frames=some.integers(1, 400),
     fps=some.fractions(1, 120, max_denominator=1001),
     wanted=some.sampled_from([1, 5, 9, 81]),
-    sampling=some.sampled_from(["fps", "even"]),
+    sampling=some.sampled_from(["first", "even"]),
 )
 def test_frames_rise_and_lie_in_the_clip(frames: int, fps: Fraction, wanted: int, sampling: str) -> None:
     plan = job(wanted)
     samples, unfit, _ = buckets.assign(
-        [clip(frames)._replace(fps=fps)], WAN, plan, buckets.FrameSampling(sampling=sampling)
+        [clip(frames)._replace(fps=fps)], WAN, plan, DataSource(folder="clips", frames=sampling)
     )
     if unfit:
         usable = frames if sampling == "even" else int((frames - 1) / max(1, fps / 16)) + 1
@@ -318,29 +323,10 @@ def test_frames_rise_and_lie_in_the_clip(frames: int, fps: Fraction, wanted: int
     assert all(a < b for a, b in itertools.pairwise(indices))
 
 
-def test_native_sizes_are_never_larger_than_the_plan() -> None:
-    plan = job(17, 480, 832, batch_size=2)
-    assert one(clip(30, 500, 700), plan, sizes="native").bucket == Bucket(
-        frames=17, height=496, width=688, batch_size=2
-    )
-    assert one(clip(12, 480, 832), plan, sizes="native").bucket.frames == 9
-    assert one(clip(17, 832, 480), plan, sizes="native").bucket.height == 832
-    message = fault(clip(30, 720, 1280), plan, sizes="native")
-    assert message == "larger than the plan: 17x720x1280, and the plan's largest shape is 17x480x832"
-    assert "smaller than" in fault(clip(30, 10, 10), plan, sizes="native")
-
-
-def test_what_is_larger_than_the_plan_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    tiny.write_clips(tmp_path, 2)
-    tiny.write_video(tmp_path / "large.mp4", height=96, width=128)
-    (tmp_path / "large.txt").write_text("a cat")
-    assert "large.mp4: larger than the plan: 9x96x128" in refusal(tmp_path, sizes="native")
-
-
 def test_an_image_model_takes_the_first_frame() -> None:
     flux = lookup.model("flux.1-dev")
     plan = job_for(flux, {"height": 512, "width": 512})
-    samples, unfit, _ = buckets.assign([clip(30, 600, 600)], flux, plan, buckets.FrameSampling())
+    samples, unfit, _ = buckets.assign([clip(30, 600, 600)], flux, plan, DataSource(folder="clips"))
     assert not unfit
     assert samples[0].indices == (0,)
 
@@ -353,7 +339,7 @@ def test_every_video_model_has_a_rate(name: str) -> None:
 
 def test_notes_say_what_is_not_used() -> None:
     many = [clip(100, 480, 832), clip(90, 832, 480), clip(90, 100, 170), clip(50, 480, 832, fps=8)]
-    _, _, notes = buckets.assign(many, WAN, job(17, 480, 832), buckets.FrameSampling())
+    _, _, notes = buckets.assign(many, WAN, job(17, 480, 832), DataSource(folder="clips"))
     text = " ".join(notes)
     assert "4 of 17x480x832" in text
     assert "4 clips are longer than their shape: 79% of all frames" in text
@@ -364,4 +350,4 @@ def test_notes_say_what_is_not_used() -> None:
 
 def test_reading_twice_is_the_same(tmp_path: Path) -> None:
     tiny.write_clips(tmp_path, 5)
-    assert scan.read(tmp_path, WAN, job()) == scan.read(tmp_path, WAN, job())
+    assert read(tmp_path) == read(tmp_path)

@@ -8,7 +8,8 @@ import torch
 
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import job_for
-from planner.dataset import buckets, scan
+from planner.dataset import scan
+from planner.dataset.sources import DataSource
 from planner.spec.job import Job, Strategy
 from tests.trainers import tiny
 from trainers.data import cache
@@ -27,7 +28,7 @@ def job(profile: ModelProfile, **more: object) -> Job:
 
 
 def dataset(clips: Path, one: cache.Setting) -> scan.Dataset:
-    return scan.read(clips, one.profile, one.job, buckets.FrameSampling(fps=16))
+    return scan.read([DataSource(folder=str(clips), fps=16.0)], one.profile, one.job)
 
 
 def run(clips: Path, one: cache.Setting, **more: object) -> list[cache.Entry]:

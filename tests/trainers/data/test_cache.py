@@ -21,7 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from planner.dataset import buckets, scan
+from planner.dataset import scan
+from planner.dataset.sources import DataSource
 from planner.errors import VplanError
 from tests.trainers import tiny
 from tests.trainers.data.caching import FP32, dataset, files, job, run, setting
@@ -97,7 +98,8 @@ def test_what_is_cached_is_not_made_again(
 
 
 @pytest.mark.parametrize(
-    "changed", ["file", "shape", "frames taken", "dtype", "stored", "tiling", "model", "tokenizer", "version"]
+    "changed",
+    ["file", "shape", "frames taken", "mirrored", "dtype", "stored", "tiling", "model", "tokenizer", "version"],
 )
 def test_everything_a_sample_depends_on_changes_its_name(
     model: Path, clips: Path, tmp_path: Path, changed: str, monkeypatch: pytest.MonkeyPatch
@@ -105,15 +107,17 @@ def test_everything_a_sample_depends_on_changes_its_name(
     copy = shutil.copytree(model, tmp_path / "model")
     one = setting(copy, tmp_path / "cache")
     before = cache.CacheBuild(one).clip_keys(dataset(clips, one)), cache.CacheBuild(one).text_key("a cat")
-    other, reading = one, buckets.FrameSampling(fps=16)
+    other, reading = one, DataSource(folder=str(clips), fps=16.0)
     if changed == "file":
         (clips / "0.mp4").write_bytes((clips / "1.mp4").read_bytes())
     elif changed == "shape":
         other = setting(copy, tmp_path / "cache", job=job(one.profile, height=64))
     elif changed == "frames taken":
-        reading = buckets.FrameSampling(sampling="even")
+        reading = reading.replace(frames="even")
         tiny.write_video(clips / "0.mp4", frames=30)
         before = cache.CacheBuild(one).clip_keys(dataset(clips, one)), before[1]
+    elif changed == "mirrored":
+        reading = reading.replace(flip=True)
     elif changed in ("dtype", "stored", "tiling"):
         change = {
             "dtype": {"vae_dtype": "bf16", "text_encoder_dtype": "bf16"},
@@ -130,7 +134,10 @@ def test_everything_a_sample_depends_on_changes_its_name(
     elif changed == "version":
         monkeypatch.setattr(Family, "encoding", 2)
     work = cache.CacheBuild(other)
-    after = work.clip_keys(scan.read(clips, other.profile, other.job, reading)), work.text_key("a cat")
+    after = work.clip_keys(scan.read([reading], other.profile, other.job)), work.text_key("a cat")
+    if changed == "mirrored":  # each sample is followed by its mirror image
+        assert after[0][::2] == before[0] and not set(after[0][1::2]) & set(before[0])
+        return
     assert (after[0][0] != before[0][0]) == (changed != "tokenizer")
     assert (after[1] != before[1]) == (changed in ("dtype", "stored", "tokenizer", "version"))
 
@@ -282,7 +289,7 @@ def test_a_clip_that_breaks_on_the_way(model: Path, clips: Path, tmp_path: Path)
     (clips / "3.mkv").write_bytes(long)
     (clips / "3.txt").write_text("a cat")
     one = setting(model, tmp_path / "cache")
-    samples = scan.read(clips, one.profile, one.job, buckets.FrameSampling(sampling="even"))
+    samples = scan.read([DataSource(folder=str(clips), frames="even")], one.profile, one.job)
     (clips / "3.mkv").write_bytes(long[: len(long) // 2])
     with pytest.raises(VplanError, match=r"1 of 4 samples cannot be used: 3.mkv: corrupt video"):
         cache.cached(samples, one)

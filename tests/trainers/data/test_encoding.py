@@ -15,6 +15,7 @@ from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid, job_for
 from planner.dataset import scan
+from planner.dataset.sources import DataSource
 from planner.errors import VplanError
 from tests.trainers import tiny
 from tests.trainers.data.caching import FP32, run, setting, shapes_of
@@ -250,7 +251,7 @@ def test_the_video_that_steers_a_sample_is_encoded_as_the_pipeline_does(tmp_path
     with pytest.raises(
         VplanError, match=r"0\.mp4: no control_file_name.*1\.mp4: its control steers-1\.mp4: has 4 frames"
     ):
-        scan.read(clips, profile, one.job)
+        scan.read([DataSource(folder=str(clips))], profile, one.job)
 
 
 def test_references_that_cannot_be_read_are_refused_by_name(model: Path, clips: Path, tmp_path: Path) -> None:
@@ -258,13 +259,13 @@ def test_references_that_cannot_be_read_are_refused_by_name(model: Path, clips: 
     with pytest.raises(VplanError, match="2 reference images per sample"):
         cache.CacheBuild(setting(model, tmp_path / "cache", klein, job=job_for(klein, {"references": 2})))
     with pytest.raises(VplanError, match="no reference_file_name in its row"):
-        scan.read(clips, kontext, job_for(kontext, {"height": 64, "width": 64}))
+        scan.read([DataSource(folder=str(clips))], kontext, job_for(kontext, {"height": 64, "width": 64}))
     pairs = tiny.write_pairs(tmp_path / "pairs", 3)
     (pairs / "before-0.png").write_bytes(b"no image")
     (pairs / "before-1.png").unlink()
     table = pairs / "metadata.jsonl"
     table.write_text(table.read_text().replace("before-2.png", "../before-2.png"))
-    reasons = [fault.reason for fault in scan.scan(pairs).faults]
+    reasons = [fault.reason for fault in scan.scan(DataSource(folder=str(pairs))).faults]
     assert reasons[0] == "its reference before-0.png: not an image, or broken"
     assert "its reference before-1.png: cannot be read" in reasons[1]
     assert reasons[2] == "its reference ../before-2.png: the name points outside the folder (..)"

@@ -1,15 +1,10 @@
-"""Which sample comes when: the order of a run, its split over ranks, and files stacked into batches."""
+"""Files stacked into batches, and the micro-batches of every rank with the seeds of their samples."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -19,112 +14,13 @@ from planner.catalog import lookup  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.spec.job import Bucket, Job  # noqa: E402
 from trainers.data import loader  # noqa: E402
-from trainers.data.loader import BatchSampler, CachedSample, Loader, Stacker, read_entries, write_entries  # noqa: E402
+from trainers.data.entries import CachedSample  # noqa: E402
+from trainers.data.loader import Loader, Stacker  # noqa: E402
+from trainers.data.sampler import BatchSampler  # noqa: E402
 from trainers.families import family  # noqa: E402
 from trainers.families.common import random_draws  # noqa: E402
 from trainers.families.common.random_draws import SEEDS  # noqa: E402
-
-JOB = Job(model="wan2.1-t2v-1.3b", frames=5, height=32, width=32)
-
-
-def job(*counts: int, batch_size: int = 1) -> Job:
-    """With the shapes of `entries`."""
-    shapes = tuple(Bucket(frames=1 + 4 * shape, height=32, width=32) for shape in range(len(counts)))
-    return JOB.replace(buckets=shapes, batch_size=batch_size)
-
-
-def entries(*counts: int) -> list[CachedSample]:
-    """So many samples of each of several shapes."""
-    return [
-        CachedSample(Path(f"{shape}-{number}"), Path("text"), Bucket(frames=1 + 4 * shape, height=32, width=32))
-        for shape, count in enumerate(counts)
-        for number in range(count)
-    ]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    counts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    batch=st.integers(1, 3),
-    world=st.integers(1, 3),
-    accumulation=st.integers(1, 2),
-    seed=st.integers(0, 5),
-)
-def test_every_sample_comes_in_every_epoch_and_steps_have_one_shape(
-    counts: list[int], batch: int, world: int, accumulation: int, seed: int
-) -> None:
-    sampler = BatchSampler(entries(*counts), job(*counts, batch_size=batch), world, accumulation, seed)
-    for epoch in range(2):
-        first = epoch * sampler.steps_per_epoch
-        steps = [sampler.step(first + number) for number in range(sampler.steps_per_epoch)]
-        seen = Counter(itertools.chain.from_iterable(step.samples for step in steps))
-        assert set(seen) == set(range(sum(counts)))
-        for step in steps:
-            assert len(step.samples) == batch * world * accumulation
-            assert {sampler.entries[number].bucket for number in step.samples} == {step.bucket}
-        for shape, count in enumerate(counts):  # filled up, and by less than a batch
-            own = [times for number, times in seen.items() if sampler.entries[number].bucket.frames == 1 + 4 * shape]
-            assert sum(own) - count < batch * world * accumulation
-
-
-def test_the_order_is_of_the_seed_and_the_epoch() -> None:
-    def order(seed: int, epoch: int) -> list[Any]:
-        sampler = BatchSampler(entries(20, 20), job(20, 20), 1, 1, seed)
-        return [sampler.step(epoch * sampler.steps_per_epoch + number) for number in range(sampler.steps_per_epoch)]
-
-    assert order(1, 0) == order(1, 0)
-    assert order(1, 0) != order(1, 1)
-    assert order(1, 0) != order(2, 0)
-
-
-@pytest.mark.parametrize(("batch", "world", "accumulation"), [(2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2), (4, 1, 1)])
-def test_the_global_batch_is_the_same_however_it_is_split(batch: int, world: int, accumulation: int) -> None:
-    whole = BatchSampler(entries(10), job(10, batch_size=4), 1, 1, 0)
-    split = BatchSampler(entries(10), job(10, batch_size=batch), world, accumulation, 0)
-    assert [whole.step(number).samples for number in range(9)] == [split.step(number).samples for number in range(9)]
-
-
-def test_a_position_is_taken_up_by_the_same_order_only() -> None:
-    sampler = BatchSampler(entries(5, 3), job(5, 3), 1, 1, 0)
-    position = sampler.position(7)
-    assert BatchSampler(entries(5, 3), job(5, 3), 1, 1, 0).resume(position) == 7
-    for other in (
-        BatchSampler(entries(5, 4), job(5, 4), 1, 1, 0),
-        BatchSampler(entries(5, 3), job(5, 3), 2, 1, 0),
-        BatchSampler(entries(5, 3), job(5, 3), 1, 1, 1),
-    ):
-        with pytest.raises(VplanError, match="differs from the checkpoint's"):
-            other.resume(position)
-
-
-def test_a_shape_that_the_plan_does_not_have_is_never_drawn() -> None:
-    """Entries of an earlier plan: what was planned says nothing of their memory."""
-    with pytest.raises(VplanError, match="of 9x32x32, a shape that the plan does not have"):
-        BatchSampler(entries(2, 2, 2), job(2, 2), 1, 1, 0)
-
-
-def test_the_plan_says_the_batch_size_of_a_shape() -> None:
-    made = [entry._replace(bucket=entry.bucket.replace(batch_size=7)) for entry in entries(6)]
-    assert BatchSampler(made, job(6, batch_size=2), 1, 1, 0).step(0).batch_size == 2
-
-
-def test_what_is_new_and_what_is_gone_is_counted() -> None:
-    before = entries(3, 1)
-    assert loader.changes(before, before[::-1]) == ()
-    other_batch = [entry._replace(bucket=entry.bucket.replace(batch_size=2)) for entry in before]
-    assert loader.changes(before, other_batch) == ()
-    (words,) = loader.changes(before, entries(1, 2))
-    assert words.endswith(": 1 sample new, 2 samples gone, and not trained on")
-    caption = [entry._replace(text=Path("another")) for entry in before]
-    assert "4 samples new, 4 samples gone" in loader.changes(before, caption)[0]
-
-
-def test_no_sample_is_refused() -> None:
-    with pytest.raises(VplanError, match="no samples to train on"):
-        BatchSampler([], JOB, 1, 1, 0)
-
-
-# ---- files
+from trainers.step.step import WEIGHT  # noqa: E402
 
 
 def stacker(name: str) -> Stacker:
@@ -213,6 +109,50 @@ def test_ranks_and_micro_batches_share_samples_and_seeds(tmp_path: Path) -> None
     assert seen(4, 1, 1) == seen(1, 2, 2) == seen(2, 2, 1)
 
 
+def test_dropped_captions_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    made = stacker("wan2.1-t2v-1.3b")
+    empty = tmp_path / "empty"
+    found = [entry._replace(empty=empty) for entry in write(tmp_path, made, 8)]
+    save_file({"prompt": torch.full_like(load_file(found[0].text)["prompt"], 99.0)}, empty)
+
+    def dropped(world: int, share: float, steps: range) -> list[tuple[int, bool]]:
+        sampler = BatchSampler(found, made.job.replace(batch_size=4 // world), world, 1, 3)
+        rows = []
+        for number in steps:
+            for rank in range(world):
+                own = Loader(sampler, made, rank, torch.device("cpu"), 99, share)
+                for batch in own.batches(number):
+                    empties = [bool((prompt == 99.0).all()) for prompt in batch["prompt"]]
+                    rows += list(zip(batch[SEEDS].tolist(), empties, strict=True))
+                own.close()
+        return sorted(rows)
+
+    alone = dropped(1, 0.3, range(75))
+    assert alone == dropped(2, 0.3, range(75))
+    assert sum(is_empty for _, is_empty in alone) / len(alone) == pytest.approx(0.3, abs=0.08)
+    assert not any(is_empty for _, is_empty in dropped(1, 0.0, range(3)))
+    assert all(is_empty for _, is_empty in dropped(1, 1.0, range(3)))
+    assert dropped(1, 0.3, range(40, 75)) == [row for row in alone if row in dropped(1, 0.3, range(40, 75))]
+    sampler = BatchSampler(write(tmp_path, made, 2), made.job, 1, 1, 3)
+    with pytest.raises(VplanError, match="names no empty caption"):
+        Loader(sampler, made, 0, torch.device("cpu"), 9, 0.1)
+
+
+def test_a_batch_says_its_weight(tmp_path: Path) -> None:
+    """Of a shape with fewer samples than a micro-batch."""
+    made = stacker("wan2.1-t2v-1.3b")
+    few, many = Bucket(frames=1, height=64, width=64), Bucket(frames=5, height=64, width=64)
+    entries = [entry._replace(bucket=many) for entry in write(tmp_path, made, 4)]
+    (tmp_path / "few").mkdir()
+    lone = write(tmp_path / "few", Stacker(made.profile, made.job.replace(frames=1), made.kind, made.dtype), 1)
+    entries.append(lone[0]._replace(bucket=few))
+    sampler = BatchSampler(entries, made.job.replace(buckets=(few, many), batch_size=2), 1, 1, 0)
+    own = Loader(sampler, made, 0, torch.device("cpu"), 6)
+    found = [(len(batch["latents"]), float(batch[WEIGHT])) for number in range(6) for batch in own.batches(number)]
+    own.close()
+    assert sorted(found) == [(1, 0.5)] * 2 + [(2, 1.0)] * 4
+
+
 def test_draws_come_from_torch_without_seeds() -> None:
     torch.manual_seed(5)
     wanted = torch.randn(2, 3), torch.randn(2), torch.randint(0, 9, (2,))
@@ -236,15 +176,3 @@ def test_every_sample_draws_from_a_generator_of_its_own() -> None:
     shares = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in each])
     torch.manual_seed(3)
     assert all(torch.equal(*pair) for pair in zip(found, (noise, shares, torch.rand(2)), strict=True))
-
-
-def test_lists_of_entries_may_be_moved_with_their_folder(tmp_path: Path) -> None:
-    made = [CachedSample(tmp_path / "a" / "x", Path("/elsewhere/y"), Bucket(frames=1, height=32, width=32))]
-    (tmp_path / "a").mkdir()
-    write_entries(tmp_path / "a" / "entries.jsonl", made)
-    assert read_entries(tmp_path / "a" / "entries.jsonl") == made
-    (tmp_path / "a").rename(tmp_path / "b")
-    assert read_entries(tmp_path / "b" / "entries.jsonl")[0].path == tmp_path / "b" / "x"
-    (tmp_path / "b" / "entries.jsonl").write_text("[]\n")
-    with pytest.raises(VplanError, match="not a list of cached samples"):
-        read_entries(tmp_path / "b" / "entries.jsonl")

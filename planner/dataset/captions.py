@@ -1,0 +1,187 @@
+"""The captions of a folder: in a table, in a `.txt` beside each file, or one for all."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from planner.dataset.clips import UnusableError
+from planner.dataset.folder import Folder, is_media, printable
+from planner.dataset.sources import DataSource
+from planner.errors import VplanError
+
+METADATA = ("metadata.jsonl", "metadata.csv")
+REFERENCE, CONTROL = "reference_file_name", "control_file_name"
+"""Columns with the image that a sample was made from, and with the video that steers it (Hugging Face's folders read
+columns called so as files)."""
+
+MAX_CAPTION = 10_000
+"""Characters. Encoders read a few hundred words; more is a file that is no caption."""
+
+
+class Fault(NamedTuple):
+    """A file (or a row of the metadata) that cannot be trained on, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+class Captions(NamedTuple):
+    """What a folder says of its files."""
+
+    texts: dict[str, str]
+    """by name of the file"""
+    companions: dict[str, dict[str, str]]
+    """by name and column: the other files that a row names"""
+    faults: list[Fault]
+    """what has no caption, and rows that cannot be used"""
+
+
+def read_captions(folder: Folder, names: Sequence[str], source: DataSource, tell: Callable[[int], None]) -> Captions:
+    """The captions of the files of these names, with the source's trigger. ``tell`` is called with the number of files
+    that were looked at. A VplanError for a table that is not there, or cannot be read at all."""
+    table = _table(folder, source)
+    if table is not None:
+        found = _from_table(folder, table, source)
+        named = {*found.texts, *(fault.name for fault in found.faults)}
+        named.update(name for names in found.companions.values() for name in names.values())
+        without = [name for name in names if name not in named and printable(name) not in named]
+        reason = f"caption missing: no row in {table}"
+        found.faults.extend(Fault(printable(name), reason) for name in without)
+    elif source.caption is not None:
+        found = Captions(dict.fromkeys(names, source.caption), {}, [])
+    else:
+        found = _from_texts(folder, names, tell)
+    if source.trigger is not None:
+        for name, text in found.texts.items():
+            found.texts[name] = f"{source.trigger}, {text}"
+    return found
+
+
+def _table(folder: Folder, source: DataSource) -> str | None:
+    """The name of the table that holds the captions; None where none does."""
+    if source.captions not in ("auto", "txt"):
+        if source.caption is not None:
+            raise VplanError("a source has both caption and captions", "keep one of them")
+        return source.captions
+    if source.captions == "txt" or source.caption is not None:
+        return None
+    tables = [name for name in METADATA if (folder.root / name).is_file()]
+    if len(tables) > 1:
+        fault = f"{folder.root} has both {' and '.join(METADATA)}"
+        raise VplanError(fault, "keep the one that holds the captions, or name it: captions in a dataset.toml")
+    return tables[0] if tables else None
+
+
+def _from_texts(folder: Folder, names: Sequence[str], tell: Callable[[int], None]) -> Captions:
+    """Captions of the `.txt` files beside the clips."""
+    found = Captions({}, {}, [])
+    for number, name in enumerate(names):
+        tell(number)
+        caption_file = f"{os.path.splitext(name)[0]}.txt"
+        try:
+            folder.inside(name)
+            if not os.path.lexists(f"{folder.root}/{caption_file}"):
+                raise UnusableError("caption missing: no .txt of its name")
+            found.texts[name] = _text_of(folder.inside(caption_file))
+        except UnusableError as error:
+            found.faults.append(Fault(printable(name), str(error)))
+    return found
+
+
+def _text_of(file: Path) -> str:
+    """The caption in a file of its own."""
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(4 * MAX_CAPTION + 1)
+        return _caption(raw.decode("utf-8-sig") if len(raw) <= 4 * MAX_CAPTION else "." * (MAX_CAPTION + 1))
+    except UnicodeDecodeError:
+        raise UnusableError("its caption is not UTF-8 text") from None
+    except OSError as error:
+        raise UnusableError(f"its caption cannot be read ({error.strerror})") from None
+
+
+def _from_table(folder: Folder, table: str, source: DataSource) -> Captions:
+    """What the rows of a table say."""
+    found = Captions({}, {}, [])
+    twice: set[str] = set()
+    for line, row in _rows(_table_file(folder, table), source.caption_column):
+        where = f"{table} line {line}"
+        if not isinstance(row, dict):
+            found.faults.append(Fault(where, "not a JSON object"))
+            continue
+        name, text = row.get("file_name"), row.get(source.caption_column)
+        if not isinstance(name, str) or not name:
+            found.faults.append(Fault(where, "no file_name in the row"))
+            continue
+        name = PurePosixPath(name).as_posix()  # without ./ and //
+        if name in found.texts or name in twice:
+            twice.add(name)
+            continue
+        try:
+            folder.inside(name)
+            if not is_media(name):
+                raise UnusableError("not named like a video or image")
+            if text is not None and not isinstance(text, str):
+                raise UnusableError("its text is not text")
+            found.texts[name] = _caption(text or "")
+        except UnusableError as error:
+            found.faults.append(Fault(printable(name), f"{error} ({where})"))
+            continue
+        columns = {column: row.get(column) for column in (REFERENCE, CONTROL)}
+        beside = {column: PurePosixPath(str(file)).as_posix() for column, file in columns.items() if file}
+        if beside:
+            found.companions[name] = beside
+    for name in sorted(twice):
+        found.texts.pop(name, None)
+        found.faults.append(Fault(printable(name), f"several rows in {table}"))
+    return found
+
+
+def _table_file(folder: Folder, table: str) -> Path:
+    try:
+        return folder.inside(table)
+    except UnusableError as error:
+        raise VplanError(f"{table}: {error}", "put the file itself in the folder") from None
+
+
+def _rows(table: Path, column: str) -> Iterator[tuple[int, object]]:
+    """(line, row) of a table, read row by row; a row that is not JSON comes as None."""
+    try:
+        with table.open(encoding="utf-8-sig", newline="" if table.suffix == ".csv" else "\n") as lines:
+            if table.suffix == ".csv":
+                reader = csv.DictReader(lines)
+                missing = {"file_name", column} - set(reader.fieldnames or ())
+                if missing:
+                    fix = f"write file_name,{column} in its first line"
+                    raise VplanError(f"{table.name} has no column {min(missing)}", fix)
+                yield from ((reader.line_num, row) for row in reader)
+                return
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield number, json.loads(line)
+                    except (ValueError, RecursionError):
+                        yield number, None
+    except OSError as error:
+        raise VplanError(f"cannot read {table.name}: {error.strerror}", "check that it is readable") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise VplanError(f"{table.name} is not a table of captions: {error}", "write it in UTF-8") from None
+
+
+def _caption(text: str) -> str:
+    """A caption without the blanks around it; an UnusableError for none, or for what cannot be one."""
+    if not text.strip():
+        raise UnusableError("caption missing: its text is empty")
+    if len(text) > MAX_CAPTION:
+        raise UnusableError(f"its caption is longer than {MAX_CAPTION} characters")
+    if "\0" in text:
+        raise UnusableError("its caption is not text")
+    return text.strip()

@@ -1,0 +1,91 @@
+"""The files of a dataset's folder: found by name, and never outside it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from planner.catalog.diffusers_folder import allowed_roots
+from planner.dataset import clips
+from planner.dataset.clips import UnusableError
+from planner.errors import VplanError, quoted
+
+
+class Folder:
+    """A folder that exists. Raises a VplanError for one that does not, or that cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.root = path.resolve(strict=True)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        self._allowed = tuple(f"{str(root).rstrip('/')}/" for root in allowed_roots(self.root))
+        self._real: dict[str, str] = {}
+        """folders within it by where they really are: most files lie beside many others"""
+
+    def media(self) -> Iterator[str]:
+        """Paths under the folder, with slashes, of what is called like a video or image. Hidden ones are passed
+        over."""
+
+        def refuse(error: OSError) -> None:
+            raise error
+
+        try:
+            for place, folders, files in os.walk(self.root, onerror=refuse):
+                folders[:] = sorted(name for name in folders if not name.startswith("."))
+                relative = Path(place).relative_to(self.root).as_posix()
+                opening = "" if relative == "." else f"{relative}/"
+                for name in sorted(files):
+                    if not name.startswith(".") and is_media(name):
+                        yield opening + name
+        except OSError as error:
+            raise _unreadable(self.root, error) from None
+
+    def inside(self, name: str) -> Path:
+        """The file of a name that lies in the folder and leads nowhere else; an UnusableError says what is wrong.
+
+        A dataset in a Hugging Face cache is links to its blobs, which are as good as its own files.
+        """
+        if not name.isprintable() and any(unicodedata.category(letter) in ("Cc", "Cs") for letter in name):
+            raise UnusableError("the name has line breaks, control characters or undecodable bytes")
+        if name.startswith(("/", "\\")) or (":" in name and PureWindowsPath(name).drive):
+            raise UnusableError("the name is an absolute path")
+        if ".." in name and (".." in PurePosixPath(name).parts or ".." in PureWindowsPath(name).parts):
+            raise UnusableError("the name points outside the folder (..)")
+        path = f"{self.root}/{name}"
+        place, _, last = path.rpartition("/")
+        try:
+            if place not in self._real:
+                self._real[place] = os.path.realpath(place, strict=True)
+            real = f"{self._real[place]}/{last}"
+            status = os.lstat(real)
+            if stat.S_ISLNK(status.st_mode):
+                real = os.path.realpath(real, strict=True)
+                status = os.stat(real)
+        except OSError as error:
+            raise UnusableError(f"cannot be read ({error.strerror})") from None
+        if not real.startswith(self._allowed):
+            raise UnusableError("a link that points outside the folder")
+        if not stat.S_ISREG(status.st_mode):
+            raise UnusableError("not a file")
+        if not os.access(real, os.R_OK):
+            raise UnusableError("cannot be read (Permission denied)")
+        return Path(path)
+
+
+def is_media(name: str) -> bool:
+    """Whether a file is called like a video or image."""
+    return name.lower().endswith((*clips.VIDEOS, *clips.IMAGES))
+
+
+def printable(name: str) -> str:
+    """A name as it may stand in a one-line message."""
+    return name if name.isprintable() and len(name) <= 80 else quoted(name, 80)
+
+
+def _unreadable(path: Path, error: OSError) -> VplanError:
+    fix = "choose a readable folder of videos or images"
+    return VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", fix)
