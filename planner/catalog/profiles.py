@@ -10,8 +10,9 @@ from pydantic import Field
 
 from planner.catalog.traits import EncoderTraits, Text, TrainerTrait, Traits, VaeTraits
 from planner.errors import VplanError
-from planner.schema import Count, CountOrZero, Flag, NotNegative, Positive, Record
+from planner.schema import Count, CountOrZero, Flag, NotNegative, Number, Positive, Record
 from planner.spec.job import FloatDtype
+from planner.spec.training import LossWeighting, ModeScale, Objective, Shift, TimestepSampling
 from planner.units import GIB, MIB
 
 PositiveInt = Annotated[int, Field(strict=True, gt=0)]
@@ -130,15 +131,33 @@ class Training(Record):
 
     method: Literal["lora", "full"] = "lora"
     """what a job trains when it does not say"""
-    objective: Literal["flow", "v", "epsilon"]
+    objective: Objective
     weights_dtype: FloatDtype
     num_train_timesteps: Count
-    timestep_sampling: Literal["uniform", "logit_normal", "shifted_logit_normal", "stretched_logit_normal"]
+    timestep_sampling: TimestepSampling
     """density of the noise levels that training draws"""
-    training_shift: Positive = 1.0
-    """of those levels"""
+    logit_mean: Number = 0.0
+    """of the logit of the levels in `logit_normal`: above 0 is more noise"""
+    logit_std: Positive = 1.0
+    mode_scale: ModeScale = 1.29
+    """of `mode`; the default is diffusers' (examples/dreambooth, ``--mode_scale``)"""
+    training_shift: Shift = 1.0
+    """of those levels; `resolution`: by the tokens of a sample, as `resolution_shift` says"""
+    resolution_shift: tuple[Count, Positive, Count, Positive] = (256, 0.5, 4096, 1.15)
+    """tokens and logarithm of the shift there, twice: the line that a shift by resolution follows. The default is
+    FLUX.1's (diffusers pipelines/flux/pipeline_flux.py ``calculate_shift``)"""
+    loss_weighting: LossWeighting = "none"
+    """weight of a sample's error at its noise level"""
+    snr_gamma: Positive | None = None
+    """of `min_snr`"""
+    guidance: NotNegative = 1.0
+    """scale that a model with embedded guidance is trained with (diffusers examples/dreambooth README_flux.md and
+    README_flux2.md; finetrainers models/hunyuan_video/base_specification.py)"""
     boundary: Annotated[float, Field(strict=True, gt=0, lt=1)] | None = None
     """noise level between two experts: where the low-noise one takes over"""
+    expert_steps: Count = 10
+    """steps that one of two experts trains before the next is drawn. An expert of Wan 2.2 A14B in bf16 and the other
+    that waits in host RAM take 2 s to change places over PCIe 4.0: 0.1 s a step at 10"""
     shift: Positive | None = None
     shift_720p: Positive | None = None
     """of sampling at 720p, where that differs"""
@@ -196,6 +215,11 @@ class ModelProfile(Record):
     """the config.json it was recorded from, for a model of the user's own"""
     lent_by: str = ""
     """the bundled model whose VAE, text encoders, clip rules and LoRA layers an own one has"""
+
+    @property
+    def train_data(self) -> str:
+        """What `vplan train` takes: `files` of a folder, or only samples that are `encoded` already."""
+        return "encoded" if self.traits.not_encoded else "files"
 
     @property
     def is_own(self) -> bool:

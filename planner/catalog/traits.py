@@ -151,5 +151,8 @@ class Traits(Record):
     """what context parallelism splits; None: it cannot"""
     split_fault: str = ""
     """why not, where diffusers has a plan that does not run"""
+    not_encoded: str = ""
+    """what its samples have that `vplan train` cannot read from a folder and encode yet (`trainers.families`): it
+    trains on samples then that are encoded already"""
     trainers: dict[str, tuple[TrainerTrait, ...]] = {}
     """what other trainers do with it, by the trainer's name"""

@@ -11,9 +11,8 @@ sample goes through one, then the other: diffusers' pipeline holds both, or brin
 from __future__ import annotations
 
 import itertools
-import math
-from statistics import NormalDist
 
+from planner.catalog.noise_density import share_below
 from planner.catalog.profiles import ModelProfile, Training
 from planner.layout.run import Run
 from planner.spec.job import Job
@@ -73,11 +72,12 @@ def waits_in_host_ram(run: Run) -> bool:
 
 def waiting_gradients(run: Run) -> None:
     """Micro-batches of both experts: the gradients of one wait while the other's are made, until one step over both.
+    Our trainer gives all micro-batches of a step to one.
 
     With two of them the second may be the other expert's; from the third on, both experts' are there already. A foreach
     step takes its copies of all parameters at once, of both experts.
     """
-    if run.job.experts != "both" or run.accumulate is None:
+    if run.job.experts != "both" or run.accumulate is None or run.trainer == "vplan":
         return
     gradients = run.named("gradient").values()
     made = {buffer: run.new(run.sizes[buffer], "gradient", "other expert's gradient") for buffer in gradients}
@@ -110,24 +110,23 @@ def host_bytes(run: Run) -> int:
 
 def high_share(training: Training) -> float:
     """How much of the density that noise levels are drawn from lies on the high-noise expert's side of the boundary:
-    how many micro-batches are its turn. The share above the boundary taken back through the shift (arXiv 2403.03206,
-    section 5.3.2)."""
-    boundary, shift = training.boundary, training.training_shift
-    assert boundary is not None
-    level = boundary / (shift - (shift - 1) * boundary)
-    return 1 - (level if training.timestep_sampling == "uniform" else NormalDist().cdf(math.log(level / (1 - level))))
+    how many micro-batches are its turn."""
+    assert training.boundary is not None and training.training_shift != "resolution"
+    return 1 - share_below(training, training.boundary, training.training_shift)
 
 
 def exchanged_bytes(run: Run) -> int:
     """What passes the link in a step, on average, because the expert that waited in host RAM is to run: what is frozen
-    of both but swapped blocks, each time two micro-batches after each other are not the same one's turn."""
+    of both but swapped blocks, each time two draws after each other are not the same one's. Our trainer draws once in
+    `expert_steps`, others for each micro-batch (musubi-tuner 30c658c, wan_train_network.py)."""
     model = run.facts.model
     if run.job.experts != "both" or run.samples_only or not waits_in_host_ram(run) or model.training.boundary is None:
         return 0
     high = high_share(model.training)
     swapped = sum(map(run.total_bytes, run.swapped_blocks.values()))
     moved = 2 * (idle_weights(run)[0] - swapped)
-    return round(2 * high * (1 - high) * run.strategy.gradient_accumulation * moved)
+    draws = 1 / model.training.expert_steps if run.trainer == "vplan" else run.strategy.gradient_accumulation
+    return round(2 * high * (1 - high) * draws * moved)
 
 
 def expert_assumption(model: ModelProfile, job: Job) -> str | None:

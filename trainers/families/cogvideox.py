@@ -11,7 +11,7 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_regi
 from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
-from trainers.families.common import random_draws
+from trainers.families.common import noise_levels, random_draws
 from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, prompt_of, sampled
 from trainers.families.common.sampling import FamilyPipeline
@@ -49,6 +49,7 @@ class CogVideoX(Family):
         steps = self.scheduler.config["num_train_timesteps"]
         timesteps = random_draws.integers(steps, latents.shape[0], latents.device)
         noisy = self.scheduler.add_noise(latents, random_draws.normal_like(latents), timesteps)
+        self.loss_weights = noise_levels.min_snr(self.scheduler, timesteps, self.profile.training)
         inputs = {"hidden_states": noisy, "encoder_hidden_states": batch["prompt"], "timestep": timesteps}
         if "image" in batch:
             inputs["hidden_states"] = torch.cat([noisy, batch["image"]], dim=2)
@@ -113,14 +114,16 @@ class CogVideoX(Family):
         return table
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The v-prediction turned into a clean-sample error weighted by 1 / (1 - alpha_bar)."""
+        """The v-prediction turned into a clean-sample error weighted by 1 / (1 - alpha_bar), which is the error of v
+        itself; beside that each sample's weight."""
         timesteps = inputs["timestep"]
         noisy = inputs["hidden_states"][:, :, : target.shape[2]]
         predicted = self.scheduler.get_velocity(prediction, noisy, timesteps)
         weights = 1 / (1 - self.scheduler.alphas_cumprod[timesteps])
         weights = weights.view(-1, *[1] * (predicted.ndim - 1))
         error: Tensor = weights * (predicted - target) ** 2
-        return error.reshape(target.shape[0], -1).mean(dim=1).mean()
+        errors = error.reshape(target.shape[0], -1).mean(dim=1)
+        return (errors if self.loss_weights is None else errors * self.loss_weights).mean()
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:

@@ -56,7 +56,8 @@ class Flux(Family):
             "txt_ids": batch["text_ids"],
         }
         if self.config.get("guidance_embeds"):
-            inputs["guidance"] = torch.full((noisy.shape[0],), 1.0, device=noisy.device, dtype=noisy.dtype)
+            scale = self.profile.training.guidance
+            inputs["guidance"] = torch.full((noisy.shape[0],), scale, device=noisy.device, dtype=noisy.dtype)
         return inputs, target
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:

@@ -41,7 +41,8 @@ class Flux2(Family):
             "txt_ids": batch["text_ids"],
         }
         if self.config["guidance_embeds"]:
-            inputs["guidance"] = torch.full((1,), 1.0, device=noisy.device).expand(noisy.shape[0])
+            scale = self.profile.training.guidance
+            inputs["guidance"] = torch.full((1,), scale, device=noisy.device).expand(noisy.shape[0])
         return inputs, target
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:

@@ -33,13 +33,14 @@ class HunyuanVideo(Family):
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         noisy, sigmas, target = self.flow_matching(batch["latents"])
+        scale = self.profile.training.guidance * 1000  # as the pipeline passes it
         return {
             "hidden_states": noisy,
             "timestep": sigmas * 1000,
             "encoder_hidden_states": batch["prompt"],
             "encoder_attention_mask": batch["prompt_mask"],
             "pooled_projections": batch["pooled"],
-            "guidance": torch.full((noisy.shape[0],), 1000.0, device=noisy.device, dtype=noisy.dtype),
+            "guidance": torch.full((noisy.shape[0],), scale, device=noisy.device, dtype=noisy.dtype),
         }, target
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family, Grid
@@ -58,8 +57,8 @@ class Ltx2(Family):
 
     def loss(self, prediction: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], inputs: dict[str, Any]) -> Tensor:
         """The sum of both mean squared errors (Lightricks/LTX-2, packages/ltx-trainer)."""
-        video = functional.mse_loss(prediction[0].float(), target[0].float())
-        return video + functional.mse_loss(prediction[1].float(), target[1].float())
+        video, sound = zip(prediction, target, strict=True)
+        return super().loss(*video, inputs) + super().loss(*sound, inputs)
 
 
 FAMILY = Ltx2

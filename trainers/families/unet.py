@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x and SDXL: epsilon prediction with a conv UNet (arXiv 2112.10752, 2307.01952; diffusers
+"""Stable Diffusion 1.x and SDXL: noise, or v, predicted by a conv UNet (arXiv 2112.10752, 2307.01952; diffusers
 UNet2DConditionModel). What LatentSync's has beside that is in `trainers.families.latentsync`.
 
 Their grids count latent pixels in eights (three halvings; SDXL has two: fours), so that every level divides exactly.
@@ -13,7 +13,7 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
-from trainers.families.common import random_draws
+from trainers.families.common import noise_levels, random_draws
 from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn, pipeline, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
@@ -55,6 +55,9 @@ class Unet(Family):
             inputs["sample"] = torch.cat([noisy, batch["condition"]], dim=1)
         if "pooled" in batch:
             inputs["added_cond_kwargs"] = {"text_embeds": batch["pooled"], "time_ids": batch["time_ids"]}
+        self.loss_weights = noise_levels.min_snr(self.scheduler, timesteps, self.profile.training)
+        if self.profile.training.objective == "v":
+            return inputs, self.scheduler.get_velocity(latents, noise, timesteps)
         return inputs, noise
 
     def drawn(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

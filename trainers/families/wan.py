@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
+from planner.spec.job import Job
 from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, per_channel, pixels, prompt_of
 from trainers.families.common.sampling import FamilyPipeline
@@ -22,8 +23,10 @@ class Wan(Family):
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
         self.first_frame_given = bool(profile.inputs.get("first_frame_given"))
-        """Wan 2.2 TI2V: the first latent frame is the image's own, at timestep 0, so each token has its timestep."""
+        """Wan 2.2 TI2V: the first latent frame is the image's own, at timestep 0, so each token has its timestep.
+        A clip of one frame is an image that is made from text: nothing of it is given."""
 
+        self.samples_images = False
         if self.first_frame_given:
             self.sums = {"G": (-1, ("F",))}
 
@@ -54,14 +57,19 @@ class Wan(Family):
         if "condition" in batch:
             inputs["hidden_states"] = torch.cat([noisy, batch["condition"]], dim=1)
         if "first_frame" in batch:
+            inputs["timestep"] = self.timestep_per_token(noisy, sigmas * 1000)
             # The first latent frame is given and not predicted: it keeps no noise, has timestep 0, and is left out of
             # the target.
-            noisy[:, :, :1] = batch["first_frame"]
-            inputs["timestep"] = self.timestep_per_token(noisy, sigmas * 1000)
-            target = target[:, :, 1:]
+            if noisy.shape[2] > 1:
+                noisy[:, :, :1] = batch["first_frame"]
+                target = target[:, :, 1:]
         if "image" in batch:
             inputs["encoder_hidden_states_image"] = batch["image"]
         return inputs, target
+
+    def for_job(self, job: Job) -> Self:
+        self.samples_images = (job.validation or job.shapes[0]).frames == 1
+        return super().for_job(job)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
         vae = EncoderTurn("vae", self.profile.vae.class_name, self.encode_clip)
@@ -75,7 +83,7 @@ class Wan(Family):
     def sampler(self) -> FamilyPipeline:
         """From an image where training gives one. The scheduler is the published one (diffusers
         scripts/convert_wan_to_diffusers.py)."""
-        from_image = self.image_to_video or self.first_frame_given
+        from_image = self.image_to_video or (self.first_frame_given and not self.samples_images)
         return FamilyPipeline(
             pipeline="WanImageToVideoPipeline" if from_image else "WanPipeline",
             prompt={"prompt": "prompt_embeds"},
@@ -108,18 +116,21 @@ class Wan(Family):
         return (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
 
     def timestep_per_token(self, latents: Tensor, timesteps: Tensor) -> Tensor:
-        """Timesteps (B, F*H*W): 0 for the tokens of the first frame (diffusers WanPipeline, ``expand_timesteps``)."""
+        """Timesteps (B, F*H*W): 0 for the tokens of a first frame that is given (diffusers WanPipeline and
+        WanImageToVideoPipeline, ``expand_timesteps``)."""
         _, patch_h, patch_w = self.profile.shape.patch
         batch, _, frames, height, width = latents.shape
         frame = (height // patch_h) * (width // patch_w)
+        given = frame if frames > 1 else 0
         steps = timesteps.new_zeros((batch, frames * frame))
-        steps[:, frame:] = timesteps[:, None]
+        steps[:, given:] = timesteps[:, None]
         return steps
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The family's loss, without the frame that is given (DiffSynth-Studio diffsynth/diffusion/loss.py
+        """The family's loss, without a frame that is given (DiffSynth-Studio diffsynth/diffusion/loss.py
         FlowMatchSFTLoss)."""
-        return super().loss(prediction[:, :, 1:] if self.first_frame_given else prediction, target, inputs)
+        predicted = prediction[:, :, -target.shape[2] :] if self.first_frame_given else prediction
+        return super().loss(predicted, target, inputs)
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:

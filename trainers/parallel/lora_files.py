@@ -25,6 +25,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.launch.checkpoints import COMFYUI_LORA, DIFFUSERS_LORA
 from planner.spec.job import Job
+from planner.spec.training import NAMED_INITS, TrainingSettings
 from trainers.step.experts import PARTS
 
 _BLOCK = re.compile(r"\.(\d+)\.")
@@ -46,10 +47,13 @@ class LayerRows(NamedTuple):
 class LoraFiles:
     """Writes the LoRA files of one run, for its checkpoints and its end."""
 
-    def __init__(self, profile: ModelProfile, job: Job, samples: int, model: nn.Module) -> None:
+    def __init__(
+        self, profile: ModelProfile, job: Job, training: TrainingSettings, samples: int, model: nn.Module
+    ) -> None:
         """``samples``: size of the dataset; ``model``: with its adapters, or both experts. Raises a VplanError for a
         layer that has no name in ComfyUI though its model has: before training, not after it."""
-        self.profile, self.job, self.samples = profile, job, samples
+        self.profile, self.job, self.training, self.samples = profile, job, training, samples
+        self.scale = (training.lora_alpha or job.lora_rank) / job.lora_rank
         one = model.get_submodule(PARTS["high"]) if job.experts == "both" else model
         self.places = comfyui_places(profile, one) if has_comfyui_model(profile) else None
         if self.places is not None:
@@ -66,9 +70,9 @@ class LoraFiles:
             target = folder / place
             target.mkdir(exist_ok=True)
             part = self.profile.traits.part
-            save_file(diffusers_tensors(of_part, part), target / DIFFUSERS_LORA, metadata=header)
+            save_file(diffusers_tensors(of_part, part, self.scale), target / DIFFUSERS_LORA, metadata=header)
             if self.places is not None:
-                save_file(comfyui_tensors(of_part, self.places), target / COMFYUI_LORA, metadata=header)
+                save_file(comfyui_tensors(of_part, self.places, self.scale), target / COMFYUI_LORA, metadata=header)
 
     def _by_part(self, trained: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Folder -> what belongs in it, by names within the one model."""
@@ -84,34 +88,42 @@ class LoraFiles:
     def _header(self, steps: int) -> dict[str, str]:
         """What the file says of itself. Names that begin with ``ss_`` are those of kohya's sd-scripts, which other
         programs show."""
-        rank = str(self.job.lora_rank)
-        training = self.profile.training
-        law = {name: getattr(training, name) for name in ("objective", "timestep_sampling", "training_shift")}
+        law = {name: value for name, value in self.training.to_json().items() if value is not None}
+        law["objective"] = self.profile.training.objective
+        if law.get("lora_init") not in (None, *NAMED_INITS):  # where it lay is nobody's business
+            law["lora_init"] = Path(law["lora_init"]).name
         return {
             "format": "pt",
             "vplan_version": __version__,
             "vplan_training_law": json.dumps(law, sort_keys=True),
             "ss_base_model_version": self.profile.name,
             "ss_network_module": "networks.lora",
-            "ss_network_dim": rank,
-            "ss_network_alpha": rank,
+            "ss_network_dim": str(self.job.lora_rank),
+            "ss_network_alpha": f"{self.scale * self.job.lora_rank:g}",
             "ss_num_train_items": str(self.samples),
             "ss_steps": str(steps),
         } | ({"vplan_expert": self.job.experts} if self.job.experts else {})
 
 
-def diffusers_tensors(trained: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+def diffusers_tensors(trained: Mapping[str, Tensor], part: str, scale: float) -> dict[str, Tensor]:
     """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``.
 
-    Alpha equals the rank, which is what a file without alphas says.
+    A file without alphas says that each is the rank, to whatever reads it. So the up-weights have the scale in them.
     """
-    return {f"{part}.{name.replace('.default.', '.')}": tensor for name, tensor in trained.items()}
+    scaled = trained if scale == 1 else {name: _with_scale(name, tensor, scale) for name, tensor in trained.items()}
+    return {f"{part}.{name.replace('.default.', '.')}": tensor for name, tensor in scaled.items()}
 
 
-def comfyui_tensors(trained: Mapping[str, Tensor], places: Mapping[str, LayerRows]) -> dict[str, Tensor]:
+def _with_scale(name: str, tensor: Tensor, scale: float) -> Tensor:
+    return (tensor.float() * scale).to(tensor.dtype) if ".lora_B." in name else tensor
+
+
+def comfyui_tensors(
+    trained: Mapping[str, Tensor], places: Mapping[str, LayerRows], scale: float = 1.0
+) -> dict[str, Tensor]:
     """Adapter weights by the names of kohya's LoRA files: ``lora_unet_blocks_0_self_attn_q.lora_down.weight``.
 
-    The alpha of each is its rank in this file: it is added as it is.
+    The alpha of each is ``scale`` times its rank in this file, by which readers divide it.
     """
     by_layer: dict[str, list[tuple[LayerRows, Tensor, Tensor]]] = {}
     for name, down in trained.items():
@@ -126,7 +138,7 @@ def comfyui_tensors(trained: Mapping[str, Tensor], places: Mapping[str, LayerRow
         key = f"lora_unet_{layer.replace('.', '_')}"
         down, up = _joined(adapters)
         tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"] = down, up
-        tensors[f"{key}.alpha"] = torch.tensor(float(down.shape[0]))
+        tensors[f"{key}.alpha"] = torch.tensor(scale * down.shape[0])
     return tensors
 
 

@@ -1,10 +1,10 @@
-"""Both experts of a two-expert model (Wan 2.2 A14B) in one run: which one a micro-batch trains, and where the other is.
+"""Both experts of a two-expert model (Wan 2.2 A14B) in one run: which one a step trains, and where the other is.
 
-Each micro-batch of the global batch goes to one expert, drawn by how much of the noise levels' density lies on its side
-of the boundary; its samples then draw their levels there. So all levels come as often as the density says, every rank
-runs the same expert, and a run that is taken up goes on with the same ones; cut into other micro-batches, the same
-samples may be another's turn. (In musubi-tuner 30c658c a batch's first sample decides, wan_train_network.py
-``next_model_is_high_noise``; it has one adapter for both, and diffusers takes one for each.)
+An expert trains for `expert_steps` steps (of the model's training law), then the next is drawn, by how much of the
+noise levels' density lies on its side of the boundary; samples draw their levels there. So all levels come as often as
+the density says, every rank runs the same expert, and a run that is taken up goes on with the same ones. (In
+musubi-tuner 30c658c each batch's first sample decides, wan_train_network.py ``next_model_is_high_noise``, and the
+experts may change places at every one; it has one adapter for both, and diffusers takes one for each.)
 
 With ``inactive_expert cpu`` what is frozen of the idle one waits in pinned host RAM, as much as one expert: when it is
 to run, the two change places, weight by weight. Swapped blocks of either stay where they are; one ring is for both.
@@ -127,13 +127,20 @@ Fill = Callable[[str, nn.Module, Collection[str]], None]
 """Gives a built expert (its noise, itself) its weights on the device, but for those named, which are for host RAM."""
 
 
-def pair(profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device, fill: Fill) -> Experts:
+def pair(
+    profile: ModelProfile,
+    job: Job,
+    strategy: Strategy,
+    device: torch.device,
+    fill: Fill,
+    lora_alpha: float | None = None,
+) -> Experts:
     """Both experts, each built as one of them is. They share what checkpoints in host RAM take, for one runs at a
     time."""
     inputs, waits = InputsOnHost(), strategy.inactive_expert == "cpu"
     models = []
     for which in PARTS:
-        model = step.build_model(profile, job, strategy, inputs=inputs)
+        model = step.build_model(profile, job, strategy, inputs=inputs, lora_alpha=lora_alpha)
         names = swap.on_host(swap.swapped_blocks(model, profile, strategy))
         if waits and which == "low":
             names = frozenset(name for name, weight in model.named_parameters() if not weight.requires_grad)
@@ -146,23 +153,26 @@ def pair(profile: ModelProfile, job: Job, strategy: Strategy, device: torch.devi
 
 
 def from_folder(
-    root: Path, profile: ModelProfile, job: Job, device: torch.device, seed: int,
+    root: Path, profile: ModelProfile, job: Job, device: torch.device, begin: Callable[[str, nn.Module], weights.Begin],
     trained: weights.Weights | None = None,
 ) -> Fill:  # fmt: skip
-    """Weights of a pipeline's folder; ``trained``: a checkpoint's, of both."""
+    """Weights of a pipeline's folder; ``begin``: how the adapters of a part begin, by its name and model;
+    ``trained``: a checkpoint's weights, of both."""
 
     def fill(which: str, model: nn.Module, waiting: Collection[str]) -> None:
         folder = weights.model_folder(root, profile, job.replace(experts=which))
         of_part = trained.under(f"{PARTS[which]}.") if trained else None
-        weights.load(model, weights.published(folder, profile), device, seed, of_part, waiting=waiting)
+        weights.load(
+            model, weights.published(folder, profile), device, begin(PARTS[which], model), of_part, waiting=waiting
+        )
 
     return fill
 
 
-def chosen(profile: ModelProfile, seed: int, number: int, micro: int) -> str:
-    """The expert (``high`` or ``low``) that a micro-batch of a step trains: the same on every rank, and in a resumed
-    run."""
-    drawn = sample_seed(seed, "expert", number, micro) / 2**63
+def chosen(profile: ModelProfile, seed: int, number: int, expert_steps: int | None = None) -> str:
+    """The expert (``high`` or ``low``) that a step trains, the number of steps before it given: the same on every rank,
+    and in a resumed run. ``expert_steps``: for how many steps it is held; None: as the profile says."""
+    drawn = sample_seed(seed, "expert", number // (expert_steps or profile.training.expert_steps)) / 2**63
     return "high" if drawn < high_share(profile.training) else "low"
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from planner.spec.job import SPLIT, Strategy
+from planner.spec.training import TrainingSettings, optimizer_arguments
 from trainers.memory.pinned import host_bytes
-
-WEIGHT_DECAY = 1e-2
 
 
 class StepFlags(TypedDict, total=False):
@@ -39,17 +38,15 @@ class MuonAndAdamW:
     arXiv 2502.16982). An adapter on linear layers is matrices only.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], learning_rate: float) -> None:
+    def __init__(self, parameters: list[nn.Parameter], settings: TrainingSettings) -> None:
         matrices = [parameter for parameter in parameters if parameter.ndim == 2]
         others = [parameter for parameter in parameters if parameter.ndim != 2]
         self.optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            muon = torch.optim.Muon(
-                matrices, lr=learning_rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
-            )
-            self.optimizers.append(muon)
+            arguments = optimizer_arguments("muon", settings)
+            self.optimizers.append(torch.optim.Muon(matrices, **arguments, adjust_lr_fn="match_rms_adamw"))
         if others:
-            self.optimizers.append(torch.optim.AdamW(others, lr=learning_rate, weight_decay=WEIGHT_DECAY))
+            self.optimizers.append(torch.optim.AdamW(others, **optimizer_arguments("adamw", settings)))
 
     def step(self) -> None:
         """Steps the matrices (Muon), then all other parameters (AdamW)."""
@@ -88,9 +85,9 @@ class SteppedInBackward:
     ``--fused_backward_pass``, diffusion-pipe ``gradient_release``). No gradient is left to clip.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, settings: TrainingSettings) -> None:
         self.optimizers: dict[torch.Tensor, torch.optim.Optimizer | MuonAndAdamW] = {
-            parameter: make_one([parameter], strategy, learning_rate) for parameter in parameters
+            parameter: make_one([parameter], strategy, settings) for parameter in parameters
         }
         self._taken_up: set[torch.Tensor] = set()
         for parameter in self.optimizers:
@@ -136,12 +133,12 @@ class OverMasters:
     kept in fp32 is its own master.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, settings: TrainingSettings) -> None:
         self.masters = {
             parameter: parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
             for parameter in parameters
         }
-        self.optimizer = make_one(list(self.masters.values()), strategy, learning_rate)
+        self.optimizer = make_one(list(self.masters.values()), strategy, settings)
 
     def step(self) -> None:
         """Steps the masters over the parameters' gradients, which are gone then."""
@@ -189,7 +186,7 @@ class OnHost:
     when backward is over; with ``offload_gradients`` each leaves as soon as it is there, beside the computation.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, learning_rate: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, settings: TrainingSettings) -> None:
         trained = list(parameters)
         device = trained[0].device
         self._host, views = _host_like([*trained, *trained], pinned=device.type == "cuda")
@@ -202,7 +199,7 @@ class OnHost:
         self._sending = torch.cuda.Stream(device) if device.type == "cuda" else None
         # One parameter at a time, in one pass over its numbers where there is a kernel for that.
         how = "fused" if strategy.optimizer == "adamw" else "loop"
-        self.optimizer = make_one(list(self.hosts.values()), strategy.replace(optimizer_step=how), learning_rate)
+        self.optimizer = make_one(list(self.hosts.values()), strategy.replace(optimizer_step=how), settings)
         if strategy.offload_gradients != "none":
             for parameter in self.hosts:
                 parameter.register_post_accumulate_grad_hook(self._send)
@@ -303,48 +300,53 @@ def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
                 state[name] = was.to(state[name].device)
 
 
-def make_optimizer(trainable: dict[str, nn.Parameter], strategy: Strategy, learning_rate: float = 1e-4) -> Optimizer:
+AS_PRESET = TrainingSettings()
+"""For steps whose numbers nobody reads."""
+
+
+def make_optimizer(
+    trainable: dict[str, nn.Parameter], strategy: Strategy, settings: TrainingSettings = AS_PRESET
+) -> Optimizer:
     """The optimizer that a strategy asks for, over the trained parameters by name."""
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):  # DeepSpeed keeps its own
-        return OverMasters(trainable.values(), strategy, learning_rate)
+        return OverMasters(trainable.values(), strategy, settings)
     if strategy.offload_optimizer == "cpu" and strategy.sharding not in SPLIT:  # which have their own
-        return OnHost(trainable.values(), strategy, learning_rate)
+        return OnHost(trainable.values(), strategy, settings)
     if strategy.optimizer_step == "backward":
-        return SteppedInBackward(trainable.values(), strategy, learning_rate)
-    return make_one(list(trainable.values()), strategy, learning_rate)
+        return SteppedInBackward(trainable.values(), strategy, settings)
+    return make_one(list(trainable.values()), strategy, settings)
 
 
 def make_one(
-    parameters: list[nn.Parameter], strategy: Strategy, learning_rate: float
+    parameters: list[nn.Parameter], strategy: Strategy, settings: TrainingSettings
 ) -> torch.optim.Optimizer | MuonAndAdamW:
     """One optimizer over some parameters.
 
     AdamW and Muon are torch's; 8-bit AdamW, paged or not, and Lion are bitsandbytes'; Adafactor is transformers' with a
     fixed learning rate, as sd-scripts recommends it; CAME is its authors' (came-pytorch, arXiv 2307.02047); Prodigy is
-    prodigyopt's, which finds its own rate and wants 1.
+    prodigyopt's.
     """
     if strategy.optimizer == "muon":
-        return MuonAndAdamW(parameters, learning_rate)
+        return MuonAndAdamW(parameters, settings)
+    arguments = optimizer_arguments(strategy.optimizer, settings)
     made: torch.optim.Optimizer
     if strategy.optimizer == "adamw":
-        how = FOREACH[strategy.optimizer_step]
-        made = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **how)
+        made = torch.optim.AdamW(parameters, **arguments, **FOREACH[strategy.optimizer_step])
     elif strategy.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
-        fixed = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
-        made = Adafactor(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY, **fixed)
+        made = Adafactor(parameters, **arguments, scale_parameter=False, relative_step=False, warmup_init=False)
     elif strategy.optimizer == "prodigy":
         from prodigyopt import Prodigy
 
-        made = Prodigy(parameters, lr=1.0)
+        made = Prodigy(parameters, **arguments)
     elif strategy.optimizer == "came":
         from came_pytorch import CAME
 
-        made = CAME(parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
+        made = CAME(parameters, **arguments)
     else:
         from bitsandbytes import optim
 
         classes = {"adamw-8bit": optim.AdamW8bit, "adamw-8bit-paged": optim.PagedAdamW8bit, "lion": optim.Lion}
-        made = classes[strategy.optimizer](parameters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
+        made = classes[strategy.optimizer](parameters, **arguments)
     return made

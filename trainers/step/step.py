@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.catalog.profiles import ModelProfile
 from planner.layout.partial_training import matches
 from planner.spec.job import QUANTISED, Job, Strategy
+from planner.spec.training import MAX_GRAD_NORM
 from trainers import families
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family
@@ -30,13 +31,13 @@ from trainers.step.loss_scaling import LossScaler
 from trainers.step.optimizers import OnHost, Optimizer, SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MAX_GRAD_NORM = 1.0
-"""Gradient clipping of the published trainers (diffusers examples, finetrainers, DiffSynth)."""
-
 
 Batch = dict[str, torch.Tensor]
 """Tensors by name, samples along their first dimension, as `Family.batch` makes them; in training also each sample's
-seed (`random_draws.SEEDS`), last."""
+seed (`random_draws.SEEDS`), last, and the batch's weight (`WEIGHT`)."""
+
+WEIGHT = "weight"
+"""Key of a batch: the factor of its mean loss, a scalar on the CPU; 1 where it is not there."""
 
 
 class Engine:
@@ -44,6 +45,9 @@ class Engine:
 
     `trainers.parallel.parallel` has those of DDP, DeepSpeed and FSDP2.
     """
+
+    max_grad_norm = MAX_GRAD_NORM
+    """the norm that gradients are clipped to; 0 for none"""
 
     def __init__(self, scaler: LossScaler | None = None) -> None:
         self.scaler = scaler
@@ -72,7 +76,8 @@ class Engine:
         stepped = list(trainee.trainable.values()) if on_host is None else on_host.take_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)  # type: ignore[arg-type]  # only its groups are read
-        torch.nn.utils.clip_grad_norm_(stepped, MAX_GRAD_NORM, foreach=on_host is None)
+        if self.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(stepped, self.max_grad_norm, foreach=on_host is None)
         if self.scaler is not None:
             self.scaler.step_unless_infinite(optimizer)
         else:
@@ -96,12 +101,13 @@ def build_model(
     strategy: Strategy,
     config: dict[str, Any] | None = None,
     inputs: InputsOnHost | None = None,
+    lora_alpha: float | None = None,
 ) -> nn.Module:
     """The diffusers model with its adapter, dtypes and checkpointing, parameters still on ``meta``.
 
     Non-persistent buffers (RoPE tables) are computed for real, as ``from_pretrained`` does it. ``config`` replaces the
     published architecture, e.g. by one of fewer blocks; ``inputs`` is where several models, of which one runs at a
-    time, keep what checkpoints send to host RAM.
+    time, keep what checkpoints send to host RAM; ``lora_alpha`` over the rank scales the adapter.
     """
     import diffusers
     from diffusers.models.modeling_utils import no_init_weights
@@ -116,7 +122,7 @@ def build_model(
     if weights in QUANTISED:
         quantise.prepare(model, weights, compute_dtype(strategy), casts_layerwise=profile.traits.fp8_base)
     if job.method == "lora":
-        add_adapter(model, job, strategy)
+        add_adapter(model, job, strategy, lora_alpha)
     elif job.method == "full":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not job.trainable or matches(name, job.trainable))
@@ -145,17 +151,18 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = table.float()
 
 
-def add_adapter(model: nn.Module, job: Job, strategy: Strategy) -> None:
+def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | None = None) -> None:
     """Adds a peft LoRA on ``job.lora_targets`` in ``strategy.adapter_dtype``.
 
-    Alpha equals the rank, as diffusers' examples.
+    Alpha is the rank where none is set, as in diffusers' examples. The scale is a number that the forward multiplies
+    by, so it takes no memory.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     assert job.lora_targets, "targets are resolved before a model is built"
     adapter = LoraConfig(
         r=job.lora_rank,
-        lora_alpha=job.lora_rank,
+        lora_alpha=alpha or job.lora_rank,  # peft only divides it
         lora_dropout=job.lora_dropout,
         target_modules=list(job.lora_targets),
         init_lora_weights="gaussian",
@@ -369,7 +376,7 @@ def optimizer_step(trainee: Trainee) -> None:
 
 
 def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
-    """One optimisation step on the micro-batches of this process; returns the mean of their losses, detached.
+    """One optimisation step on the micro-batches of this process; returns the mean of their weighted losses, detached.
 
     As many as ``gradient_accumulation`` says; one is on the device at a time where ``batches`` makes them so.
     """
@@ -379,11 +386,15 @@ def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch],
 
 
 def gradients(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
-    """Forward and backward of the micro-batches of one optimisation step; the mean of their losses, detached."""
+    """Forward and backward of the micro-batches of one optimisation step; the mean of their weighted losses,
+    detached."""
     count, number, losses = strategy.gradient_accumulation, 0, []
     for number, batch in enumerate(batches, start=1):
+        weight = float(batch.pop(WEIGHT, 1.0))
         with trainee.engine.micro_batch(last=number == count):
             loss = forward(trainee, family, batch, strategy)
+            if weight != 1:
+                loss = loss * weight
             trainee.engine.backward(loss if count == 1 else loss / count)
         losses.append(loss.detach())
         del loss  # and its graph with it, before the next micro-batch runs

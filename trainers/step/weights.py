@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
             return folder
     fault = f"{quoted(str(root))} holds neither config.json nor {part}/config.json"
     raise VplanError(fault, "pass a folder written by diffusers' save_pretrained")
+
+
+Begin = Callable[[str, Tensor], None]
+"""Gives a new adapter's weight, by its full name, its values."""
 
 
 class Weights:
@@ -92,7 +96,7 @@ def load(
     model: nn.Module,
     weights: Weights,
     device: torch.device,
-    seed: int,
+    begin: Begin,
     trained: Weights | None = None,
     swapped: Sequence[tuple[str, nn.Module]] = (),
     waiting: Iterable[str] = (),
@@ -100,8 +104,7 @@ def load(
     """Allocates a built model on the device with its weights from files.
 
     The weights of ``swapped`` blocks stay in host RAM, and those named in ``waiting``. ``trained`` are a checkpoint's
-    weights, by the names of what trains. A new adapter begins as peft's does (``init_lora_weights="gaussian"``: B is
-    zero, so that the model begins as it was), the same on every rank.
+    weights, by the names of what trains; ``begin`` gives a new adapter its values.
     """
     kept = trained.names if trained else frozenset()
     wanted = {_published(name) for name, _ in model.named_parameters() if "lora_" not in name}
@@ -112,7 +115,7 @@ def load(
         if trained and name in kept:
             trained.fill(name, weight)
         elif "lora_" in name:
-            begin_adapter(name, weight, seed)
+            begin(name, weight)
         else:
             weights.fill(_published(name), weight)
 
@@ -126,17 +129,25 @@ def load(
         swap.BlockSwap([block for _, block in swapped], device)
 
 
-@torch.no_grad()
-def begin_adapter(name: str, weight: Tensor, seed: int) -> None:
-    """Values of a fresh LoRA weight: A normal with a deviation of 1 / rank, B zero (peft tuners/lora/layer.py)."""
-    if "lora_B" in name:
-        weight.zero_()
-        return
-    assert "lora_A" in name, name
-    rank = weight.shape[0]
-    generator = torch.Generator().manual_seed(sample_seed(seed, name))
-    values = torch.empty(weight.shape, dtype=torch.float32).normal_(0.0, 1.0 / rank, generator=generator)
-    weight.copy_(values)
+def fresh(seed: int, init: str = "gaussian") -> Begin:
+    """New adapters that leave the model as it was, the same on every rank: B is zero, and A normal with a deviation of
+    1 / rank (``gaussian``) or uniform as linear layers begin (``kaiming``), as in peft tuners/lora/layer.py."""
+
+    @torch.no_grad()
+    def begin(name: str, weight: Tensor) -> None:
+        if "lora_B" in name:
+            weight.zero_()
+            return
+        assert "lora_A" in name, name
+        generator = torch.Generator().manual_seed(sample_seed(seed, name))
+        values = torch.empty(weight.shape, dtype=torch.float32)
+        if init == "gaussian":
+            values.normal_(0.0, 1.0 / weight.shape[0], generator=generator)
+        else:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        weight.copy_(values)
+
+    return begin
 
 
 def _published(name: str) -> str:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from planner.catalog import lookup
-from planner.catalog.shapes import job_for
+from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import after_step_bytes, estimate
-from planner.layout.experts import expert_assumption, high_share
+from planner.layout.experts import exchanged_bytes, expert_assumption, high_share
 from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
@@ -27,11 +28,11 @@ def job(**fields: Any) -> Job:
     return job_for(MODEL, {"frames": 17, **fields})
 
 
-def priced(asked: Job, gpus: int = 1, **strategy: Any) -> Estimate:
+def priced(asked: Job, gpus: int = 1, trainer: str = "vplan", **strategy: Any) -> Estimate:
     known = Strategy.read({"gradient_checkpointing": "full", "autocast": "none", "adapter_dtype": "bf16", **strategy})
     where = Machine.read({"gpu": "h200-141gb", "gpus": gpus, "host_ram": 2048 * GIB})
     configuration = Configuration.of(asked, known, where)
-    return estimate(configuration, load_facts(configuration))
+    return estimate(configuration, load_facts(configuration), trainer)
 
 
 def test_the_expert_that_is_not_trained_is_absent_unless_asked_for() -> None:
@@ -82,8 +83,11 @@ def test_ddp_has_buckets_for_both(buckets: str) -> None:
 
 
 def test_micro_batches_of_both_experts_leave_gradients_of_both() -> None:
-    """A LoRA's 16-bit gradients take as much as a state; AdamW's foreach step copies both experts' at once."""
-    once, twice, often = (priced(job(experts="both"), gradient_accumulation=steps) for steps in (1, 2, 3))
+    """Where each may be another one's turn, as musubi-tuner has it. A LoRA's 16-bit gradients take as much as a state;
+    AdamW's foreach step copies both experts' at once."""
+    once, twice, often = (
+        priced(job(experts="both"), trainer="musubi-tuner", gradient_accumulation=steps) for steps in (1, 2, 3)
+    )
     alone = priced(job(experts="high"), gradient_accumulation=2)
     gradients = once.disk_bytes // 6
     grown = twice.phases["train"].allocated_bytes - once.phases["train"].allocated_bytes
@@ -92,6 +96,16 @@ def test_micro_batches_of_both_experts_leave_gradients_of_both() -> None:
     step, bare = (found.phases["optimizer"].allocated_bytes for found in (twice, once))
     assert step - bare == pytest.approx(2 * gradients, abs=2 * MIB)
     assert alone.phases["optimizer"] == priced(job(experts="high")).phases["optimizer"]
+
+
+def test_a_step_of_ours_is_of_one_expert() -> None:
+    once, twice = (priced(job(experts="both"), gradient_accumulation=steps) for steps in (1, 2))
+    alone = [priced(job(experts="high"), gradient_accumulation=steps) for steps in (1, 2)]
+    assert twice.phases["optimizer"] == once.phases["optimizer"]
+    grown = [
+        two.phases["train"].allocated_bytes - one.phases["train"].allocated_bytes for one, two in ((once, twice), alone)
+    ]
+    assert grown[0] == grown[1] > 0
 
 
 def test_what_waits_for_both_experts_is_freed_with_the_step() -> None:
@@ -104,6 +118,13 @@ def test_what_waits_for_both_experts_is_freed_with_the_step() -> None:
     assert left == left[:1] * 3
 
 
+def exchanged(**strategy: Any) -> int:
+    known = Strategy.read({"gradient_checkpointing": "full", "inactive_expert": "cpu", **strategy})
+    configuration = Configuration.of(job(experts="both"), known, Machine.read({"gpu": "h200-141gb"}))
+    facts = load_facts(configuration)
+    return exchanged_bytes(lay_out(configuration, facts, grid(facts.model, configuration.job)))
+
+
 def test_an_expert_that_comes_back_takes_its_time_on_the_link() -> None:
     """Every second step or so both change places: 2 p (1 - p) of them, with p the share of levels above 0.875, which
     before the shift of 5 is 0.583."""
@@ -112,10 +133,12 @@ def test_an_expert_that_comes_back_takes_its_time_on_the_link() -> None:
     logit = lookup.model("wan2.1-t2v-14b").training.replace(boundary=0.5, training_shift=1.0)
     assert high_share(logit) == pytest.approx(0.5)
     link = waits.step_seconds - stays.step_seconds
-    gbps = 2 * 2 * (5 / 12) * (7 / 12) * BASE / link / 1e9
+    gbps = 2 * 2 * (5 / 12) * (7 / 12) / MODEL.training.expert_steps * BASE / link / 1e9
     assert 20 < gbps < 64
-    swapped = priced(job(experts="both"), inactive_expert="cpu", swap_blocks=30)
-    assert swapped.step_seconds < waits.step_seconds
+    assert exchanged(swap_blocks=30) < exchanged() / 3  # swapped blocks of either stay where they are
+    assert exchanged(inactive_expert="gpu") == 0
+    often = priced(job(experts="both"), inactive_expert="cpu", gradient_accumulation=4)
+    assert often.step_seconds - 4 * stays.step_seconds < 2 * link  # once in ten steps, however many micro-batches
 
 
 def sampled(**fields: Any) -> Estimate:

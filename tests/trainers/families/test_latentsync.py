@@ -17,6 +17,7 @@ from transformers import WhisperModel  # noqa: E402
 
 from planner.catalog import lookup  # noqa: E402
 from planner.dataset import clips, scan  # noqa: E402
+from planner.dataset.sources import DataSource  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import checkpoints  # noqa: E402
 from planner.launch.launch import RunRequest  # noqa: E402
@@ -26,6 +27,8 @@ from planner.spec.plan import Plan  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
 from trainers import families  # noqa: E402
 from trainers.data import cache, loader  # noqa: E402
+from trainers.data.entries import read_entries, write_entries  # noqa: E402
+from trainers.data.sampler import BatchSampler  # noqa: E402
 from trainers.families.common import random_draws  # noqa: E402
 
 FRAMES, SIDE, CLIP = 4, 64, 14
@@ -54,20 +57,22 @@ class Place:
         job = Job.read({"model": self.model, **shape})
         self.plan = settled(Plan(job=job, strategy=PLAIN, machine=Machine(gpu="24GB")), trained=True)
         self.setting = cache.Setting(self.profile, job, PLAIN, str(model), root / "cache")
-        self.dataset = scan.read(self.clips, self.profile, job)
+        self.dataset = scan.read([DataSource(folder=str(self.clips))], self.profile, job)
         self.entries = root / "cache" / "entries.jsonl"
-        loader.write_entries(self.entries, cache.cached(self.dataset, self.setting))
+        write_entries(self.entries, cache.cached(self.dataset, self.setting))
 
     def request(self, output: Path, **said: Any) -> RunRequest:
         output.mkdir(parents=True, exist_ok=True)
         asked = {"plan": self.plan, "entries": str(self.entries), "weights": str(self.root / "model")}
         asked |= {"output": str(output), "run": checkpoints.run_id(output), "device": "cpu", "steps": 2}
-        return RunRequest(**{**asked, "learning_rate": 1e-3, "checkpoint_every": 1, "keep_checkpoints": 2, **said})
+        return runs.with_training(
+            RunRequest(**{**asked, "checkpoint_every": 1, "keep_checkpoints": 2, **said}), learning_rate=1e-3
+        )
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The batch of a step."""
         kind = families.family(self.profile)
-        sampler = loader.BatchSampler(loader.read_entries(self.entries), self.plan.job, 1, 1, 0)
+        sampler = BatchSampler(read_entries(self.entries), self.plan.job, 1, 1, 0)
         stacker = loader.Stacker(self.profile, self.plan.job, kind, torch.float32)
         one = loader.Loader(sampler, stacker, 0, torch.device("cpu"), 1)
         (found,) = one.batches(step)
@@ -86,12 +91,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_clip_is_cut_into_windows_that_do_not_overlap(place: Place) -> None:
     windows = [sample.indices for sample in place.dataset.samples if sample.clip.name == "0.mp4"]
     assert windows == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
-    assert any("6 windows of 2 clips" in note for note in place.dataset.notes)
+    assert any("6 samples of 2 clips" in note for note in place.dataset.notes)
     assert not any("longer than their shape" in note for note in place.dataset.notes)
 
 
 def test_a_sample_is_the_face_what_is_seen_of_it_and_the_sound_around_each_frame(place: Place) -> None:
-    made = load_file(loader.read_entries(place.entries)[1].path)
+    made = load_file(read_entries(place.entries)[1].path)
     vae = AutoencoderKL.from_pretrained(place.root / "model" / "vae")
     faces = torch.from_numpy(clips.frames(place.clips / "0.mp4", (4, 5, 6, 7), SIDE, SIDE)).permute(0, 3, 1, 2)
     seen = torch.ones(SIDE, SIDE)
@@ -127,7 +132,7 @@ def tiny_extractor(place: Place) -> Any:
 
 
 def test_the_reference_is_another_window_of_the_clip_and_not_always_the_same(place: Place) -> None:
-    entries = loader.read_entries(place.entries)
+    entries = read_entries(place.entries)
     latents = [load_file(entry.path)["latents"] for entry in entries]
     seen: dict[int, set[int]] = {}
     for step in range(24):
@@ -179,7 +184,12 @@ def test_a_run_is_taken_up_to_the_same_bits(place: Place, tmp_path: Path) -> Non
 def test_clips_that_say_nothing_are_named(place: Place, tmp_path: Path, more: dict[str, int], fault: str) -> None:
     folder = tiny.write_clips(tmp_path / "clips", 1, **{"frames": CLIP, "fps": 25, **more})
     with pytest.raises(VplanError, match=f"0.mp4: .*{fault}"):
-        scan.read(folder, place.profile, place.plan.job)
+        scan.read([DataSource(folder=str(folder))], place.profile, place.plan.job)
+
+
+def test_frames_that_are_no_windows_are_refused(place: Place) -> None:
+    with pytest.raises(VplanError, match="trains on all of a clip, window by window, not on random frames"):
+        scan.read([DataSource(folder=str(place.clips), frames="random")], place.profile, place.plan.job)
 
 
 def test_samples_are_refused_before_anything_is_encoded(place: Place) -> None:

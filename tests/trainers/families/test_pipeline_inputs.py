@@ -26,7 +26,7 @@ from trainers.families.common.base import Family  # noqa: E402
 from trainers.sampling import pipelines, validate  # noqa: E402
 from trainers.step import step  # noqa: E402
 
-SIBLINGS = ("cogvideox-5b", "cogvideox1.5-5b", "flux.2-klein-4b with a reference")
+SIBLINGS = ("cogvideox-5b", "cogvideox1.5-5b", "flux.2-klein-4b with a reference", "wan2.2-ti2v-5b with one frame")
 """Models whose inputs are made otherwise than those of the ones of their family in `tiny.MODELS`."""
 
 NAMES = [name for name in tiny.MODELS if families.family(tiny.profile(name)).sampler() is not None]
@@ -77,15 +77,15 @@ class Sampled:
     """One clip as caching leaves it, and what the pipeline of its model begins with."""
 
     def __init__(self, name: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        name, _, references = name.partition(" with a ")
+        name, _, variant = name.partition(" with ")
         self.profile = profile = tiny.profile(name)
         height, width = (
             (64, 64) if profile.shape.only_listed else LOW if profile.config.get("patch_size_t") == 2 else WIDE
         )
-        frames = min(profile.shape.max_frames, profile.shape.frame_step + 1)
+        frames = 1 if variant == "one frame" else min(profile.shape.max_frames, profile.shape.frame_step + 1)
         shape = {"frames": frames, "height": height, "width": width}
         given = {**shape, "lora_targets": ["to_q", "to_k"], "validation": {**shape, "cfg": False}}
-        given |= {"references": 1} if references else {}
+        given |= {"references": 1} if variant == "a reference" else {}
         self.job = job_for(profile, given)
         self.kind: Family = families.family(profile).for_job(self.job)
         self.sampler = pipelines.sampler_of(self.kind, profile)

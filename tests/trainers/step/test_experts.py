@@ -3,6 +3,7 @@ frozen weights are where the plan says."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def test_each_expert_learns_what_it_learns_alone_from_the_same_steps(
         own_steps = [number for number, turn in enumerate(order) if turn == which]
         for number in own_steps:
             alone._step(number)
+        alone._read_loss()
         assert runs.losses(tmp_path / which) == [runs.losses(both)[number] for number in own_steps]
         alone.loader.close()
         made = runs.tensors(both / "final" / part)
@@ -180,16 +182,32 @@ def test_host_ram_holds_one_expert_whichever_runs(
 
 
 def test_turns_come_as_often_as_the_density_says(place: runs.Pair) -> None:
+    """Each expert is held for as many steps as the law says, and a step's turn depends on nothing but its number."""
     profile = lookup.model("wan2.2-t2v-a14b")
-    drawn = [experts.chosen(profile, 0, number, micro) for number in range(2000) for micro in range(2)]
+    assert profile.training.expert_steps == 10
+    drawn = [experts.chosen(profile, 0, number) for number in range(40_000)]
     assert drawn.count("high") / len(drawn) == pytest.approx(0.417, abs=0.02)
-    assert drawn[::2] != drawn[1::2]
+    held = [drawn[first : first + 10] for first in range(0, len(drawn), 10)]
+    assert all(len(set(block)) == 1 for block in held)
+    exchanges = sum(one != other for one, other in itertools.pairwise(drawn))
+    assert exchanges / len(drawn) == pytest.approx(2 * 0.417 * 0.583 / 10, rel=0.05)
 
 
-def test_micro_batches_of_one_step_go_to_both(place: runs.Pair, tmp_path: Path) -> None:
+def test_an_expert_is_held_for_as_many_steps_as_asked(place: runs.Pair, both: Path, tmp_path: Path) -> None:
+    """Also across a resume in the middle of its steps."""
+    plan = place.plan(experts="both")
+    request = place.request(tmp_path, plan, steps=6, checkpoint_every=5, expert_steps=3)
+    assert runs.train(request.replace(steps=5))["outcome"] == "ok"
+    resume = str(tmp_path / "checkpoints" / "step-00000005")
+    assert runs.train(request.replace(resume=resume))["outcome"] == "ok"
+    first, second = turns(both)[:2]  # drawn for every step there
+    assert turns(tmp_path) == [first] * 3 + [second] * 3
+
+
+def test_micro_batches_of_one_step_go_to_one(place: runs.Pair, tmp_path: Path) -> None:
     plan = place.plan({"gradient_accumulation": 3}, experts="both", method="full")
-    assert runs.train(place.request(tmp_path, plan, steps=2))["outcome"] == "ok"
-    assert any({"high", "low"} == set(turn.split("+")) for turn in turns(tmp_path))
+    assert runs.train(place.request(tmp_path, plan, steps=STEPS))["outcome"] == "ok"
+    assert set(turns(tmp_path)) == {"high", "low"}
     for part in experts.PARTS.values():
         WanTransformer3DModel.from_pretrained(tmp_path / "final" / part)
 

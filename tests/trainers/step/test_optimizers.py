@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from planner.spec.job import Strategy
+from planner.spec.training import TrainingSettings
 from trainers.step.optimizers import OnHost, Optimizer, OverMasters, make_optimizer, take_up
 
 STRATEGY = Strategy(weights_dtype="bf16", master_weights="fp32")
@@ -16,9 +17,9 @@ def test_masters_step_as_fp32_weights_do_and_16_bit_ones_follow() -> None:
     half = nn.Parameter(torch.randn(64, 32).bfloat16())
     whole = nn.Parameter(half.detach().float())
     kept = nn.Parameter(torch.ones(8))
-    optimizer = make_optimizer({"weight": half, "norm": kept}, STRATEGY, 1e-5)
+    optimizer = make_optimizer({"weight": half, "norm": kept}, STRATEGY, TrainingSettings(learning_rate=1e-5))
     assert isinstance(optimizer, OverMasters)
-    same = make_optimizer({"weight": whole}, Strategy(), 1e-5)
+    same = make_optimizer({"weight": whole}, Strategy(), TrainingSettings(learning_rate=1e-5))
     for _ in range(5):
         gradient = torch.randn(64, 32).bfloat16()
         half.grad, whole.grad, kept.grad = gradient, gradient.float(), torch.ones(8)
@@ -95,9 +96,11 @@ def test_muon_steps_matrices_and_adamw_the_rest() -> None:
     torch.manual_seed(0)
     matrix, bias = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.ones(4))
     alone, beside = nn.Parameter(matrix.detach().clone()), nn.Parameter(bias.detach().clone())
-    optimizer = make_optimizer({"matrix": matrix, "bias": bias}, Strategy(optimizer="muon"), 1e-2)
+    optimizer = make_optimizer(
+        {"matrix": matrix, "bias": bias}, Strategy(optimizer="muon"), TrainingSettings(learning_rate=1e-2)
+    )
     muon = torch.optim.Muon([alone], lr=1e-2, weight_decay=1e-2, adjust_lr_fn="match_rms_adamw")
-    adamw = make_optimizer({"bias": beside}, Strategy(), 1e-2)
+    adamw = make_optimizer({"bias": beside}, Strategy(), TrainingSettings(learning_rate=1e-2))
     for _ in range(3):
         matrix.grad, bias.grad = torch.randn(6, 4), torch.randn(4)
         alone.grad, beside.grad = matrix.grad.clone(), bias.grad.clone()

@@ -5,18 +5,19 @@ Shape letters: B batch, C latent channels, F latent frames, H and W the patch gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job
 from trainers.families.common import noise_levels, random_draws
 from trainers.families.common.encoding import EncoderTurn
 from trainers.families.common.sampling import FamilyPipeline
+from trainers.families.common.squared_error import squared_error
 
 Grid = Mapping[str, int]
 """The integer atoms of a shape: B, F, H, W, T, R (see planner.catalog.lookup.grid)."""
@@ -73,6 +74,8 @@ class Family:
         self.profile = profile
         self.config = profile.config
         self.references = profile.shape.references
+        self.loss_weights: Tensor | None = None
+        """what each sample of the batch weighs whose inputs were made last, (B,); None where all weigh the same"""
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Random tensors of the shapes and dtypes a real batch has on the device."""
@@ -90,8 +93,8 @@ class Family:
         return outputs[0]
 
     def loss(self, prediction: Any, target: Any, inputs: dict[str, Any]) -> Tensor:
-        """Mean squared error in fp32, as the published trainers compute it."""
-        return functional.mse_loss(prediction.float(), target.float())
+        """Mean squared error in fp32, as the published trainers compute it, weighted as the model's law says."""
+        return squared_error(prediction.float(), target.float(), self.loss_weights)
 
     def without_gradient(self, name: str, blocks: int) -> bool:
         """Whether a parameter (by its full name, in a model of `blocks` blocks) never gets a gradient."""
@@ -148,14 +151,25 @@ class Family:
         return noisy, sigmas, latents - drawn if towards_clip else drawn - latents
 
     def levels(self, latents: Tensor) -> Tensor:
-        """A noise level for each sample of a batch, (B,): drawn from the published density where samples have seeds.
+        """A noise level for each sample of a batch, (B,): drawn from the law's density where samples have seeds.
 
-        A recorded step, whose numbers are never read, draws numbers that take the same memory.
+        A recorded step, whose numbers are never read, draws numbers that take the same memory, and weighs no error:
+        weights are a number a sample.
         """
         uniform = random_draws.uniform(latents.shape[0], latents.device)
         if uniform is None:
+            self.loss_weights = None
             return torch.sigmoid(random_draws.normal(latents.shape[0], latents.device))
-        return noise_levels.levels(uniform, self.profile.training, latents.shape[1], self.limits)
+        training, tokens = self.profile.training, self.tokens_of(latents)
+        drawn = noise_levels.levels(uniform, training, tokens, self.limits)
+        self.loss_weights = noise_levels.weights(drawn, training, tokens)
+        return drawn
+
+    def tokens_of(self, latents: Tensor) -> int:
+        """Tokens of one sample: packed latents are (B, tokens, C), others (B, C, ...) with rows and columns last."""
+        if latents.ndim == 3:
+            return latents.shape[1]
+        return latents[0, 0].numel() // math.prod(self.profile.shape.patch)
 
     def for_job(self, job: Job) -> Self:
         """The family as it trains a job: one expert of two on its own noise levels, and with reference images."""

@@ -1,4 +1,5 @@
-"""Which noise levels training draws: each model's published density, as a function of one uniform number a sample.
+"""Which noise levels training draws, and what an error weighs at each: published laws, as functions of one uniform
+number a sample.
 
 A level is a sigma, 0 the clean clip and 1 noise alone. Every density is given by its quantiles, so that a part of the
 range (one expert of two) is drawn from by a part of the uniform numbers, with the density's own shape.
@@ -7,11 +8,13 @@ range (one expert of two) is drawn from by a part of the uniform numbers, with t
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from planner.catalog.noise_density import TOKEN_DENSITIES, share_below, shift_of
 from planner.catalog.profiles import Training
 
 # Lightricks/LTX-2 packages/ltx-trainer/src/ltx_trainer/timestep_samplers.py: the mean grows with the tokens of a clip.
@@ -20,39 +23,89 @@ LOWEST, HIGHEST = -2.5758, 3.0902
 """Quantiles 0.005 and 0.999 of a normal number, which LTX-2 stretches to 0 and 1."""
 EPSILON, UNIFORM_SHARE = 1e-3, 0.1
 
+WHOLE = (0.0, 1.0)
+STEPS = 1000
+"""Quantiles of a density over which the mean weight is 1, as many as DiffSynth-Studio's schedule has steps."""
 
-def levels(uniform: Tensor, training: Training, tokens: int, limits: tuple[float, float] = (0.0, 1.0)) -> Tensor:
-    """Sigmas (B,) in fp32 of uniform numbers (B,) in fp64 between 0 and 1, inside ``limits``.
 
-    ``uniform`` and ``logit_normal`` are then shifted by ``training_shift`` as schedulers do it, s x / (1 + (s - 1) x)
-    (arXiv 2403.03206, section 5.3.2): training on the timesteps of a shifted scheduler.
+def levels(uniform: Tensor, training: Training, tokens: int, limits: tuple[float, float] = WHOLE) -> Tensor:
+    """Sigmas (B,) in fp32 of uniform numbers (B,) in fp64 between 0 and 1, inside ``limits``. ``tokens``: of a sample.
+
+    ``uniform``, ``logit_normal`` and ``mode`` are then shifted by ``training_shift`` as schedulers do it,
+    s x / (1 + (s - 1) x) (arXiv 2403.03206, section 5.3.2): training on the timesteps of a shifted scheduler.
     """
-    kind, shift = training.timestep_sampling, training.training_shift
-    if kind in ("shifted_logit_normal", "stretched_logit_normal"):
-        assert limits == (0.0, 1.0), "no model with experts is trained so"
+    kind = training.timestep_sampling
+    if kind in TOKEN_DENSITIES:
+        assert limits == WHOLE, "no model with experts is trained so"
         mean = _mean(tokens)
         return (_stretched(uniform, mean) if kind.startswith("stretched") else _logit_normal(uniform, mean)).float()
+    shift = shift_of(training, tokens)
     # Drawing from the part of the quantiles that an expert's limits enclose keeps the density's shape within them.
-    low, high = _shares(kind, shift, limits)
-    share = low + uniform * (high - low)
-    base = share if kind == "uniform" else _logit_normal(share, 0.0)
+    low, high = _shares(training, shift, limits)
+    base = _quantiles(low + uniform * (high - low), training)
     return (shift * base / (1 + (shift - 1) * base)).float()
 
 
-def _logit_normal(share: Tensor, mean: float) -> Tensor:
-    return torch.sigmoid(torch.special.ndtri(share) + mean)
+def weights(sigmas: Tensor, training: Training, tokens: int) -> Tensor | None:
+    """What each sample's error weighs, (B,) in fp32, at its noise level; None where all weigh the same.
+
+    ``sigma_sqrt`` and ``cosmap``: diffusers training_utils.py ``compute_loss_weighting_for_sd3`` (arXiv 2403.03206).
+    ``bell``: DiffSynth-Studio diffsynth/diffusion/flow_match.py ``set_training_weight``: a normal curve around the
+    middle level, zero at noise alone, 1 on average over the levels that the density draws.
+    """
+    kind = training.loss_weighting
+    if kind == "none":
+        return None
+    if kind == "bell":
+        return ((_bell(sigmas) - _bell(torch.ones(()))) / _mean_bell(training, tokens)).float()
+    assert kind in ("sigma_sqrt", "cosmap"), f"{kind} weighs steps of a schedule"
+    return (sigmas**-2.0 if kind == "sigma_sqrt" else 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas**2))).float()
+
+
+def min_snr(scheduler: Any, timesteps: Tensor, training: Training) -> Tensor | None:
+    """What each sample's error weighs at its step of a diffusers noise schedule, (B,) in fp32; None where all weigh the
+    same: min(SNR, gamma) over SNR for noise that is predicted, over SNR + 1 for v (arXiv 2303.09556; diffusers
+    examples/text_to_image train_text_to_image_lora.py, ``--snr_gamma``)."""
+    if training.loss_weighting != "min_snr":
+        return None
+    from diffusers.training_utils import compute_snr
+
+    assert training.snr_gamma is not None
+    ratio: Tensor = compute_snr(scheduler, timesteps)
+    return ratio.clamp(max=training.snr_gamma) / (ratio + 1 if training.objective == "v" else ratio)
+
+
+def _bell(sigmas: Tensor) -> Tensor:
+    return torch.exp(-2 * (sigmas - 0.5) ** 2)
 
 
 @functools.cache
-def _shares(kind: str, shift: float, limits: tuple[float, float]) -> list[float]:
+def _mean_bell(training: Training, tokens: int) -> float:
+    """The mean of the bell, above its lowest value, over the quantiles of a density: of all levels, also where one
+    expert trains its part of them."""
+    quantiles = torch.arange(1, STEPS + 1, dtype=torch.float64) / STEPS
+    drawn = levels(quantiles.clamp(max=1 - 1e-9), training, tokens).double()
+    return float((_bell(drawn) - _bell(torch.ones(()))).mean())
+
+
+def _quantiles(share: Tensor, training: Training) -> Tensor:
+    """Unshifted levels, below which these shares of a density lie."""
+    if training.timestep_sampling == "logit_normal":
+        return _logit_normal(share, training.logit_mean, training.logit_std)
+    if training.timestep_sampling == "mode":
+        return share + training.mode_scale * (torch.cos(math.pi * share / 2) ** 2 - 1 + share)
+    return share
+
+
+def _logit_normal(share: Tensor, mean: float, deviation: float = 1.0) -> Tensor:
+    return torch.sigmoid(deviation * torch.special.ndtri(share) + mean)
+
+
+@functools.cache
+def _shares(training: Training, shift: float, limits: tuple[float, float]) -> tuple[float, float]:
     """How much of a density lies below each limit."""
-    levels = _unshifted(torch.tensor(limits, dtype=torch.float64), shift)
-    shares: list[float] = (levels if kind == "uniform" else torch.special.ndtr(torch.logit(levels))).tolist()
-    return shares
-
-
-def _unshifted(level: Tensor, shift: float) -> Tensor:
-    return level / (shift - (shift - 1) * level)
+    low, high = limits
+    return share_below(training, low, shift), share_below(training, high, shift)
 
 
 def _mean(tokens: int) -> float:
@@ -73,5 +126,5 @@ def _stretched(uniform: Tensor, mean: float) -> Tensor:
 def limits(training: Training, expert: Any) -> tuple[float, float]:
     """The levels that a job trains: all, or those of one expert of two (``high`` or ``low`` noise)."""
     if training.boundary is None or expert not in ("high", "low"):
-        return 0.0, 1.0
+        return WHOLE
     return (training.boundary, 1.0) if expert == "high" else (0.0, training.boundary)
