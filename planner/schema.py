@@ -26,6 +26,7 @@ CountOrZero = Annotated[int, Field(strict=True, ge=0, le=100_000)]
 Bytes = Annotated[int, BeforeValidator(_size), Field(strict=True, ge=0, le=MAX_BYTES)]
 Flag = Annotated[bool, Field(strict=True)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 

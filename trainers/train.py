@@ -11,27 +11,34 @@ the number of the step, so nothing but the weights and the optimizer's state has
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch import checkpoints
-from planner.launch.launch import METRICS, NAN, OUT_OF_MEMORY, RunRequest
+from planner.launch import checkpoints, training_laws
+from planner.launch.launch import MEMORY, METRICS, NAN, OUT_OF_MEMORY, RunRequest
+from planner.launch.stop import STOP_REQUEST
 from planner.spec.fp16 import scales_loss
 from planner.spec.plan import plan_to_toml
+from planner.spec.training import NAMED_INITS
 from planner.worker_process import REQUEST, read_json, result_file
 from trainers.worker import ResultFile, end_with_parent, set_allocator
+
+if TYPE_CHECKING:
+    from trainers.measuring.run_metrics import LateLoss
 
 FINAL = "final"
 DRIVE = "offload"
 """What is offloaded to a drive, in the run's own folder; it may be a link to another drive."""
+UNTRACKED = ("step", "phase", "unix_seconds")
+"""Of a step's line: trackers have their own step and time."""
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +60,8 @@ def run(request: RunRequest, report: ResultFile) -> int:
     from trainers.parallel.checkpoint import NotFiniteError
 
     try:
-        TrainingRun(request, report).train()
+        run = TrainingRun(request, report)
+        finished = run.train()
     except VplanError as error:
         report.tell(outcome="refused", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -72,7 +80,10 @@ def run(request: RunRequest, report: ResultFile) -> int:
             raise
         report.tell(outcome=outcome, message=" ".join(str(error).split())[:1000])
         return OUT_OF_MEMORY
-    report.tell(outcome="ok")
+    if finished:
+        report.tell(outcome="ok")
+    else:
+        report.tell(outcome="stopped", message=f"stopped after step {run.done} of {request.steps}")
     return 0
 
 
@@ -81,12 +92,15 @@ class TrainingRun:
 
     def __init__(self, request: RunRequest, report: ResultFile) -> None:
         from trainers.families import family
-        from trainers.measuring.run_metrics import Metrics, Watch
+        from trainers.measuring.run_metrics import MemoryLog, Metrics, Watch
         from trainers.parallel.start import find_device, start
 
-        self.request, self.report = request, report
+        self.report = report
         self.output = Path(request.output)
-        self.profile = lookup.model(request.plan.job.model)
+        profile = lookup.model(request.plan.job.model)
+        self.request = request.replace(plan=training_laws.settled_plan(request.plan, profile))
+        self.training = self.request.plan.training
+        self.profile = training_laws.with_law(profile, self.training)
         self.strategy = request.plan.strategy
         targets = request.plan.job.lora_targets or self.profile.lora.targets
         self.job = request.plan.job.replace(lora_targets=targets)
@@ -96,38 +110,59 @@ class TrainingRun:
         self.device = find_device(request.device)
         self.watch = Watch(self.device)
         self.drive = self.output / DRIVE
-        self.accelerator = start(self.job, self.strategy, request.plan.machine, self.device, self.drive, request)
+        self.accelerator = start(self.job, self.strategy, request.plan.machine, self.device, self.drive, self.request)
         self.rank = self.accelerator.process_index
         report.tell(phase="load")
         self.loader = self._loader()
-        manifest = self._set_up()
+        self.memory = MemoryLog(self.output / MEMORY if self.rank == 0 else None, self.watch)
+        with self.memory.phase("load") as facts:
+            manifest = self._set_up()
+            facts |= {"step": self.done, "device": request.device, "missing": self.watch.memory.missing}
+            facts["forecast"] = request.forecast.to_json() if request.forecast else None
         self.lora_files = self._lora_files()
-        self.metrics = Metrics(self.output / METRICS, self.done) if self.rank == 0 else None
-        self.rate = rates(request)
+        self.metrics = Metrics(self.output / METRICS, self.done, self.memory) if self.rank == 0 else None
+        self.unread: tuple[dict[str, Any], LateLoss] | None = None
+        """the line of the last step, which lacks its loss"""
+        self.stopping = False
+        """Whether a rank was asked to stop, as all of them know after the same step"""
+        self.rate = rates(self.request)
         self.samples = self._samples()
         self.kernels_watched = False
         report.tell(phase="train", resumed=manifest["step"] if manifest else 0)
 
-    def train(self) -> None:
-        """Runs the remaining steps, writes checkpoints on the way, and exports the finished weights."""
+    def train(self) -> bool:
+        """Runs the remaining steps, writes checkpoints on the way, and exports the finished weights; False where it was
+        asked to stop before, after a checkpoint."""
         from trainers.parallel import export
 
-        request = self.request
         try:
             self._sample(taken_up=True)
-            for number in range(self.done, request.steps):
-                self._step(number)
-                # The checkpoint comes before the samples: making one may run out of memory, or be killed.
-                if self.done % request.checkpoint_every == 0 or self.done == request.steps:
-                    self._save()
-                self._sample()
-            self.report.tell(phase="save")
-            export.finish(self.output / FINAL, self.profile, self.job, self.engine, self.average, self._lora_writer())
-            self._clear_drive()
+            finished = self._run_steps()
+            if finished:
+                self.report.tell(phase="save")
+                final = self.output / FINAL
+                with self.memory.phase("save", self.done):
+                    export.finish(final, self.profile, self.job, self.engine, self.average, self._lora_writer())
+                self._clear_drive()
         finally:
             self.loader.close()
             self.watch.close()
         self.accelerator.end_training()
+        return finished
+
+    def _run_steps(self) -> bool:
+        """The remaining steps, with checkpoints and samples; False where it was asked to stop before the last."""
+        request = self.request
+        for number in range(self.done, request.steps):
+            self._step(number)
+            last = self.done == request.steps
+            # The checkpoint comes before the samples: making one may run out of memory, or be killed.
+            if self.done % request.checkpoint_every == 0 or last or self.stopping:
+                self._save()
+            if self.stopping and not last:
+                return False
+            self._sample()
+        return True
 
     def _clear_drive(self) -> None:
         """What was offloaded to a drive is in the checkpoint by now."""
@@ -142,15 +177,18 @@ class TrainingRun:
     def _loader(self) -> Any:
         """The batches of this rank, over the samples that were cached."""
         from trainers.data import loader
+        from trainers.data.entries import read_entries
+        from trainers.data.sampler import BatchSampler
         from trainers.step import step
 
         plan, request = self.request.plan, self.request
-        entries = loader.read_entries(Path(request.entries))
+        entries = read_entries(Path(request.entries))
         accumulation = self.strategy.gradient_accumulation
         parts = self.strategy.context_parallel  # ranks that share a sample are given the same
-        sampler = loader.BatchSampler(entries, self.job, plan.machine.world // parts, accumulation, request.seed)
+        sampler = BatchSampler(entries, self.job, plan.machine.world // parts, accumulation, request.seed)
         stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy))
-        return loader.Loader(sampler, stacker, self.rank // parts, self.device, request.steps)
+        dropout = self.training.caption_dropout or 0.0
+        return loader.Loader(sampler, stacker, self.rank // parts, self.device, request.steps, dropout)
 
     def _samples(self) -> Any:
         """What makes samples meanwhile, where the plan has some."""
@@ -164,14 +202,19 @@ class TrainingRun:
         """Makes the samples that are due; where a run is taken up, those that a kill left out."""
         if self.samples is None or not (self.samples.missing(self.done) if taken_up else self.samples.due(self.done)):
             return
+        from trainers.sampling.sample_tracking import track_samples
 
         def tell(line: dict[str, Any]) -> None:
             if self.metrics:
-                self.metrics.write({**line, **self.watch.peaks()} if "samples" in line else line)
+                self.metrics.write(line)
+            if self.request.log_with and line.get("samples"):
+                files = [self.samples.folder / name for name in line["samples"]]
+                track_samples(self.accelerator.trackers, self.done, files, line["prompts"])
 
+        self._read_loss()
         self.report.tell(phase="validate")
         with self.average.in_model() if self.average else contextlib.nullcontext():  # which is what `final` will be
-            self.samples.make(self.engine, self.done, tell)
+            self.samples.make(self.engine, self.done, tell, functools.partial(self.memory.phase, step=self.done))
         self.report.tell(phase="train")
 
     def _set_up(self) -> dict[str, Any] | None:
@@ -186,11 +229,12 @@ class TrainingRun:
         trained = checkpoint.trained_weights(resume) if resume else None
         model = self._model(trained)
         self.trainee, self.engine = parallel.set_up(
-            model, self.profile, job, strategy, request.learning_rate, self.device, drive=self.drive
+            model, self.profile, job, strategy, self.training, self.device, drive=self.drive
         )
         if request.plan.machine.world > 1 and self._is_replicated():
             parallel.check_alike(self.trainee.trainable, self.device)
-        self.average = Average(self.trainee.trainable, strategy.ema) if strategy.ema != "none" else None
+        decay = self.training.ema_decay
+        self.average = Average(self.trainee.trainable, strategy.ema, decay) if decay is not None else None
         if resume and manifest:  # after the engine: its states are shares of what it has made
             checkpoint.load_state(resume, self.engine)
             if self.average:
@@ -203,19 +247,29 @@ class TrainingRun:
         from trainers.parallel import parallel
         from trainers.step import experts, step, weights
 
-        profile, job, strategy, seed = self.profile, self.job, self.strategy, self.request.seed
-        root = Path(self.request.weights)
+        profile, job, strategy, alpha = self.profile, self.job, self.strategy, self.training.lora_alpha
+        root = Path(self.request.transformer or self.request.weights)
         if job.experts == "both":
-            fill = experts.from_folder(root, profile, job, self.device, seed, trained)
-            self.experts = experts.pair(profile, job, strategy, self.device, fill)
+            fill = experts.from_folder(root, profile, job, self.device, self._begin, trained)
+            self.experts = experts.pair(profile, job, strategy, self.device, fill, alpha)
             return self.experts
         source = weights.published(weights.model_folder(root, profile, job), profile)
-        model = step.build_model(profile, job, strategy)
+        model = step.build_model(profile, job, strategy, lora_alpha=alpha)
         parallel.split(model, profile, job, strategy, self.device)
         swapped = swap.swapped_blocks(model, profile, strategy)
         waiting = step.offloaded_shares(model, strategy)
-        weights.load(model, source, self.device, seed, trained, swapped, waiting)
+        weights.load(model, source, self.device, self._begin("", model), trained, swapped, waiting)
         return model
+
+    def _begin(self, part: str, model: Any) -> Any:
+        """How new adapters begin; ``part``: which of two experts the model is."""
+        from trainers.parallel.lora_start import from_file
+        from trainers.step import weights
+
+        init, seed = self.training.lora_init or "gaussian", self.request.seed
+        if init in NAMED_INITS or self.request.resume:  # a checkpoint has them all
+            return weights.fresh(seed, init)
+        return from_file(Path(init), part, self.profile, self.job, self.training, model, weights.fresh(seed))
 
     def _take_up(self, manifest: dict[str, Any]) -> int:
         """The steps a checkpoint has done; a VplanError where its state does not belong to this plan."""
@@ -251,56 +305,81 @@ class TrainingRun:
 
         if self.job.method != "lora":
             return None
-        return LoraFiles(self.profile, self.job, len(self.loader.sampler.entries), self.engine.plain)
+        return LoraFiles(self.profile, self.job, self.training, len(self.loader.sampler.entries), self.engine.plain)
 
     def _is_replicated(self) -> bool:
         return self.strategy.sharding in ("none", "ddp")
 
     def _step(self, number: int) -> None:
         """One optimizer step, the number of steps before it given; its line goes into the metrics."""
+        import torch
+
+        from trainers.measuring.run_metrics import LateLoss
         from trainers.parallel import parallel
-        from trainers.parallel.checkpoint import NotFiniteError
         from trainers.step import step
 
-        began = time.perf_counter()
+        late = LateLoss(self.device)
         rate = self.rate(number)
         for group in self.engine.param_groups():
             group["lr"] = rate
-        sampler = self.loader.sampler
-        shape = sampler.step(number).bucket
-        self.report.facts["shape"] = shape.to_json()
-        with self._watched_kernels() as kernels:
-            turns: list[str] = []
-            loss = step.accumulated_step(self.trainee, self.kind, self._batches(number, turns), self.strategy)
-        if self.average:
-            self.average.update()
-        # The mean is the same number on every rank, so all of them stop at the same step.
-        mean = float(parallel.mean_over_ranks(loss))
-        if not math.isfinite(mean):
-            raise NotFiniteError(f"the loss of step {number + 1} is not a number")
-        self.done = number + 1
-        line = {"step": self.done, "loss": mean, "learning_rate": rate, "epoch": number // sampler.steps_per_epoch}
-        line |= {"frames": shape.frames, "height": shape.height, "width": shape.width}
+        drawn = self.loader.sampler.step(number)
+        expert = self._take_turn(number)
+        first = not self.kernels_watched
+        with self.memory.failing_step(number + 1), self._watched_kernels() as kernels:
+            loss = step.accumulated_step(self.trainee, self.kind, self._batches(number), self.strategy)
+            if self.average:
+                self.average.update()
+            # The mean is the same number on every rank, so all of them stop at the same step.
+            asked = loss.new_full((), float(self.rank == 0 and (self.output / STOP_REQUEST).exists()))
+            late.keep(parallel.mean_over_ranks(torch.stack([loss, asked])) / drawn.weight)
+        line = {"step": number + 1, "learning_rate": rate, "epoch": drawn.epoch}
+        line |= {"phase": "first_step" if first else "train", "shapes": drawn.shapes}
         line |= {"attention_kernel": kernels.names} if kernels else {}
-        line |= {"experts": "+".join(turns)} if turns else {}
+        line |= {"experts": expert} if expert else {}
         if (scaler := self.engine.scaler) is not None:
             line |= {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped}
-        line |= {"seconds": round(time.perf_counter() - began, 6), **self.watch.peaks()}
+        line |= self.watch.peaks()
+        self._read_loss()  # of the step before, while the device runs this one
+        self.done, self.unread = number + 1, (line, late)
+
+    def _batches(self, number: int) -> Iterator[Any]:
+        """The micro-batches of a step. The report has the shape of the one that runs, for when memory runs out."""
+        for micro, batch in enumerate(self.loader.batches(number)):
+            self.report.facts["shape"] = self.loader.shape(number, micro).to_json()
+            yield batch
+
+    def _read_loss(self) -> None:
+        """Writes the line of the last step, whose loss has not been read; a NotFiniteError where it is no number.
+
+        It comes before all that keeps or shows weights: they are never those of a step whose loss is unknown.
+        """
+        from trainers.measuring.run_metrics import unix_seconds
+        from trainers.parallel.checkpoint import NotFiniteError
+
+        if self.unread is None:
+            return
+        (line, late), self.unread = self.unread, None
+        (loss, asked), seconds = late.read()
+        self.stopping |= asked > 0
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"the loss of step {line['step']} is not a number")
+        line |= {"loss": loss, "seconds": round(seconds, 6), "unix_seconds": unix_seconds()}
         if self.metrics:
             self.metrics.write(line)
         if self.request.log_with:
-            self.accelerator.log({name: value for name, value in line.items() if value is not None}, step=self.done)
+            numbers = {name: value for name, value in line.items() if isinstance(value, (int, float, str))}
+            self.accelerator.log(numbers, step=line["step"])
 
-    def _batches(self, number: int, turns: list[str]) -> Iterator[Any]:
-        """The micro-batches of a step; of two experts, each one's turn, by name, comes just before its own."""
+    def _take_turn(self, number: int) -> str | None:
+        """The one of two experts that a step trains, which runs from now on; None for other models."""
         from trainers.step import experts
 
-        for micro, batch in enumerate(self.loader.batches(number)):
-            if self.experts is not None:
-                turns.append(experts.chosen(self.profile, self.request.seed, number, micro))
-                self.experts.turn(turns[-1])
-                self.kind.for_job(self.job.replace(experts=turns[-1]))
-            yield batch
+        if self.experts is None:
+            return None
+        which = experts.chosen(self.profile, self.request.seed, number, self.request.expert_steps)
+        self.experts.turn(which)
+        self.kind.for_job(self.job.replace(experts=which))
+        return which
 
     def _watched_kernels(self) -> contextlib.AbstractContextManager[Any]:
         """Looks on in the first step that this process does. A compiled block would not run as such meanwhile."""
@@ -312,6 +391,7 @@ class TrainingRun:
     def _save(self) -> None:
         from trainers.parallel import checkpoint
 
+        self._read_loss()
         request = self.request
         manifest = {
             "run": request.run,
@@ -319,11 +399,13 @@ class TrainingRun:
             "position": self.loader.sampler.position(self.done),
             "layout": self._layout(),
             "settings": request.settings(),
+            "training": self.training.to_json(),
         }
         folder = self.output / checkpoints.FOLDER
         plan = plan_to_toml(request.plan)
         keep = request.keep_checkpoints
-        checkpoint.save(folder, self.engine, self.average, manifest, plan, keep, self._lora_writer())
+        with self.memory.phase("save", self.done):
+            checkpoint.save(folder, self.engine, self.average, manifest, plan, keep, self._lora_writer())
         self.report.tell(saved=self.done)
 
     def _lora_writer(self) -> Callable[[Path, Mapping[str, Any]], None] | None:
@@ -334,13 +416,15 @@ class TrainingRun:
 
 def rates(request: RunRequest) -> Any:
     """A function from the number of steps done to the learning rate, on diffusers' schedules
-    (`diffusers.optimization`). Prodigy, which finds the rate itself, gets factors of 1."""
+    (`diffusers.optimization`)."""
     import torch
     from diffusers.optimization import get_scheduler
 
-    highest = 1.0 if request.plan.strategy.optimizer == "prodigy" else request.learning_rate
+    training = request.plan.training
+    highest = training.learning_rate
+    assert highest is not None and training.lr_scheduler is not None
     unused = torch.optim.SGD([torch.zeros(1)], lr=highest)
-    steps, warmup = request.steps, request.warmup_steps
-    scheduler = get_scheduler(request.schedule, unused, num_warmup_steps=warmup, num_training_steps=steps)
+    steps, warmup = request.steps, training.warmup_steps
+    scheduler = get_scheduler(training.lr_scheduler, unused, num_warmup_steps=warmup, num_training_steps=steps)
     (factor,) = scheduler.lr_lambdas
     return lambda done: highest * factor(done)

@@ -21,8 +21,9 @@ def command(as_markdown: bool, as_json: bool) -> None:
     """List the known models.
 
     "params" counts the part that is trained (the transformer or UNet), in billions. "frames" is the default clip
-    length, and the rule for others: 4n+1 allows 1, 5, 9 and so on. Sizes are height x width. Your own models (`vplan
-    record FOLDER`) come last.
+    length, and the rule for others: 4n+1 allows 1, 5, 9 and so on. Sizes are height x width. "data" is what `vplan
+    train` takes: a folder of files, or only samples that are encoded already. Your own models (`vplan record FOLDER`)
+    come last.
     """
     if as_markdown:
         from planner.foreign.docs_pages import models_page
@@ -30,12 +31,15 @@ def command(as_markdown: bool, as_json: bool) -> None:
         click.echo(models_page(), nl=False)
         return
     models = [lookup.model(name) for name in lookup.model_names()]
-    show({"models": [model.to_json() for model in models]}, as_json, lambda console: _table(console, models))
+    answer = {"models": [{**model.to_json(), "data": model.train_data} for model in models]}
+    show(answer, as_json, lambda console: _table(console, models))
 
 
 def _table(console: Console, models: list[ModelProfile]) -> None:
-    columns = ("name", "kind", ">params", ">frames", "rule", "sizes")
-    console.print(table(columns, [_row(model) for model in models]))
+    columns = ("name", "kind", ">params", ">frames", "rule", "data", "sizes")
+    lines = table(columns, [_row(model) for model in models])
+    lines.columns[0].no_wrap = True  # where there is little room, the sizes are wrapped
+    console.print(lines)
 
 
 def _row(model: ModelProfile) -> list[Any]:
@@ -46,5 +50,6 @@ def _row(model: ModelProfile) -> list[Any]:
         f"{model.parameters / 1e9:.2f} B",
         shape.default_frames,
         f"{shape.frame_step}n+1" if shape.frame_step > 1 else "1",
+        model.train_data,
         ", ".join(f"{height}x{width}" for height, width in shape.resolutions),
     ]

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner.commands import USAGE
+from planner.commands._shared.data_options import data_options, typed_settings
 from planner.commands._shared.render import memory_bar, print_plan
 from planner.commands._shared.verb import DONE, Verb, examples, json_option, show, table
-from planner.errors import VplanError, quoted
+from planner.dataset.sources import sources
+from planner.errors import VplanError
 from planner.preflight.gpu_wait import parse_wait
 from planner.preflight.preflight import PreflightOptions, PreflightReport, preflight, ready
 from planner.spec.plan import read_plan
@@ -36,7 +38,7 @@ STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim", "ok": "g
 )
 @click.argument("path", metavar="PLAN.toml", required=False)
 @click.option("--plan", "named", metavar="FILE", help="Same as PLAN.toml.")
-@click.option("--data", metavar="DIR", help="Also check the clips in this folder against the plan's shapes.")
+@data_options(required=False)
 @click.option("--output", metavar="DIR", help="Output folder of the run.  [default: current folder]")
 @click.option(
     "--keep-checkpoints",
@@ -66,11 +68,9 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
         raise VplanError("pass one plan", "as vplan preflight plan.toml", USAGE)
     plan = ready(read_plan(path or named or ""))
     data, output = (Path(said[name]).expanduser() if said[name] else None for name in ("data", "output"))
-    if data is not None and not data.is_dir():
-        raise VplanError(f"there is no folder {quoted(str(data))}", "pass the folder with your clips: --data DIR")
     asked = PreflightOptions(
         device=said["device"],
-        data=data,
+        sources=sources(data, typed_settings(said)) if data else (),
         output=output,
         keep_checkpoints=said["keep_checkpoints"],
         wait_seconds=parse_wait(said["wait"]),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from planner.catalog import lookup
+from planner.commands._shared.data_options import data_options, typed_settings
+from planner.commands._shared.options import training_options
 from planner.commands._shared.pick_plan import PLAN, choose, weights_of
 from planner.commands._shared.request import TypedQuestion, request_options
-from planner.commands._shared.training_supervisor import TrainingSupervisor, resume_hint
+from planner.commands._shared.training_supervisor import ENTRIES, TrainingSupervisor, resume_hint
 from planner.commands._shared.verb import (
     FiniteRange,
     Verb,
@@ -20,14 +22,16 @@ from planner.commands._shared.verb import (
     stoppable,
     talk,
 )
+from planner.dataset.sources import sources
 from planner.errors import VplanError, quoted
 from planner.launch import launch
+from planner.launch.stop import StopSignal
+from planner.launch.training_laws import over
 from planner.preflight import preflight
+from planner.spec.training import TrainingSettings
 
 if TYPE_CHECKING:
-    pass
-
-SCHEDULES = get_args(launch.Schedule)
+    from planner.catalog.profiles import ModelProfile
 
 
 @click.command(
@@ -35,15 +39,23 @@ SCHEDULES = get_args(launch.Schedule)
     epilog=examples(
         "vplan train plan.toml --data clips --output run --weights Wan2.1-T2V-1.3B",
         "vplan train my-wan --gpu 24GB --data clips --output run --steps 2000",
+        "vplan train plan.toml --data dataset.toml --output run --weights Wan2.1-T2V",
+        "vplan train plan.toml --data clips --output run --trigger 'ohwx man' --flip",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
         "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh",
         "vplan train plan.toml --data clips --output run --validation-mode on",
+        "vplan train plan.toml --data clips --output run --timestep-shift 3",
     ),
 )
 @request_options(searched=True)
-@click.option("--data", required=True, metavar="DIR", help="Clips or images with their captions.")
+@data_options(required=True)
 @click.option("--output", required=True, metavar="DIR", help="Folder for everything the run writes.")
 @click.option("--weights", metavar="DIR", help="Model folder in diffusers format; not needed for your own models.")
+@click.option(
+    "--transformer",
+    metavar="FILE",
+    help="One .safetensors file with the transformer, as ComfyUI reads it, in place of the folder's own.",
+)
 @click.option(
     "--steps",
     type=click.IntRange(1, 10**5),
@@ -51,20 +63,6 @@ SCHEDULES = get_args(launch.Schedule)
     show_default=True,
     metavar="N",
     help="Total optimizer steps.",
-)
-@click.option(
-    "--learning-rate", type=FiniteRange(0, min_open=True), metavar="X", help="[default: 1e-4 for lora, 1e-5 for full]"
-)
-@click.option(
-    "--lr-scheduler",
-    type=click.Choice(SCHEDULES),
-    default="constant",
-    show_default=True,
-    metavar="NAME",
-    help=f"One of {', '.join(SCHEDULES)}.",
-)
-@click.option(
-    "--warmup-steps", type=click.IntRange(0, 10**5), default=0, metavar="N", help="Learning-rate warm-up steps."
 )
 @click.option("--seed", type=click.IntRange(0, 10**5), default=0, show_default=True, metavar="N")
 @click.option(
@@ -108,6 +106,12 @@ SCHEDULES = get_args(launch.Schedule)
 @click.option(
     "--validation-guidance", type=FiniteRange(0, 100), metavar="X", help="Guidance scale of validation samples."
 )
+@click.option(
+    "--expert-steps",
+    type=click.IntRange(1, 10**5),
+    metavar="N",
+    help="With --experts both, steps that one trains before the next is drawn.  [default: 10, as estimated]",
+)
 @click.option("--skip-bad", is_flag=True, help="Skip unusable clips instead of refusing to start.")
 @click.option(
     "--log-with",
@@ -127,17 +131,31 @@ SCHEDULES = get_args(launch.Schedule)
 @click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu is for tiny models.  [default: cuda]"
 )
+@training_options
 @json_option
 def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said: Any) -> int:
     """Train from a plan, or plan a model and train it.
 
+    A dataset.toml lists folders, each with its own settings (docs/training.md has them all):
+
+    \b
+      [[source]]
+      folder = "clips"
+      trigger = "ohwx man"
+      repeats = 3
+
     The plan is checked against what is free now, and the data is encoded once and cached. The same command again
-    resumes training from its last checkpoint. Exit code 3: it does not fit; 4: it failed for another reason.
+    resumes training from its last checkpoint. On SIGUSR1, or when a file OUTPUT/stop appears, it writes a checkpoint
+    after the current step and ends with exit code 138. Exit code 3: it does not fit; 4: it failed for another reason.
     """
     place = Path(output).expanduser().absolute()
-    if not Path(data).expanduser().is_dir():
-        raise VplanError(f"there is no folder {quoted(data)}", "pass the folder with your clips: --data DIR")
-    if asked.model is not None:  # before anything is planned or written
+    # Before anything is planned or written.
+    sources(Path(data).expanduser(), typed_settings(said))
+    over(TrainingSettings(), said)
+    trained = asked.model or (asked.plan.job.model if asked.plan else None)
+    if trained is not None:
+        _check_data(lookup.model(trained), Path(data).expanduser())
+    if asked.model is not None:
         weights_of(lookup.model(asked.model), said["weights"])
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -147,6 +165,15 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
         planned = asked.plan is None and not (place / PLAN).exists()  # which says what it found
         console = talk() if as_json else answer_console()  # with --json stdout is for the last answer alone
         plan = preflight.ready(choose(asked, place, first=said["node_rank"] == 0, console=console))
-        with stoppable(lambda: resume_hint(place)):
+        plan = plan.replace(training=over(plan.training, said))
+        with stoppable(lambda: resume_hint(place)), StopSignal(place, first=said["node_rank"] == 0):
             supervisor = TrainingSupervisor(plan, Path(data).expanduser().absolute(), place, said)
             return supervisor.run(as_json, begins=not planned)
+
+
+def _check_data(model: ModelProfile, data: Path) -> None:
+    """A VplanError where the data would have to be encoded, and cannot be."""
+    if model.traits.not_encoded and not (data / ENTRIES).is_file():
+        fault = f"vplan train cannot encode {model.traits.not_encoded} for {model.title} yet"
+        fix = f"pass samples that are encoded already ({ENTRIES} in --data), or train another model: see `vplan models`"
+        raise VplanError(fault, fix)

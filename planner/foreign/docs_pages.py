@@ -12,6 +12,7 @@ import profiles
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.dialects.base.dialect import capabilities
+from planner.launch.training_laws import preset_words
 from planner.spec.job import Strategy
 from planner.units import MIB, gib
 
@@ -26,10 +27,11 @@ def models_page() -> str:
         "",
         "*Parameters* are those of the part that is trained (the transformer or UNet), counted. *Frames* are the usual",
         "length, the longest trained on, and the rule for others: 4n+1 takes 1, 5, 9 and so on. Sizes are height x",
-        "width, the usual one first. A model of your own is added with `vplan record FOLDER`.",
+        "width, the usual one first. *Data* is what `vplan train` takes: a folder of files, or only samples that are",
+        "encoded already, with what it cannot encode yet. A model of your own is added with `vplan record FOLDER`.",
         "",
         *_table(
-            ("model", ">parameters", "class", "frames", "sizes", "license"),
+            ("model", ">parameters", "class", "frames", "data", "sizes", "license"),
             [_model_row(model) for model in models],
         ),
         "",
@@ -42,6 +44,13 @@ def models_page() -> str:
             ("model", "LoRA layers", "text encoders", "VAE"),
             [_parts_row(model) for model in models],
         ),
+        "",
+        "## How it is trained",
+        "",
+        "The presets of `vplan train`, whose options replace any part of them ([training.md](training.md)). A model's",
+        "source is named below.",
+        "",
+        *_table(("model", "preset"), [[f"`{model.name}`", preset_words(model)] for model in models]),
         "",
         "## Sources",
         "",
@@ -61,7 +70,8 @@ def _model_row(model: ModelProfile) -> list[str]:
     experts = " x 2" if model.experts == 2 else ""
     sizes = ", ".join(f"{height}x{width}" for height, width in shape.resolutions)
     parameters = f"{model.parameters:,}{experts}"
-    return [f"`{model.name}`", parameters, f"`{model.diffusers_class}`", frames, sizes, model.license]
+    data = f"encoded: {model.traits.not_encoded}" if model.traits.not_encoded else "files"
+    return [f"`{model.name}`", parameters, f"`{model.diffusers_class}`", frames, data, sizes, model.license]
 
 
 def _parts_row(model: ModelProfile) -> list[str]:

@@ -180,7 +180,7 @@ def _slurm(plan: Plan) -> Exported:
     """The plan's own file, and a batch script that trains it with vplan."""
     estimate = priced(plan, "vplan")
     words = ["vplan", "train", "plan.toml", "--data", "data/my_set", "--output", "run", "--weights", "models/weights"]
-    script = slurm_script(plan, words, log="slurm-%j.log", ram_bytes=estimate.host_ram_bytes if estimate else None)
+    script = slurm_script(plan, words, log="slurm-%j.log", estimate=estimate)
     done = Plan.of(estimate) if estimate else plan
     return Exported(SLURM, done, {"plan.toml": plan_to_toml(done), "job.sh": script}, {})
 

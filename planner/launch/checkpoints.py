@@ -36,6 +36,12 @@ PRUNED = "pruned"
 _NAME = re.compile(r"step-(\d{8})")
 
 
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """What a whole checkpoint says of itself."""
+    content: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    return content
+
+
 def folder_name(step: int) -> str:
     """The name of the folder of the checkpoint after `step` optimizer steps."""
     return f"step-{step:08d}"

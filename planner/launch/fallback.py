@@ -29,7 +29,7 @@ def next_plan(plan: Plan) -> Plan | None:
     """The plan to continue with after running out of memory; None when the ladder has no further one."""
     for candidate in (*_ladder(plan), *_switches(plan)):
         try:
-            return settled(candidate, trained=True).replace(ladder=candidate.ladder)
+            return settled(candidate, trained=True).replace(ladder=candidate.ladder, training=plan.training)
         except VplanError:  # not for this model, or not applied by training
             continue
     return None

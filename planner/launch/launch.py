@@ -12,16 +12,19 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
+from pydantic import Field
+
+from planner.dataset.sources import DataSource
 from planner.errors import VplanError
-from planner.schema import Count, CountOrZero, Flag, NotNegative, Positive, Record
+from planner.schema import Bytes, Count, CountOrZero, Flag, NotNegative, Record
 from planner.spec.job import Strategy
-from planner.spec.plan import Plan
+from planner.spec.plan import Basis, Estimate, PhaseName, PhasePeak, Plan
 from planner.units import KIB
 from planner.worker_process import REQUEST, Ended, read_json, vplan_command, watch_worker, write_json
 
-METRICS, LOG, SAMPLES = "metrics.jsonl", "log.txt", "samples"
+METRICS, MEMORY, LOG, SAMPLES = "metrics.jsonl", "memory.jsonl", "log.txt", "samples"
 RUN_FOLDER, PREPARE_FOLDER = "run", "prepare"
 FULL_BYTES = 64 * KIB
 """Less than this free is a full disk."""
@@ -36,8 +39,6 @@ PORT = 29500
 
 FOREIGN = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Beginnings of environment variables by which another launcher would have a say."""
-
-Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"]
 
 
 class Validation(Record):
@@ -54,6 +55,37 @@ class Validation(Record):
     seed: CountOrZero = 0
 
 
+class RunForecast(Record):
+    """What a plan's estimate says of a run, as it was when the run started."""
+
+    phases: dict[PhaseName, PhasePeak]
+    low_share: NotNegative
+    high_share: NotNegative
+    """the device's peak lies between these shares of what is predicted"""
+    budget_bytes: Bytes
+    """what the card gives, less the reserve"""
+    host_phases: dict[PhaseName, Bytes] = Field(default_factory=dict)
+    """host RAM of all processes on one node"""
+    step_seconds: NotNegative
+    step_seconds_high: NotNegative | None = None
+    basis: Basis
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> Self:
+        """What an estimate says. Its range is of the highest phase, and taken to be as wide in the others."""
+        peak = estimate.peak.device_bytes
+        return cls(
+            phases=estimate.phases,
+            low_share=estimate.low_bytes / peak,
+            high_share=estimate.high_bytes / peak,
+            budget_bytes=estimate.budget_bytes,
+            host_phases=estimate.host.phases if estimate.host else {},
+            step_seconds=estimate.step_seconds,
+            step_seconds_high=estimate.step_seconds_high,
+            basis=estimate.basis,
+        )
+
+
 class RunRequest(Record):
     """Everything about a training run that its ranks need; every rank reads it from the request file."""
 
@@ -62,15 +94,14 @@ class RunRequest(Record):
     """file that lists the cached samples"""
     weights: str
     """folder of the published weights"""
+    transformer: str | None = None
+    """folder of the transformer's weights where they are not in that one: converted from a single file"""
     output: str
     run: str
     """id of the run in that folder"""
     device: Literal["cuda", "cpu"] = "cuda"
     steps: Count
     """optimizer steps in all"""
-    learning_rate: Positive
-    schedule: Schedule = "constant"
-    warmup_steps: CountOrZero = 0
     seed: CountOrZero = 0
     checkpoint_every: Count
     keep_checkpoints: Count
@@ -79,11 +110,17 @@ class RunRequest(Record):
     """folder of the checkpoint to go on from, which has been checked"""
     log_with: str | None = None
     validation: Validation | None = None
+    expert_steps: Count | None = None
+    """steps that one of two experts trains before the next is drawn; the model's own number when not given"""
+    forecast: RunForecast | None = None
+    """None where nothing is recorded of the model"""
 
     def settings(self) -> dict[str, Any]:
-        """The run's settings (steps, learning rate, schedule, seed) by name, for checkpoints and trackers."""
-        names = ("steps", "learning_rate", "schedule", "warmup_steps", "seed")
-        return {name: getattr(self, name) for name in names}
+        """The run's settings (steps, seed, and how it trains) by name, as text and numbers, for checkpoints and
+        trackers."""
+        training = {name: value for name, value in self.plan.training.to_json().items() if value is not None}
+        words = {name: ",".join(map(str, value)) for name, value in training.items() if isinstance(value, list)}
+        return {"steps": self.steps, "seed": self.seed, **training, **words}
 
 
 class Preparation(Record):
@@ -91,7 +128,9 @@ class Preparation(Record):
 
     plan: Plan
     data: str
-    """folder of clips and captions"""
+    """folder of clips and captions, or the file that lists several"""
+    sources: tuple[DataSource, ...] = ()
+    """the folders and what is taken of them; none where the data is a cache that others made"""
     weights: str
     entries: str
     """file that will list the cached samples, in the folder of the cache"""
@@ -113,7 +152,7 @@ class Nodes(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a run ended: `ok`, `nan`, `oom`, `host-oom`, `refused` or `crash`, with the reason in words."""
+    """How a run ended: `ok`, `stopped`, `nan`, `oom`, `host-oom`, `refused` or `crash`, with the reason in words."""
 
     name: str
     message: str = ""
@@ -129,12 +168,18 @@ def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list
     machine = plan.machine
     if machine.world == 1 and plan.strategy.sharding == "none":
         return worker
-    # -P: python would put the current folder first on sys.path, and a folder called torch there would be run.
-    launcher = [worker[0], "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(machine.gpus)]
     if machine.nodes == 1:
-        return [*launcher, "--standalone", *worker[1:]]
+        return on_ranks(worker, machine.gpus)
     where = ["--master-addr", nodes.address or "127.0.0.1", "--master-port", str(nodes.port)]
-    return [*launcher, "--nnodes", str(machine.nodes), "--node-rank", str(nodes.rank), *where, *worker[1:]]
+    return on_ranks(worker, machine.gpus, "--nnodes", str(machine.nodes), "--node-rank", str(nodes.rank), *where)
+
+
+def on_ranks(worker: list[str], ranks: int, *meeting: str) -> list[str]:
+    """The command line of torch's launcher that starts a worker so many times on this computer. ``meeting``: where
+    those of other computers are."""
+    # -P: python would put the current folder first on sys.path, and a folder called torch there would be run.
+    launcher = [worker[0], "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    return [*launcher, *(meeting or ("--standalone",)), *worker[1:]]
 
 
 def environment(device: str) -> dict[str, str]:
@@ -162,7 +207,7 @@ def foreign() -> list[str]:
 def run(request: RunRequest, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
     """Trains to the end; `tick` is called a few times a second. Request, results and log are in `run_folder`."""
     folder = write_request(run_folder(Path(request.output), nodes), request)
-    return _run(command(request.plan, folder, nodes), folder, request.device, tick)
+    return run_worker(command(request.plan, folder, nodes), folder, request.device, tick)
 
 
 @contextlib.contextmanager
@@ -191,10 +236,12 @@ def run_folder(output: Path, nodes: Nodes) -> Path:
 
 
 def prepare(request: Preparation, output: Path, tick: Callable[[], None]) -> Outcome:
-    """Encodes the data in a process of its own; request, result and log are in OUTPUT/prepare."""
+    """Encodes the data in processes of its own, one for each GPU of this computer; requests, results and log are in
+    OUTPUT/prepare."""
     folder = write_request(output / PREPARE_FOLDER, request)
     Path(request.entries).parent.mkdir(parents=True, exist_ok=True)
-    return _run(vplan_command("worker", "prepare", str(folder)), folder, request.device, tick)
+    worker, gpus = vplan_command("worker", "prepare", str(folder)), request.plan.machine.gpus
+    return run_worker(on_ranks(worker, gpus) if gpus > 1 else worker, folder, request.device, tick)
 
 
 def write_request(folder: Path, request: Record) -> Path:
@@ -206,7 +253,8 @@ def write_request(folder: Path, request: Record) -> Path:
     return folder
 
 
-def _run(words: list[str], folder: Path, device: str, tick: Callable[[], None]) -> Outcome:
+def run_worker(words: list[str], folder: Path, device: str, tick: Callable[[], None]) -> Outcome:
+    """Runs a worker's command line to its end; request, results and log are in ``folder``."""
     ended = watch_worker(words, folder / LOG, environment(device), tick)
     tick()
     return outcome(folder, ended)
@@ -221,8 +269,9 @@ def outcome(folder: Path, ended: Ended) -> Outcome:
         for result in (result for result in results if result.get("outcome") == name):
             code = result.get("exit_code", 3 if "oom" in name else 4)
             return Outcome(name, result["message"], result.get("fix", ""), code, result.get("shape"))
-    if ended.returncode == 0 and results and all(result.get("outcome") == "ok" for result in results):
-        return Outcome("ok")
+    ends = {str(result.get("outcome")) for result in results}
+    if ended.returncode == 0 and ends in ({"ok"}, {"stopped"}):
+        return Outcome(ends.pop(), results[0].get("message", ""))
     log = folder / LOG
     if shutil.disk_usage(folder).free < FULL_BYTES:  # then neither ranks nor log could say so
         fix = "free some space there and run the same command again: it resumes from the last checkpoint"

@@ -28,7 +28,7 @@ BEAT_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 45.0
 """Without a sign of life a computer is gone: all others end within a minute."""
-WORST = ("refused", "oom", "host-oom", "nan", "gone", "crash")
+WORST = ("refused", "oom", "host-oom", "nan", "gone", "crash", "stopped")
 """Outcomes by how much they say of the cause: what one rank ran into makes the others crash."""
 
 
@@ -169,7 +169,7 @@ class Peers:
         self._looked = time.monotonic()
         for rank, pulse in self._pulses.items():
             result = self._told(rank, attempt)
-            if result and result.name != "ok":
+            if result and result.name not in ("ok", "stopped"):
                 raise ElsewhereError(result)
             silent = pulse.look()
             if not result and pulse.beats and silent > SILENT_SECONDS:

@@ -7,13 +7,19 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from planner.spec.plan import Plan
+from planner.launch.stop import STOPPED
+from planner.spec.plan import Estimate, Plan
 from planner.units import GIB
 
 SPARE = 1.25
 """Of the RAM and time that are asked for: an estimate is not a promise, and a job over its limit is killed."""
 ENCODING_SECONDS = 1800.0
 """For loading and for encoding the data, which no estimate covers."""
+CPUS_PER_GPU = 4
+"""A rank's own thread, its loader's, and two that decode clips while data is encoded; more decode faster."""
+SIGNAL_SECONDS, SAVE_BYTES_PER_SECOND = 120, 50 * 10**6
+"""How long before the time limit a run is asked to stop: Slurm may signal a minute late (sbatch ``--signal``), and the
+present step and a checkpoint, to a slow drive, come before the end."""
 
 
 def slurm_script(
@@ -21,15 +27,16 @@ def slurm_script(
     words: Sequence[str],
     *,
     log: str | None = None,
-    seconds: float | None = None,
-    ram_bytes: int | None = None,
+    steps: int = 0,
+    estimate: Estimate | None = None,
     gpu: bool = True,
 ) -> str:
     """The script for `sbatch` that runs `words` (a `vplan train` without --node-rank, --main-address, --main-port) on
-    the plan's nodes. `log`: file of its output, with Slurm's `%j`; `seconds`: of the training; `ram_bytes`: of a node.
+    the plan's nodes. `log`: file of its output, with Slurm's `%j`; `steps`: of the training; `estimate`: of the plan,
+    for RAM and time.
 
-    One task a node: the launcher starts that node's ranks (Slurm's sbatch and srun manuals). A job that is put back
-    into the queue goes on from its last checkpoint.
+    One task a node: the launcher starts that node's ranks (Slurm's sbatch and srun manuals). Before the time limit the
+    run is asked for a checkpoint, and the job goes back into the queue, from where it goes on with that.
     """
     machine = plan.machine
     name = re.sub(r"[^A-Za-z0-9._-]", "-", plan.job.model)[:40]
@@ -39,26 +46,56 @@ def slurm_script(
         f"#SBATCH --nodes={machine.nodes}",
         "#SBATCH --ntasks-per-node=1",
         *([f"#SBATCH --gpus-per-node={machine.gpus}"] if gpu else []),
-        *([f"#SBATCH --mem={math.ceil(SPARE * ram_bytes / GIB)}G"] if ram_bytes else []),
-        *([f"#SBATCH --time={_time(SPARE * seconds + ENCODING_SECONDS)}"] if seconds else []),
+        f"#SBATCH --cpus-per-task={CPUS_PER_GPU * machine.gpus}",
+        *(_limits(estimate, steps) if estimate else []),
+        f"#SBATCH --signal=USR1@{_signal_seconds(estimate)}",
         *([f"#SBATCH --output={log}"] if log and _is_plain(log) else []),
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
-        "# Add what your cluster needs: --partition, --account, --cpus-per-task; --time is an estimate.",
+        "# Add what your cluster needs: --partition, --account; --time is an estimate.",
         "set -euo pipefail",
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # since Slurm 22.05 srun does not take it from sbatch",
+        "code=0",
+        "",
+    ]
+    requeue = [
+        "",
+        f'if [ "$code" = {STOPPED} ]; then  # stopped before the time limit, after a checkpoint',
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
         "",
     ]
     if machine.nodes == 1:
-        return "\n".join([*lines, f"srun {shlex.join(words)}", ""])
+        return "\n".join([*lines, f"srun {shlex.join(words)} || code=$?", *requeue])
     return "\n".join([
         *lines,
         'main=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "port=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node must not meet",
         f"words=({shlex.join(words)})",
         """srun --kill-on-bad-exit=1 bash -c 'exec "$@" --node-rank "$SLURM_NODEID"' vplan \\""",
-        '    "${words[@]}" --main-address "$main" --main-port "$port"',
-        "",
+        '    "${words[@]}" --main-address "$main" --main-port "$port" || code=$?',
+        *requeue,
     ])  # fmt: skip
+
+
+def _limits(estimate: Estimate, steps: int) -> list[str]:
+    """The RAM of a node and the time of the job, by the estimate."""
+    seconds = steps * _step_seconds(estimate)
+    return [
+        f"#SBATCH --mem={math.ceil(SPARE * estimate.host_ram_bytes / GIB)}G",
+        *([f"#SBATCH --time={_time(SPARE * seconds + ENCODING_SECONDS)}"] if seconds else []),
+    ]
+
+
+def _signal_seconds(estimate: Estimate | None) -> int:
+    if estimate is None:
+        return SIGNAL_SECONDS
+    return math.ceil(SIGNAL_SECONDS + 2 * _step_seconds(estimate) + estimate.disk_bytes / SAVE_BYTES_PER_SECOND)
+
+
+def _step_seconds(estimate: Estimate) -> float:
+    return estimate.step_seconds_high or estimate.step_seconds
 
 
 def _time(seconds: float) -> str:

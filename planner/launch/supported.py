@@ -37,7 +37,7 @@ def settled(plan: Plan, *, trained: bool = False) -> Plan:
     what_for = "training yet" if trained else "training step yet, so it cannot be measured"
     for reason, fix in trainer_gaps(profile, configuration, trained=trained):
         raise VplanError(f"{reason} is not supported by vplan's {what_for}", fix)
-    return Plan.under(replace(configuration, job=plan.job.replace(model=profile.name)))
+    return Plan.under(replace(configuration, job=plan.job.replace(model=profile.name))).replace(training=plan.training)
 
 
 def check_computers(machine: Machine) -> None:

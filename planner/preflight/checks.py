@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
+from planner.dataset.sources import DataSource
 from planner.errors import VplanError
 from planner.hardware import doctor
 from planner.spec.job import Job
@@ -148,18 +149,17 @@ def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
         yield Check("versions", "ok", f"as measured: torch {env.torch}, diffusers {env.diffusers}, {env.gpu}")
 
 
-def on_data(plan: Plan, folder: Path, skip_bad: bool) -> tuple[Facts, list[Check]]:
-    """The folder's clips by their headers, against the plan's shapes: nothing is decoded but a first frame."""
+def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[Facts, list[Check]]:
+    """The data's clips by their headers, against the plan's shapes: nothing is decoded but a first frame."""
     profile = lookup.model(plan.job.model)
     for package in ("av", "PIL", "numpy"):
         if importlib.util.find_spec(package) is None:
             fix = "install it: pip install 'vplan[train]'"
             return {}, [Check("data", "error", f"reading clips needs {package}", fix, WRONG)]
-    from planner.dataset.buckets import FrameSampling
     from planner.dataset.scan import read
 
     try:
-        dataset = read(folder, profile, plan.job, FrameSampling(skip_bad=skip_bad))
+        dataset = read(sources, profile, plan.job, skip_bad=skip_bad)
     except VplanError as error:
         return {}, [Check("data", "error", error.message, error.fix, error.exit_code)]
     shapes = [sample.bucket for sample in dataset.samples]

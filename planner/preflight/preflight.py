@@ -14,6 +14,7 @@ from typing import Literal
 
 from planner.catalog import lookup
 from planner.catalog.shapes import check_blocks, check_job
+from planner.dataset.sources import DataSource
 from planner.errors import NotEstimatedError, VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
@@ -74,7 +75,7 @@ class PreflightOptions:
     wait or probe."""
 
     device: Literal["cuda", "cpu"] = "cuda"
-    data: Path | None = None
+    sources: tuple[DataSource, ...] = ()
     output: Path | None = None
     keep_checkpoints: int = 2
     """checkpoints that are kept; one more is there while it is written"""
@@ -112,7 +113,7 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
     if rehearses:  # what it takes is what the rehearsal is to find out
         checks = [each._replace(level="warning") if each.exit_code == SHORT else each for each in checks]
     output = options.output or Path.cwd()
-    data, more = on_data(plan, options.data, options.skip_bad) if options.data else ({}, [])
+    data, more = on_data(plan, options.sources, options.skip_bad) if options.sources else ({}, [])
     checks += more
     lora_files = options.checkpoints if plan.job.method == "lora" else 0
     checks += list(on_disk(output, estimate, options.keep_checkpoints, data.get("cache_bytes", 0), lora_files))

@@ -13,6 +13,7 @@ from planner.errors import VplanError, quoted
 from planner.schema import Bytes, CountOrZero, NotNegative, Record
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
+from planner.spec.training import TrainingSettings
 
 PhaseName = Literal["load", "encode", "first_step", "train", "optimizer", "denoise", "decode", "save"]
 Verdict = Literal["fits", "tight", "no"]
@@ -229,6 +230,8 @@ class Plan(Record):
     """the next plans by decreasing speed, for when this one runs out of memory after all"""
     trainer: Annotated[str, Field(min_length=1, max_length=100)] = "vplan"
     """ours, or the dialect whose memory terms apply"""
+    training: TrainingSettings = Field(default_factory=TrainingSettings)
+    """how `vplan train` trains it; what is open is the model's preset"""
 
     @property
     def configuration(self) -> Configuration:
@@ -275,7 +278,7 @@ def plan_to_toml(plan: Plan) -> str:
         for part in _PARTS:
             if estimate and estimate[part] == whole[part]:
                 del estimate[part]
-    return tomli_w.dumps({name: value for name, value in whole.items() if value != []})
+    return tomli_w.dumps({name: value for name, value in whole.items() if value not in ([], {})})
 
 
 def plan_from_toml(text: str, where: str = "plan") -> Plan:

@@ -149,13 +149,13 @@ def _wait_in_seconds(sharding: str) -> dict[str, Any]:
 def test_two_ranks_run_the_same_expert_and_wait_for_no_gradient_of_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first of two micro-batches it may be one, in the last the other."""
+    """With all its micro-batches."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     place = runs.Pair(tmp_path / "pair")
     whole = place.plan({"gradient_accumulation": 2}, batch_size=2, experts="both")
     assert runs.train(place.request(tmp_path / "whole", whole, steps=STEPS))["outcome"] == "ok"
     turns = [line["experts"] for line in runs.lines(tmp_path / "whole")]
-    assert {"high+low", "low+high"} & set(turns) and {"high+high", "low+low"} & set(turns)
+    assert set(turns) == {"high", "low"}
     split = {"gradient_accumulation": 2, "inactive_expert": "cpu"}
     check(training.train(request(place, tmp_path / "split", "ddp", split, job={"experts": "both"})))
     assert [line["experts"] for line in runs.lines(tmp_path / "split")] == turns

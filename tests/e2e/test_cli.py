@@ -233,3 +233,13 @@ def test_errors_are_json_when_json_was_asked() -> None:
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == {"error": {"message": "gpus.toml line 3 is damaged", "fix": "reinstall vplan"}}
     assert done.stderr == "error: gpus.toml line 3 is damaged\nfix: reinstall vplan\n"
+
+
+@pytest.mark.parametrize("model", ["qwen-image-edit", "ltx-2", "wan2.2-animate-14b"])
+def test_what_cannot_be_encoded_is_refused_before_it_is_planned(model: str, tmp_path: Path) -> None:
+    said = ["--gpu", "80GB", "--data", str(tmp_path), "--output", str(tmp_path / "out"), "--weights", str(tmp_path)]
+    refused = run("train", model, *said, code=1)
+    assert "cannot encode" in refused.stderr and "entries.jsonl" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    listed = {entry["name"]: entry["data"] for entry in json.loads(run("models", "--json").stdout)["models"]}
+    assert listed[model] == "encoded" and listed["wan2.1-t2v-1.3b"] == "files"

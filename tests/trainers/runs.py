@@ -18,7 +18,8 @@ from planner.launch.launch import RunRequest
 from planner.launch.supported import settled
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan
-from trainers.data.loader import CachedSample, write_entries
+from planner.spec.training import TrainingSettings
+from trainers.data.entries import CachedSample, write_entries
 from trainers.families import family
 from trainers.recording.own import derive
 from trainers.step import step
@@ -43,7 +44,7 @@ COG = {
     "sample_width": 8,
     "sample_frames": 9,
 }
-WIDE = {**WAN, "attention_head_dim": 48, "ffn_dim": 6144}
+WIDE = {**WAN, "attention_head_dim": 48, "ffn_dim": 6144, "rope_max_seq_len": 1024}
 """Enough for DeepSpeed to split weights in stage 3, and to put shares on a drive: those of a MiB and more."""
 
 TINY = {"wan": ("wan2.1-t2v-1.3b", WAN), "cogvideox": ("cogvideox-2b", COG), "wide": ("wan2.1-t2v-1.3b", WIDE)}
@@ -132,11 +133,20 @@ class Place:
             "run": checkpoints.run_id(output),
             "device": "cpu",
             "steps": 4,
-            "learning_rate": 1e-2,
             "checkpoint_every": 2,
             "keep_checkpoints": 2,
         }
-        return RunRequest(**{**asked, **said})
+        training = {name: value for name, value in said.items() if name in TrainingSettings.model_fields}
+        others = {name: value for name, value in said.items() if name not in training}
+        return with_training(RunRequest(**{**asked, **others}), **training)
+
+
+def with_training(request: RunRequest, **training: Any) -> RunRequest:
+    """The request with settings over its plan's, and a rate at which a few steps show."""
+    usual = {} if request.plan.strategy.optimizer == "prodigy" else {"learning_rate": 1e-2}
+    kept = {name: getattr(request.plan.training, name) for name in request.plan.training.model_fields_set}
+    settings = TrainingSettings.read({**usual, **kept, **training})
+    return request.replace(plan=request.plan.replace(training=settings))
 
 
 class Pair(Place):
@@ -153,6 +163,10 @@ class Pair(Place):
                     parameter.normal_(0.0, 0.1)
             model.save_pretrained(root / "model" / part)
         self.model = keep(root / "model", "tiny-pair")
+        # Short runs in which both have their turns.
+        profile = lookup.model(self.model)
+        every_step = profile.training.replace(expert_steps=1)
+        user_data.write_profile(self.model, profile.replace(training=every_step).to_json())
         self.entries = make_entries(root / "data", self.model, "wan")
 
 

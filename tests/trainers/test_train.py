@@ -19,6 +19,7 @@ from planner.launch.supported import settled  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
+from trainers.data.entries import read_entries, write_entries  # noqa: E402
 from trainers.parallel import start  # noqa: E402
 from trainers.step import weights  # noqa: E402
 from trainers.train import rates  # noqa: E402
@@ -87,7 +88,7 @@ def _trained_model(place: runs.Place, output: Path) -> Any:
     model = step.build_model(profile, job, plan.strategy)
     source = weights.published(place.root / "model" / "transformer", profile)
     kept = checkpoint.trained_weights(output / "checkpoints" / "step-00000003")
-    weights.load(model, source, torch.device("cpu"), 0, kept)
+    weights.load(model, source, torch.device("cpu"), weights.fresh(0), kept)
     return model
 
 
@@ -113,10 +114,14 @@ def test_it_learns_what_it_sees_again_and_again(wan: runs.Place, tmp_path: Path)
 
 
 def test_accumulation_gives_the_losses_of_the_whole_batch(wan: runs.Place, tmp_path: Path) -> None:
+    """Of one shape: micro-batches of several take turns."""
     plans = [wan.plan(batch_size=2), wan.plan({"gradient_accumulation": 2})]
+    entries = [entry for entry in read_entries(wan.entries) if entry.bucket.frames == 5]
+    write_entries(tmp_path / "entries.jsonl", entries)
     found = []
     for number, plan in enumerate(plans):
-        assert runs.train(wan.request(tmp_path / str(number), plan, steps=5))["outcome"] == "ok"
+        request = wan.request(tmp_path / str(number), plan, steps=5, entries=str(tmp_path / "entries.jsonl"))
+        assert runs.train(request)["outcome"] == "ok"
         found.append(runs.losses(tmp_path / str(number)))
     assert found[0] == pytest.approx(found[1], abs=1e-5)
     assert len(set(found[0])) == 5
@@ -158,7 +163,7 @@ def test_a_loss_that_is_no_number_stops_at_its_step(wan: runs.Place, tmp_path: P
 
 
 def test_the_learning_rate_follows_its_schedule(wan: runs.Place, tmp_path: Path) -> None:
-    request = wan.request(tmp_path, steps=10, schedule="linear", warmup_steps=5, learning_rate=1.0)
+    request = wan.request(tmp_path, steps=10, lr_scheduler="linear", warmup_steps=5, learning_rate=1.0)
     rate = rates(request)
     assert [rate(done) for done in (0, 1, 5, 10)] == pytest.approx([0.0, 0.2, 1.0, 0.0])
     assert runs.train(request)["outcome"] == "ok"
@@ -258,7 +263,7 @@ def test_weights_are_those_of_the_files(wan: runs.Place, tmp_path: Path, dtype: 
     plan = wan.plan({"weights_dtype": dtype})
     built = step.build_model(profile, plan.job.replace(lora_targets=profile.lora.targets), plan.strategy)
     source = weights.published(weights.model_folder(tmp_path, profile, plan.job), profile)
-    weights.load(built, source, torch.device("cpu"), 0)
+    weights.load(built, source, torch.device("cpu"), weights.fresh(0))
     wanted = model.state_dict()
     checked = 0
     for name, parameter in built.named_parameters():

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.spec.training import EMA_DECAY
 from trainers.parallel import parallel
-
-DECAY = 0.9999
-"""As diffusers' EMAModel and its training examples."""
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -33,12 +31,12 @@ def _exchange(parameter: nn.Parameter, shadow: Tensor) -> None:
 class Average:
     """Follows the weights after every step; under FSDP2 each rank follows its shares.
 
-    The decay grows with the steps, ``(1 + n) / (10 + n)`` up to 0.9999 (diffusers training_utils.EMAModel.get_decay),
-    and one parameter at a time is moved by the difference (EMAModel.step).
+    The decay grows with the steps, ``(1 + n) / (10 + n)`` up to ``decay`` (diffusers training_utils,
+    EMAModel.get_decay), and one parameter at a time is moved by the difference (EMAModel.step).
     """
 
-    def __init__(self, trainable: dict[str, nn.Parameter], where: str) -> None:
-        self.trainable = trainable
+    def __init__(self, trainable: dict[str, nn.Parameter], where: str, decay: float = EMA_DECAY) -> None:
+        self.trainable, self.decay = trainable, decay
         self.steps = 0
         self.shadow = {
             name: _local(parameter.detach()).to("cpu" if where == "cpu" else parameter.device, torch.float32, copy=True)
@@ -49,7 +47,7 @@ class Average:
     def update(self) -> None:
         """Moves the average towards the present weights: call it after each optimizer step."""
         self.steps += 1
-        decay = min(DECAY, (1 + self.steps) / (10 + self.steps))
+        decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         for name, parameter in self.trainable.items():
             shadow = self.shadow[name]
             difference = shadow - _local(parameter.detach()).to(shadow.device)

@@ -17,16 +17,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from planner.catalog.profiles import ModelProfile
 from planner.layout.sharding.zero import ZeroSettings
 from planner.spec.job import Job, Strategy
-from trainers.step.step import DTYPES, MAX_GRAD_NORM
+from planner.spec.training import MAX_GRAD_NORM
+from trainers.step.step import DTYPES
 
 PIN = torch.cuda.is_available()
 """Pinned host memory is there to be copied to a GPU."""
 
 
-def deepspeed_config(job: Job, strategy: Strategy, settings: ZeroSettings, drive: Path | None = None) -> dict[str, Any]:
+def deepspeed_config(
+    job: Job,
+    strategy: Strategy,
+    settings: ZeroSettings,
+    drive: Path | None = None,
+    max_grad_norm: float = MAX_GRAD_NORM,
+) -> dict[str, Any]:
     """DeepSpeed's configuration for a ``zero-N`` strategy with a client optimizer; what is left out is its default.
 
-    ``drive``: the folder of what ``nvme`` offloads.
+    ``drive``: the folder of what ``nvme`` offloads; ``max_grad_norm``: the norm of clipped gradients, 0 for none.
     """
     assert strategy.sharding.startswith("zero")
     zero: dict[str, Any] = {
@@ -46,7 +53,7 @@ def deepspeed_config(job: Job, strategy: Strategy, settings: ZeroSettings, drive
     return {
         "train_micro_batch_size_per_gpu": job.batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation,
-        "gradient_clipping": MAX_GRAD_NORM,
+        "gradient_clipping": max_grad_norm,
         "bf16": {"enabled": strategy.compute_dtype == "bf16"},
         "fp16": {"enabled": strategy.compute_dtype == "fp16"},
         "zero_optimization": zero,

@@ -24,6 +24,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.layout.sharding.zero import DEEPSPEED, ZeroSettings
 from planner.spec.job import Job, Strategy
+from planner.spec.training import MAX_GRAD_NORM, TrainingSettings
 from trainers.families import family
 from trainers.parallel import context
 from trainers.parallel.engines import deepspeed_config, shard
@@ -157,12 +158,18 @@ class Zero(LocalEngine):
     replicated = False
 
     def __init__(
-        self, trainee: step.Trainee, job: Job, strategy: Strategy, settings: ZeroSettings, drive: Path | None
+        self,
+        trainee: step.Trainee,
+        job: Job,
+        strategy: Strategy,
+        settings: ZeroSettings,
+        drive: Path | None,
+        max_grad_norm: float,
     ) -> None:
         super().__init__(trainee)
         import deepspeed
 
-        config = deepspeed_config(job, strategy, settings, drive)
+        config = deepspeed_config(job, strategy, settings, drive, max_grad_norm)
         self.deepspeed, *_ = deepspeed.initialize(model=trainee.model, optimizer=trainee.optimizer, config=config)
         self.stage_3 = self.gathers = strategy.sharding == "zero-3"
         trainee.model = self.deepspeed
@@ -278,7 +285,7 @@ def split(model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy,
 
 
 def set_up(
-    model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, learning_rate: float,
+    model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, training: TrainingSettings,
     device: torch.device, settings: ZeroSettings = DEEPSPEED, drive: Path | None = None,
 ) -> tuple[step.Trainee, LocalEngine]:  # fmt: skip
     """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
@@ -287,8 +294,9 @@ def set_up(
     trainable = step.trainable_parameters(model)
     for part in experts.models_of(model):
         step.choose_kernels(part, profile, strategy, device)
-    trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, learning_rate))
+    trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy, training))
     scaler = loss_scaler(job, strategy, device)
+    max_grad_norm = MAX_GRAD_NORM if training.max_grad_norm is None else training.max_grad_norm
     engine: LocalEngine
     if strategy.sharding == "fsdp":
         engine = Fsdp(trainee)
@@ -297,11 +305,12 @@ def set_up(
         unused = job.experts == "both" or any(kind.without_gradient(name, profile.blocks) for name in trainable)
         engine = Ddp(trainee, strategy, unused, scaler)
     elif strategy.sharding.startswith("zero"):
-        engine = Zero(trainee, job, strategy, settings, drive)
+        engine = Zero(trainee, job, strategy, settings, drive, max_grad_norm)
     else:
         engine = LocalEngine(trainee, scaler)
     trainee.engine = engine
     engine.parts = strategy.context_parallel
+    engine.max_grad_norm = max_grad_norm
     return trainee, engine
 
 
@@ -317,7 +326,7 @@ def check_alike(trainable: dict[str, nn.Parameter], device: torch.device) -> Non
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean of a scalar tensor over all ranks; the tensor itself in a single process."""
+    """The mean of a tensor over all ranks; the tensor itself in a single process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     total = value.detach().clone()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from planner.errors import VplanError
 from planner.layout.sharding.zero import DEEPSPEED
 from planner.spec.job import Job, Machine, Strategy
+from planner.spec.training import MAX_GRAD_NORM, TrainingSettings
 from trainers.parallel.engines import deepspeed_config
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def start(
         settings |= {"log_with": request.log_with, "project_dir": request.output}
     zero = strategy.sharding.startswith("zero")
     if zero:
-        settings["deepspeed_plugin"] = _plugin(job, strategy, drive)
+        settings["deepspeed_plugin"] = _plugin(job, strategy, drive, request.plan.training if request else None)
     else:
         settings["cpu"] = device.type == "cpu"
     accelerator = Accelerator(mixed_precision="bf16" if zero and strategy.compute_dtype == "bf16" else "no", **settings)
@@ -95,7 +96,7 @@ def backend_of(strategy: Strategy, device: torch.device) -> str:
     return "cuda:nccl,cpu:gloo" if strategy.sharding == "fsdp" and strategy.offload_params == "cpu" else "nccl"
 
 
-def _plugin(job: Job, strategy: Strategy, drive: Path) -> Any:
+def _plugin(job: Job, strategy: Strategy, drive: Path, training: TrainingSettings | None = None) -> Any:
     import deepspeed
     from accelerate import DeepSpeedPlugin
 
@@ -103,7 +104,9 @@ def _plugin(job: Job, strategy: Strategy, drive: Path) -> Any:
         _build_async_io()
     if not torch.cuda.is_available():  # else every start compiles it, for half a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return DeepSpeedPlugin(hf_ds_config=deepspeed_config(job, strategy, DEEPSPEED, drive))
+    norm = training.max_grad_norm if training else None
+    config = deepspeed_config(job, strategy, DEEPSPEED, drive, MAX_GRAD_NORM if norm is None else norm)
+    return DeepSpeedPlugin(hf_ds_config=config)
 
 
 def _build_async_io() -> None:

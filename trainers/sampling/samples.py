@@ -36,7 +36,7 @@ from planner.worker_process import read_json, write_json
 from trainers import families
 from trainers.data import parts
 from trainers.data.cache import CacheBuild, Setting
-from trainers.data.loader import read_entries
+from trainers.data.entries import read_entries
 from trainers.memory.out_of_memory import out_of_memory
 from trainers.parallel.parallel import LocalEngine
 from trainers.sampling import pipelines, validate
@@ -151,19 +151,28 @@ class Samples:
             f"missing after step {step}", self.rank == 0 and not self._path(step, len(self.prepared) - 1).is_file()
         )
 
-    def make(self, engine: LocalEngine, step: int, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Makes the samples after ``step`` optimizer steps, when gradients are freed; ``tell`` gets lines of metrics.
+    def make(
+        self,
+        engine: LocalEngine,
+        step: int,
+        tell: Callable[[dict[str, Any]], None],
+        phase: validate.Phase = contextlib.nullcontext,
+    ) -> None:
+        """Makes the samples after ``step`` optimizer steps, when gradients are freed; ``tell`` gets lines of metrics,
+        and ``phase`` is around their parts.
 
         All ranks call it together. A sample that cannot be made is a note in the last line, and ends nothing.
         """
         if self.rank == 0 or engine.gathers:
             began = time.perf_counter()
-            files, note = self._make(engine, step, tell)
-            tell({"step": step, "samples": files, "note": note, "seconds": round(time.perf_counter() - began, 6)})
+            files, note = self._make(engine, step, tell, phase)
+            line = {"step": step, "samples": files, "prompts": [sample.name for sample in self.prepared[: len(files)]]}
+            times = {"unix_seconds": round(time.time(), 3), "seconds": round(time.perf_counter() - began, 6)}
+            tell({**line, "note": note, **times})
         self._wait(step)
 
     def _make(
-        self, engine: LocalEngine, step: int, tell: Callable[[dict[str, Any]], None]
+        self, engine: LocalEngine, step: int, tell: Callable[[dict[str, Any]], None], phase: validate.Phase
     ) -> tuple[list[str], str | None]:
         """The files that were made, and why not all of them were.
 
@@ -172,12 +181,12 @@ class Samples:
         """
         files: list[str] = []
         for number, sample in enumerate(self.prepared):
-            turn = _Turn(self, engine, _turn_name(number, step)) if engine.gathers else None
+            turn = _Turn(self, engine, _turn_name(number, step), phase) if engine.gathers else None
             try:
                 tell({"step": step, "validating": number + 1, "of": len(self.prepared)})
                 frames = validate.sample(
                     engine.plain, self.profile, self.request.plan.job, self.request.plan.strategy, self.device,
-                    self._inputs(sample, number), *((turn.phase, turn.split) if turn else ()),
+                    self._inputs(sample, number), *((turn.phase, turn.split) if turn else (phase,)),
                 )  # fmt: skip
                 if self.rank == 0:
                     path = self._path(step, number)
@@ -245,8 +254,8 @@ class Samples:
 class _Turn:
     """One sample of a model that is split over ranks, as this rank sees it."""
 
-    def __init__(self, samples: Samples, engine: LocalEngine, name: str) -> None:
-        self.samples, self.name = samples, name
+    def __init__(self, samples: Samples, engine: LocalEngine, name: str, phase: validate.Phase) -> None:
+        self.samples, self.name, self.around = samples, name, phase
         self.begun = self.ended = self.together = False
         """whether this rank has asked the others; whether one of them cannot go on; whether all are denoising"""
         self.split = validate.Split(samples.rank == 0, engine.release, self.begin)
@@ -269,7 +278,8 @@ class _Turn:
     def phase(self, name: str) -> Iterator[None]:
         """The first rank is alone once it decodes."""
         self.together = name != "decode"
-        yield
+        with self.around(name):
+            yield
 
 
 def _turn_name(number: int, step: int) -> str:

@@ -14,6 +14,7 @@ from planner.errors import VplanError, quoted
 from planner.launch.slurm import slurm_script
 from planner.preflight import preflight
 from planner.spec.plan import Plan
+from planner.spec.training import TrainingSettings
 from planner.worker_process import vplan_command
 
 LEFT_OUT = ("plan_path", "slurm", "node_rank", "main_address", "main_port", "print_command", "as_json")
@@ -24,13 +25,14 @@ def write_script(file: Path, plan: Plan, output: Path, as_json: bool) -> int:
     """Writes the script of the running command and says how to submit it."""
     context = click.get_current_context()
     found, _ = preflight.estimated(plan, must=False)
-    steps, step_seconds = context.params["steps"], (found.step_seconds_high or found.step_seconds) if found else None
     script = slurm_script(
         plan,
-        vplan_command("train", str(output / "plan.toml"), *retyped(context, {*FIELDS, *LEFT_OUT})),
+        vplan_command(
+            "train", str(output / "plan.toml"), *retyped(context, {*FIELDS, *TrainingSettings.model_fields, *LEFT_OUT})
+        ),
         log=f"{output}/".replace("%", "%%") + "slurm-%j.log",
-        seconds=steps * step_seconds if step_seconds else None,
-        ram_bytes=found.host_ram_bytes if found else None,
+        steps=context.params["steps"],
+        estimate=found,
         gpu=context.params["device"] == "cuda",
     )
     try:

@@ -18,6 +18,7 @@ from planner.commands._shared.verb import Function
 from planner.errors import VplanError, quoted
 from planner.schema import choices, field_docs
 from planner.spec.job import MAX_FRAMES, Bucket, Job, Machine, Strategy, ValidationShape
+from planner.spec.training import TrainingSettings
 from planner.units import parse_count
 
 MAX = "max"
@@ -34,7 +35,8 @@ class FieldOption(click.Option):
 
     def __init__(self, names: Sequence[str], record: type[BaseModel], shows_default: bool) -> None:
         (field,) = names
-        self.record, self.field, self.section = record, field, record.__name__
+        self.record, self.field = record, field
+        self.section = getattr(record, "section", record.__name__)
         self.shows_default = shows_default
         flag = field.replace("_", "-")
         if bool in set(_leaves(record, field)):
@@ -54,10 +56,11 @@ class FieldOption(click.Option):
         """What stands for the value in the help: the list of values where it is short."""
         if self.is_flag:
             return super().make_metavar(ctx)
-        if self.values:
+        if self.values and self.field not in _METAVARS:
             joined = "|".join(self.values)
             return joined if len(joined) <= _LONGEST_METAVAR else "NAME"
-        return _METAVARS.get(self.field, "N" if int in set(_leaves(self.record, self.field)) else "TEXT")
+        leaves = set(_leaves(self.record, self.field))
+        return _METAVARS.get(self.field, "X" if float in leaves else "N" if int in leaves else "TEXT")
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The option's flags and help text, for click's help page: the field's documentation, values and default."""
@@ -156,17 +159,33 @@ def _validation(text: str, flag: str) -> ValidationShape:
     return ValidationShape.read({"frames": frames, "height": height, "width": width, "cfg": not comma}, flag)
 
 
-_SPECIAL: dict[str, Callable[..., Any]] = {"frames": _frames, "buckets": _buckets, "validation": _validation}
+def _betas(text: str, flag: str) -> tuple[float, ...]:
+    return tuple(_number(part, flag) for part in text.split(","))
+
+
+def _timestep_shift(text: str, flag: str) -> float | str:
+    return "resolution" if text.strip().lower() == "resolution" else _number(text, flag)
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "frames": _frames,
+    "buckets": _buckets,
+    "validation": _validation,
+    "betas": _betas,
+    "timestep_shift": _timestep_shift,
+}
 
 _METAVARS = {
+    "betas": "X,X",
     "buckets": "FxHxW[xB],...",
     "frames": "N|max",
     "gpu": "CARD",
     "host_ram": "SIZE",
-    "lora_dropout": "X",
+    "lora_init": "NAME|FILE",
     "lora_targets": "NAME,...",
     "model": "MODEL",
     "reserve": "SIZE",
+    "timestep_shift": "X|resolution",
     "torch": "VERSION",
     "trainable": "PATTERN,...",
     "validation": "FxHxW[,no-cfg]",
@@ -182,6 +201,11 @@ def job_options(function: Function) -> Function:
 def machine_options(function: Function) -> Function:
     """A decorator that adds one option for every field of Machine but `links`, which only a plan file can hold."""
     return field_options(Machine, without=("links",))(function)
+
+
+def training_options(function: Function) -> Function:
+    """A decorator that adds an option for every field of TrainingSettings."""
+    return field_options(TrainingSettings)(function)
 
 
 def strategy_options(*, searched: bool) -> Callable[[Function], Function]:

@@ -31,7 +31,7 @@ def choose(asked: TypedQuestion, output: Path, first: bool, console: Console) ->
     a VplanError when there is neither plan nor model."""
     kept = output / PLAN
     if asked.plan is not None:
-        plan = Plan.under(asked.settle().configuration(), asked.trainer)
+        plan = Plan.under(asked.settle().configuration(), asked.trainer).replace(training=asked.plan.training)
         if not asked.typed:
             plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
         if first:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from planner.catalog import lookup
 from planner.catalog.shapes import in_words
 from planner.commands._shared.verb import table, typed_line
 from planner.dialects.base import cli_words
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from planner.catalog.profiles import ModelProfile
     from planner.search.question import Question, Relaxed, Suggestion, Switch
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
@@ -134,7 +136,6 @@ def memory_bar(console: Console, nbytes: int, whole: int, style: str, words: str
 
 def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
     """Prints how a run of a plan begins: what it trains on which card, the verdict, the bar and the options."""
-    from planner.catalog import lookup
 
     count, card = lookup.parse_gpus(plan.machine.gpu)
     many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
@@ -164,6 +165,7 @@ def print_suggestion(console: Console, question: Question, found: Suggestion) ->
         console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
     console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
     console.print(f"{_step(plan)}, host RAM {format_gib(plan.host_ram_bytes)}")
+    print_data(console, question.model)
     for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in found.smaller_cards):
         alike = [other for other in found.smaller_cards if VERDICTS[other.verdict][0] == word]
         cards = ", ".join(f"{other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB)" for other in alike)
@@ -246,15 +248,26 @@ class TableRow:
         return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None}
 
 
+def print_data(console: Console, model: ModelProfile) -> None:
+    """Prints what `vplan train` lacks to read a model's samples from files, if anything."""
+    if model.traits.not_encoded:
+        fault = f"{model.name}: `vplan train` cannot encode {model.traits.not_encoded} yet"
+        console.print(f"{fault}, and takes encoded samples only", style="yellow")
+
+
 def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]) -> None:
     """Prints a first line, then a table with one line for each model or card."""
     console.print(first)
     console.print()
     name = "model" if kind == "models" else "card"
-    found = table((name, ">clip", "verdict", ">GiB", ">s/step", "with"), [])
+    data = ("data",) if kind == "models" else ()
+    found = table((name, ">clip", "verdict", ">GiB", ">s/step", *data, "with"), [])
     for row in rows:
-        found.add_row(*_row(row))
+        *cells, last = _row(row)
+        found.add_row(*cells, *([lookup.model(row.name).train_data] if data else []), last)
     console.print(found)
+    for profile in (lookup.model(row.name) for row in rows if data):
+        print_data(console, profile)
     notes = {note: None for row in rows if row.plan for note in row.plan.assumptions if "longer" in note}
     for note in notes:
         names = ", ".join(row.name for row in rows if row.plan and note in row.plan.assumptions)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,21 +13,25 @@ import click
 from planner.catalog import lookup
 from planner.commands import USAGE
 from planner.commands._shared.batch import write_script
+from planner.commands._shared.data_options import typed_settings
 from planner.commands._shared.pick_plan import PLAN, weights_of
 from planner.commands._shared.render import memory_bar, print_plan
 from planner.commands._shared.run_progress import Follower, prepare
+from planner.commands._shared.run_report import ReportWriter
 from planner.commands._shared.verb import (
     DONE,
     show,
     talk,
 )
+from planner.dataset.sources import sources
 from planner.errors import VplanError
-from planner.launch import checkpoints, launch, validation
+from planner.launch import checkpoints, launch, single_file, training_laws, validation
 from planner.launch.fallback import difference, next_plan
 from planner.launch.multinode import Peers
+from planner.launch.stop import STOPPED
 from planner.preflight import preflight
 from planner.preflight.checks import FAILED
-from planner.spec.plan import Plan, write_plan
+from planner.spec.plan import Plan, read_plan, write_plan
 from planner.units import gib
 
 if TYPE_CHECKING:
@@ -37,17 +41,19 @@ if TYPE_CHECKING:
 
 ENTRIES, CACHE, FINAL, ASIDE = "entries.jsonl", "cache", "final", "checkpoints.before"
 VALIDATION = "validation.json"
-RATES = {"lora": 1e-4, "full": 1e-5}
-"""What the published trainers use (diffusers examples/cogvideo, finetrainers examples/training)."""
 
 
 class TrainingSupervisor:
     """One call of `vplan train`, its plan at hand: prepares the data, starts the ranks and follows them to the end."""
 
     def __init__(self, plan: Plan, data: Path, output: Path, options: dict[str, Any]) -> None:
-        self.plan, self.data, self.output, self.options = plan, data, output, options
+        self.data, self.output, self.options = data, output, options
+        self.profile = lookup.model(plan.job.model)
+        self.plan = training_laws.settled_plan(plan, self.profile)
         self.device: Literal["cuda", "cpu"] = options["device"]
         self.notes: list[str] = []
+        self.estimate: Estimate | None = None
+        """of the plan that runs"""
         self.nodes = launch.Nodes(options["node_rank"], options["main_address"], options["main_port"])
         machine = plan.machine
         if self.nodes.rank >= machine.nodes:
@@ -56,12 +62,20 @@ class TrainingSupervisor:
             raise VplanError(
                 f"{machine.nodes} nodes but no --main-address", "pass the address of the first node", USAGE
             )
-        self.weights = weights_of(lookup.model(plan.job.model), options["weights"])
+        self.weights = weights_of(self.profile, options["weights"])
+        self.transformer = single_file.check(options["transformer"]) if options["transformer"] else None
+        if self.transformer and plan.job.experts == "both":
+            raise VplanError("one --transformer for two experts", "pass --weights DIR, which has both")
         self.prompts = validation.prompts(plan, options)
+        typed = typed_settings(options)
+        if self._is_cache and typed:
+            raise VplanError(f"{data} holds encoded samples, to which --{min(typed)} does not apply", "leave it out")
+        self.sources = () if self._is_cache else sources(data, typed)
 
     def run(self, as_json: bool, *, begins: bool) -> int:
         """Checks, prepares, trains, and says how it ended. ``begins``: nothing was printed about the plan yet."""
         if self.options["slurm"]:
+            self._keep_training()
             return write_script(Path(self.options["slurm"]).expanduser(), self.plan, self.output, as_json)
         entries = self._entries()
         launch.check_installed(self.plan, self.options["log_with"])
@@ -77,7 +91,10 @@ class TrainingSupervisor:
         report = preflight.preflight(self.plan, checked)
         if begins:
             print_plan(talk(), self.plan, report.estimate)
+        for line in training_laws.words(self.plan.training, self.profile, self.plan.strategy):
+            click.echo(line, err=True)
         report.raise_fault()
+        self.estimate = report.estimate
         for one in report.checks:
             if one.level == "warning":
                 self._note(f"warning: {one.what}{one.fix and f' ({one.fix})'}")
@@ -93,10 +110,14 @@ class TrainingSupervisor:
         for text in texts:
             click.echo(text, err=True)
 
+    @property
+    def _is_cache(self) -> bool:
+        """Whether the data is a cache that others made."""
+        return (self.data / ENTRIES).is_file()
+
     def _entries(self) -> Path:
         """The list of cached samples: the data folder's own where it is one, else the cache's."""
-        own = self.data / ENTRIES
-        return own if own.is_file() else self.output / CACHE / ENTRIES
+        return (self.data if self._is_cache else self.output / CACHE) / ENTRIES
 
     @property
     def _sample_list(self) -> str | None:
@@ -107,6 +128,7 @@ class TrainingSupervisor:
         return launch.Preparation(
             plan=self.plan,
             data=str(self.data),
+            sources=self.sources,
             weights=self.weights,
             entries=str(entries),
             device=self.device,
@@ -145,7 +167,13 @@ class TrainingSupervisor:
         if done > steps:
             fix = f"pass --steps {done} or more, or start over with --resume no"
             raise VplanError(f"{checkpoint} has {done} steps, but --steps is {steps}", fix)
+        self._note(*training_laws.changes(checkpoints.read_manifest(checkpoint).get("training"), self.plan.training))
         return checkpoint
+
+    def _keep_training(self) -> None:
+        """Writes the settings into the run's plan, so that the next start finds what this one began with."""
+        kept = self.output / PLAN
+        write_plan(read_plan(kept).replace(training=self.plan.training), kept)
 
     def _request(self, entries: Path, resume: Path | None) -> launch.RunRequest:
         options, output = self.options, self.output
@@ -157,15 +185,15 @@ class TrainingSupervisor:
             run=checkpoints.run_id(output),
             device=self.device,
             steps=options["steps"],
-            learning_rate=options["learning_rate"] or RATES[self.plan.job.method],
-            schedule=options["lr_scheduler"],
-            warmup_steps=options["warmup_steps"],
             seed=options["seed"],
             checkpoint_every=options["checkpoint_every"],
             keep_checkpoints=options["keep_checkpoints"],
+            transformer=self._converted(),
             resume=str(resume) if resume else None,
             log_with=options["log_with"],
             validation=validation.request(self._sample_list, options),
+            expert_steps=options["expert_steps"],
+            forecast=launch.RunForecast.of(self.estimate) if self.estimate else None,
         )
 
     def _train(self, entries: Path, estimate: Estimate | None, peers: Peers | None, as_json: bool) -> int:
@@ -173,6 +201,7 @@ class TrainingSupervisor:
         output, first = self.output, self.nodes.rank == 0
         resume = self._resume() if first else None
         if first:  # for all computers
+            self._keep_training()
             wanted = self._preparation(entries)
             # Data of our own is looked through at every start: clips, captions and plan may be others than last time.
             if entries.parent != self.data or not validation.is_listed(wanted):
@@ -181,6 +210,7 @@ class TrainingSupervisor:
                 self._raise_unless_ok(prepared)
         begun: int | None = None
         follower: Follower | None = None
+        page = ReportWriter(output)
         for attempt in itertools.count():
             request = self._request(entries, resume) if first else self._published_request(peers, attempt, entries)
             resume = Path(request.resume) if request.resume else None
@@ -192,10 +222,15 @@ class TrainingSupervisor:
             high = estimate.high_bytes if estimate and self.device == "cuda" else None
             every, done = request.checkpoint_every, _steps_of(resume) or 0
             with Follower(output / launch.METRICS, request.steps, every, high, done, follower) as follower:
-                if peers:
-                    ended = peers.run(attempt, request, self.nodes, follower.tick)
-                else:
-                    ended = launch.run(request, self.nodes, follower.tick)
+                tick = self._ticking(follower, page)
+                try:
+                    if peers:
+                        ended = peers.run(attempt, request, self.nodes, tick)
+                    else:
+                        ended = launch.run(request, self.nodes, tick)
+                finally:
+                    if first:
+                        page.write()
             self.notes += follower.warnings
             if ended.name not in ("oom", "host-oom") or (first and not self._step_down(ended)):
                 break
@@ -209,6 +244,7 @@ class TrainingSupervisor:
             "weights": str(output / FINAL),
             "checkpoint": str(output / checkpoints.FOLDER / checkpoints.folder_name(request.steps)),
             "steps": request.steps,
+            "training": {name: value for name, value in request.plan.training.to_json().items() if value is not None},
             "resumed_from": begun,
             "loss": last.get("loss"),
             "step_seconds": follower.step_seconds,
@@ -220,6 +256,26 @@ class TrainingSupervisor:
         show(answer, as_json, lambda console: _render(console, answer, budget))
         return DONE
 
+    def _converted(self) -> str | None:
+        """The folder of the transformer that came as one file."""
+        if self.transformer is None:
+            return None
+        folder = single_file.folder_of(self.transformer, self.plan.job.model, self.output)
+        if not folder.is_dir():
+            self._note(f"converting {self.transformer.name} to {folder}, once")
+            single_file.convert(self.transformer, self.plan.job.model, folder)
+        return str(folder)
+
+    def _ticking(self, follower: Follower, page: ReportWriter) -> Callable[[], None]:
+        """What is done a few times a second while ranks run; the page is the first computer's."""
+
+        def tick() -> None:
+            follower.tick()
+            if self.nodes.rank == 0:
+                page.tick()
+
+        return tick
+
     def _published_request(self, peers: Peers | None, attempt: int, entries: Path) -> launch.RunRequest:
         """What the first computer says to do, with this one's own paths to what they share."""
         if peers is None:  # --print-command
@@ -230,9 +286,8 @@ class TrainingSupervisor:
             raise VplanError(f"the first node ended: {why}", "see its output", FAILED)
         self.plan = request.plan
         resume = str(self.output / checkpoints.FOLDER / Path(request.resume).name) if request.resume else None
-        return request.replace(
-            output=str(self.output), weights=self.weights, entries=str(entries), resume=resume, device=self.device
-        )
+        own = {"output": str(self.output), "weights": self.weights, "transformer": self._converted()}
+        return request.replace(**own, entries=str(entries), resume=resume, device=self.device)
 
     def _print_command(self, request: launch.RunRequest, as_json: bool) -> int:
         folder = launch.write_request(launch.run_folder(self.output, self.nodes), request)
@@ -259,6 +314,7 @@ class TrainingSupervisor:
         write_plan(found, kept)
         self._note(f"warning: {_memory(ended)}; resuming from the last checkpoint with {difference(self.plan, found)}")
         self.plan = found
+        self.estimate, _ = preflight.estimated(found, must=False)
         return True
 
     def _raise_unless_ok(self, ended: launch.Outcome) -> None:
@@ -267,6 +323,8 @@ class TrainingSupervisor:
             return
         if ended.name == "refused" and ended.exit_code == 1:  # before anything was trained
             raise VplanError(ended.message, ended.fix, ended.exit_code)
+        if ended.name == "stopped":
+            raise VplanError(ended.message, "run the same command again: it resumes from there", STOPPED)
         message, fix = ended.message, ended.fix
         if ended.name in ("oom", "host-oom"):
             message = f"{_memory(ended)}: {message}"
@@ -298,7 +356,7 @@ def _steps_of(checkpoint: Path | None) -> int | None:
     """The steps a checkpoint has done."""
     if checkpoint is None:
         return None
-    return int(json.loads((checkpoint / checkpoints.MANIFEST).read_text(encoding="utf-8"))["step"])
+    return int(checkpoints.read_manifest(checkpoint)["step"])
 
 
 def _render(console: Console, answer: dict[str, Any], budget: int) -> None:

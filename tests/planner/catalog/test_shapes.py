@@ -32,7 +32,7 @@ def refused(call: Callable[..., object], *arguments: object) -> VplanError:
         ("ltx-video-2b", 49, 500, 700, "height 500 and width 700", "--height 480 or 512 and --width 672 or 704"),
         ("sd1.5", 1, 500, 512, "height 500 is not a multiple of 64", "448 or 512"),
         ("wan2.2-ti2v-5b", 121, 720, 1280, "height 720 is not a multiple of 32", "--height 704 or 736"),
-        ("wan2.2-ti2v-5b", 1, 704, 1280, "frames 1 is too few", "--frames 5"),
+        ("wan2.2-animate-14b", 1, 480, 832, "frames 1 is too few", "--frames 5"),
         ("cogvideox-5b-i2v", 49, 512, 768, "does not support clips of 512x768", "--height 480 --width 720"),
         ("flux.1-dev", 81, 1024, 1024, "makes images", "--frames 1"),
         ("latentsync-1.6-stage1", 17, 256, 256, "more than LatentSync 1.6, stage 1 takes", "--frames 16"),

@@ -241,4 +241,6 @@ def test_a_folder_of_other_weights_is_none_of_distilled_ones(tmp_path: Path) -> 
 def test_a_rate_that_is_none_is_refused_before_anything_runs(rate: str, plan: str, tmp_path: Path) -> None:
     said = ["--data", str(tmp_path), "--output", str(tmp_path / "run"), "--weights", "w", "--learning-rate", rate]
     found = CliRunner().invoke(cli, ["train", plan, *said])
-    assert found.exit_code == 1 and "'--learning-rate'" in found.output and "range x>0" in found.output
+    wanted = "a finite number" if rate in ("nan", "inf") else "greater than 0"
+    assert found.exit_code == 1 and f"learning_rate {float(rate)} is wrong" in found.output and wanted in found.output
+    assert not (tmp_path / "run").exists()

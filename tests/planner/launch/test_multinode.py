@@ -35,9 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request(output: Path, **said: Any) -> RunRequest:
     asked = {"plan": PLAN, "entries": "e", "weights": "w", "output": str(output), "run": "r", "steps": 1}
-    return RunRequest(
-        **{**asked, "learning_rate": 1.0, "checkpoint_every": 1, "keep_checkpoints": 1, "device": "cpu", **said}
-    )
+    return RunRequest(**{**asked, "checkpoint_every": 1, "keep_checkpoints": 1, "device": "cpu", **said})
 
 
 @pytest.fixture

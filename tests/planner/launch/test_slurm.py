@@ -6,7 +6,11 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from planner.launch.slurm import slurm_script
+from planner.launch.stop import STOPPED
+from planner.preflight.preflight import estimated, ready
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.units import GIB
@@ -14,6 +18,10 @@ from planner.units import GIB
 SRUN = """#!/bin/bash
 [[ $1 == --kill-on-bad-exit=1 ]] && shift
 for number in $(seq 0 $((NODES - 1))); do SLURM_NODEID=$number "$@" || exit; done
+exit ${CODE:-0}
+"""
+SCONTROL = """#!/bin/bash
+if [[ $1 == requeue ]]; then echo "requeue $2"; else printf 'node-a\\nnode-b\\n'; fi
 """
 
 
@@ -22,15 +30,16 @@ def plan(nodes: int, gpus: int = 8) -> Plan:
     return Plan(job=job, strategy=Strategy(sharding="zero-2"), machine=Machine(gpu="80GB", gpus=gpus, nodes=nodes))
 
 
-def run(script: str, folder: Path, nodes: int) -> list[str]:
-    """The lines that the job prints, one an argument."""
-    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\nprintf 'node-a\\nnode-b\\n'\n")):
+def run(script: str, folder: Path, nodes: int, code: int = 0) -> list[str]:
+    """The lines that the job prints, one an argument; ``code``: with which the training ends, and so the job."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     said = {"PATH": f"{folder}:{os.environ['PATH']}", "NODES": str(nodes), "SLURM_JOB_ID": "123456"}
-    said |= {"SLURM_JOB_NODELIST": "node-[a-b]"}
+    said |= {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_CPUS_PER_TASK": "32", "CODE": str(code)}
     (folder / "job.sh").write_text(script)
-    done = subprocess.run(["bash", folder / "job.sh"], env=said, capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", folder / "job.sh"], env=said, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
     return done.stdout.splitlines()
 
 
@@ -38,12 +47,27 @@ WORDS = ["printf", "%s\n", "a b", "it's", "$HOME", '"x"']
 
 
 def test_every_node_starts_the_same_words_with_its_own_number(tmp_path: Path) -> None:
-    script = slurm_script(plan(2), WORDS, log="/runs/a/slurm-%j.log", seconds=90_000, ram_bytes=100 * GIB)
+    estimate, _ = estimated(ready(plan(2)), must=True)
+    assert estimate is not None
+    known = estimate.replace(
+        host_ram_bytes=100 * GIB, host=None, step_seconds=8.0, step_seconds_high=9.0, disk_bytes=10**10
+    )
+    script = slurm_script(plan(2), WORDS, log="/runs/a/slurm-%j.log", steps=10_000, estimate=known)
     where = ["--main-address", "node-a", "--main-port", "23456", "--node-rank"]
     assert run(script, tmp_path, 2) == [*WORDS[2:], *where, "0", *WORDS[2:], *where, "1"]
     for line in ("nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "mem=125G", "time=1-07:45:00", "requeue"):
         assert f"#SBATCH --{line}\n" in script
     assert "#SBATCH --output=/runs/a/slurm-%j.log\n" in script
+    # 2 minutes, two steps of 9 s, and 10 GB at 50 MB/s
+    assert "#SBATCH --signal=USR1@338\n" in script and "#SBATCH --cpus-per-task=32\n" in script
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_that_was_stopped_before_its_limit_goes_back_into_the_queue(tmp_path: Path, nodes: int) -> None:
+    script = slurm_script(plan(nodes), WORDS)
+    assert run(script, tmp_path, nodes, code=STOPPED)[-1] == "requeue 123456"
+    assert "requeue 123456" not in run(script, tmp_path, nodes, code=4)
+    assert "requeue 123456" not in run(script, tmp_path, nodes)
 
 
 def test_one_node_needs_no_address(tmp_path: Path) -> None:

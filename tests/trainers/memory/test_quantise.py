@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job, Strategy
+from planner.spec.training import TrainingSettings
 from trainers.families import family
 from trainers.recording import cuda_ops
 from trainers.recording.recorder import named_tensors
@@ -154,7 +155,7 @@ OPTIMIZERS = ["adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "p
 def test_every_optimizer_moves_every_trained_weight(optimizer: str, adapter: str) -> None:
     name = "wan2.1-t2v-1.3b"
     trainee, strategy = built(name, optimizer=optimizer, adapter_dtype=adapter)
-    trainee.optimizer = make_optimizer(trainee.trainable, strategy, 1e-2)
+    trainee.optimizer = make_optimizer(trainee.trainable, strategy, TrainingSettings(learning_rate=1e-2))
     before = {key: parameter.detach().clone() for key, parameter in trainee.trainable.items()}
     assert all(loss.isfinite() for loss in losses(name, trainee, strategy, 2))
     moved = [key for key, parameter in trainee.trainable.items() if not torch.equal(parameter, before[key])]

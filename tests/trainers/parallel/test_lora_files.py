@@ -27,15 +27,19 @@ from torch import Tensor, nn  # noqa: E402
 from planner import __version__  # noqa: E402
 from planner.catalog import lookup  # noqa: E402
 from planner.catalog.profiles import ModelProfile  # noqa: E402
+from planner.catalog.shapes import grid  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.spec.job import Job, Strategy  # noqa: E402
+from planner.spec.training import TrainingSettings  # noqa: E402
 from tests.trainers import tiny  # noqa: E402
 from trainers import families  # noqa: E402
 from trainers.parallel.lora_files import LoraFiles, comfyui_places, comfyui_tensors, has_comfyui_model  # noqa: E402
-from trainers.step import step  # noqa: E402
+from trainers.parallel.lora_start import from_file  # noqa: E402
+from trainers.step import step, weights  # noqa: E402
 
 COMFYUI = tomllib.loads(Path(__file__).with_name("comfyui_weights.toml").read_text())
 RANK = 2
+AT_RANK = TrainingSettings(timestep_shift=3.0)
 NOT_ADAPTED = {"cond_type_embedding"}
 """Tables, which no adapter is for."""
 
@@ -226,7 +230,7 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
 def written(profile: ModelProfile, folder: Path) -> dict[str, Tensor]:
     """Writes the files of a model after 3 steps on 7 samples; its adapters."""
     model = trainee(profile, lora_job(profile))
-    LoraFiles(profile, lora_job(profile), 7, model).write(folder, trained_weights(model), 3)
+    LoraFiles(profile, lora_job(profile), AT_RANK, 7, model).write(folder, trained_weights(model), 3)
     return trained_weights(model)
 
 
@@ -271,8 +275,7 @@ def test_files_say_what_they_are_of(tmp_path: Path) -> None:
         assert header["ss_network_dim"] == header["ss_network_alpha"] == str(RANK)
         assert (header["ss_base_model_version"], header["ss_num_train_items"]) == (profile.name, "7")
         assert (header["ss_steps"], header["vplan_version"]) == ("3", __version__)
-        law = {"objective": "flow", "timestep_sampling": "logit_normal", "training_shift": 1.0}
-        assert json.loads(header["vplan_training_law"]) == law
+        assert json.loads(header["vplan_training_law"]) == {"objective": "flow", "timestep_shift": 3.0}
 
 
 def test_two_experts_get_files_of_their_own(tmp_path: Path) -> None:
@@ -280,7 +283,7 @@ def test_two_experts_get_files_of_their_own(tmp_path: Path) -> None:
     parts = ("transformer", "transformer_2")
     pair = nn.ModuleDict({part: trainee(profile, lora_job(profile)) for part in parts})
     one = trained_weights(pair["transformer"])
-    LoraFiles(profile, lora_job(profile, experts="both"), 7, pair).write(tmp_path, trained_weights(pair), 3)
+    LoraFiles(profile, lora_job(profile, experts="both"), AT_RANK, 7, pair).write(tmp_path, trained_weights(pair), 3)
     for part in parts:
         assert len(load_file(tmp_path / part / "comfyui_lora.safetensors")) == len(one) // 2 * 3
         assert load_file(tmp_path / part / "pytorch_lora_weights.safetensors").keys() == {
@@ -294,4 +297,113 @@ def test_a_layer_without_a_name_in_comfyui_is_refused_before_training() -> None:
     attention = model.transformer_blocks[0].attn
     attention.to_new = copy.deepcopy(attention.to_q)
     with pytest.raises(VplanError, match=r"transformer_blocks\.0\.attn\.to_new cannot be written for ComfyUI"):
-        LoraFiles(profile, lora_job(profile), 7, model)
+        LoraFiles(profile, lora_job(profile), AT_RANK, 7, model)
+
+
+# ---- alpha, and files to begin with
+
+
+def at_alpha(alpha: float) -> TrainingSettings:
+    return TrainingSettings(lora_alpha=alpha)
+
+
+def with_alpha(profile: ModelProfile, alpha: float | None) -> nn.Module:
+    torch.manual_seed(0)
+    model = step.build_model(profile, lora_job(profile), Strategy(weights_dtype="fp32"), lora_alpha=alpha)
+    step.materialise(model, torch.device("cpu"), lambda _, weight: nn.init.normal_(weight, std=0.1))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", "sdxl", "flux.1-dev"])
+def test_alpha_scales_the_model_that_trains_and_what_either_file_makes_of_it(name: str, tmp_path: Path) -> None:
+    profile = tiny.profile(name)
+    model, alpha = with_alpha(profile, 5.0), 5.0
+    LoraFiles(profile, lora_job(profile), at_alpha(alpha), 7, model).write(tmp_path, trained_weights(model), 3)
+    with safe_open(tmp_path / "comfyui_lora.safetensors", framework="pt") as opened:
+        assert opened.metadata()["ss_network_alpha"] == "5"
+    layers = {key: module for key, module in model.named_modules() if hasattr(module, "lora_A")}
+    places, file = comfyui_places(profile, model), load_file(tmp_path / "comfyui_lora.safetensors")
+    plain = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    for key, module in layers.items():
+        wanted = module.get_delta_weight("default")
+        down, up = (plain[f"{profile.traits.part}.{key}.lora_{half}.weight"] for half in "AB")
+        torch.testing.assert_close((up.flatten(1) @ down.flatten(1)).view_as(wanted), wanted, atol=1e-5, rtol=1e-4)
+        kohya = kohya_name(places[key].layer)
+        down, up = (file[f"{kohya}.lora_{way}.weight"] for way in ("down", "up"))
+        changed = up.flatten(1) @ down.flatten(1) * float(file[f"{kohya}.alpha"]) / down.shape[0]
+        if changed.shape[0] == wanted.shape[0] and not places[key].is_swapped:
+            torch.testing.assert_close(changed.view_as(wanted), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_pipeline_with_the_file_predicts_what_the_trained_model_does(tmp_path: Path) -> None:
+    profile = tiny.profile("wan2.1-t2v-1.3b")
+    model = with_alpha(profile, 1.0)
+    LoraFiles(profile, lora_job(profile), at_alpha(1.0), 7, model).write(tmp_path, trained_weights(model), 3)
+    plain = diffusers.WanTransformer3DModel.from_config(profile.config).eval()
+    published = {
+        key.replace(".base_layer", ""): value for key, value in model.state_dict().items() if "lora_" not in key
+    }
+    plain.load_state_dict(published)
+    parts = {"tokenizer": None, "text_encoder": None, "vae": None, "scheduler": None}
+    pipe = diffusers.WanPipeline(transformer=plain, **parts)
+    kind = families.family(profile)
+    batch = kind.batch({**grid(profile, lora_job(profile)), "B": 1}, "cpu", torch.float32)
+    inputs, _ = kind.inputs_and_target(batch)
+    with torch.no_grad():
+        trained, before = model(**inputs, return_dict=False)[0], plain(**inputs, return_dict=False)[0]
+        pipe.load_lora_weights(tmp_path)
+        loaded = pipe.transformer(**inputs, return_dict=False)[0]
+    assert not torch.allclose(before, trained, atol=1e-3)
+    torch.testing.assert_close(loaded, trained, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", "sd1.5", "flux.1-dev"])
+@pytest.mark.parametrize("file", ["pytorch_lora_weights.safetensors", "comfyui_lora.safetensors"])
+def test_training_begins_as_a_file_of_either_form_ends(name: str, file: str, tmp_path: Path) -> None:
+    profile = tiny.profile(name)
+    before = with_alpha(profile, 5.0)
+    LoraFiles(profile, lora_job(profile), at_alpha(5.0), 7, before).write(tmp_path, trained_weights(before), 3)
+    job = lora_job(profile).replace(lora_rank=RANK + 1)  # the rows that the file lacks begin as new ones
+    after = step.build_model(profile, job, Strategy(weights_dtype="fp32"), lora_alpha=2.0)
+    new = weights.fresh(0)
+    begin = from_file(tmp_path / file, "", profile, job, at_alpha(2.0), after, new)
+
+    def fill(key: str, weight: Tensor) -> None:
+        begin(key, weight) if "lora_" in key else nn.init.zeros_(weight)
+
+    step.materialise(after, torch.device("cpu"), fill)
+    layers = {key: module for key, module in after.named_modules() if hasattr(module, "lora_A")}
+    assert layers
+    for key, module in layers.items():
+        wanted = before.get_submodule(key).get_delta_weight("default")
+        torch.testing.assert_close(module.get_delta_weight("default"), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_file_of_other_layers_or_of_a_higher_rank_is_refused(tmp_path: Path) -> None:
+    profile = tiny.profile("wan2.1-t2v-1.3b")
+    written(profile, tmp_path)
+    file, new = tmp_path / "pytorch_lora_weights.safetensors", weights.fresh(0)
+    for said, match in (
+        ({"lora_targets": ("to_q",)}, "which is not one of the plan's"),
+        ({"lora_targets": (*profile.lora.targets, "proj_out")}, r"lacks 1 of the plan's .* such as proj_out"),
+    ):
+        job = lora_job(profile).replace(**said)
+        with pytest.raises(VplanError, match=match):
+            from_file(file, "", profile, job, AT_RANK, step.build_model(profile, job, Strategy()), new)
+    job = lora_job(profile).replace(lora_rank=1)
+    model = step.build_model(profile, job, Strategy())
+    begin = from_file(file, "", profile, job, AT_RANK, model, new)
+    with pytest.raises(VplanError, match=f"has rank {RANK}, and the plan 1"):
+        step.materialise(model, torch.device("cpu"), lambda key, weight: begin(key, weight) if "lora_" in key else None)
+    (tmp_path / "broken.safetensors").write_bytes(b"no tensors")
+    for name in ("broken.safetensors", "nothing.safetensors"):
+        with pytest.raises(VplanError, match=r"cannot be read|no \.safetensors file"):
+            from_file(tmp_path / name, "", profile, job, AT_RANK, model, new)
+
+
+def test_kaiming_begins_as_pefts_own_layers_do() -> None:
+    weight, own = torch.empty(64, 320), nn.Linear(320, 64, bias=False).requires_grad_(False)
+    weights.fresh(0, "kaiming")("x.lora_A.default.weight", weight)
+    bound = float(own.weight.abs().max())
+    assert float(weight.abs().max()) == pytest.approx(bound, rel=0.01)
+    assert float(weight.std()) == pytest.approx(float(own.weight.std()), rel=0.02)

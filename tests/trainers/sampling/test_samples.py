@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from planner.catalog import lookup  # noqa: E402
 from planner.dataset import scan  # noqa: E402
+from planner.dataset.sources import DataSource  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import validation  # noqa: E402
 from planner.launch.launch import Preparation, Validation  # noqa: E402
@@ -242,7 +243,8 @@ def test_image_to_video_begins_with_frames_of_the_data(tmp_path: Path) -> None:
     run(clips, one)
     plan = Plan(job=one.job, strategy=one.strategy.replace(validation_mode="on"), machine=Machine(gpu="24GB"))
     wanted = Preparation(
-        plan=plan, data=str(clips), weights=str(folder), entries=str(tmp_path / "cache" / "entries.jsonl"),
+        plan=plan, data=str(clips), sources=(DataSource(folder=str(clips)),),
+        weights=str(folder), entries=str(tmp_path / "cache" / "entries.jsonl"),
         device="cpu", validation=str(tmp_path / "cache" / "validation.json"),
     )  # fmt: skip
     assert not validation.is_listed(wanted)
