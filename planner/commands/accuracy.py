@@ -25,6 +25,7 @@ from planner.evidence.accuracy import (
     Prediction,
     answer,
     by_family,
+    by_grid,
     compare,
     only,
     summary,
@@ -129,7 +130,7 @@ def command(
     found = answer(compared)
     found["published_rehearsals"] = published_rehearsals.summary(compared)
     if rehearsed:
-        found["rehearsed"] = answer(rehearsed)
+        found["rehearsed"] = {**answer(rehearsed), "by_grid": by_grid(rehearsed)}
     pairs = _learned(compared, own)
     found["halves"] = halves(compared)
     found["learned"] = {"before": summary([pair[0] for pair in pairs]), "after": summary([pair[1] for pair in pairs])}
@@ -143,7 +144,7 @@ def command(
         if pairs:
             _render_learned(console, found["learned"])
         if rehearsed:
-            _render_rehearsed(console, rehearsed, found["rehearsed"]["summary"], with_rows=bool(files))
+            _render_rehearsed(console, rehearsed, found["rehearsed"], with_rows=bool(files))
 
     if report:
         write_report(report, compared=compared)
@@ -284,14 +285,22 @@ def _render_rows(console: Console, compared: Sequence[Comparison]) -> None:
 
 
 def _render_rehearsed(
-    console: Console, compared: Sequence[Comparison], summary: dict[str, Any], *, with_rows: bool
+    console: Console, compared: Sequence[Comparison], found: dict[str, Any], *, with_rows: bool
 ) -> None:
     """The block of rehearsed rows, apart from measured ones."""
     console.print("")
     console.print(REHEARSED_TITLE, style="bold", markup=False)
     if with_rows:
         _render_rows(console, compared)
-    _render_summary(console, compared, summary)
+    _render_summary(console, compared, found["summary"])
+    for name, numbers in found["by_grid"].items():
+        spreads = ", ".join(
+            f"{counter} {numbers[counter]['mean_abs_pct']:.2f} % (worst {numbers[counter]['max_abs_pct']:.1f})"
+            for counter in ("allocated", "reserved")
+            if counter in numbers and numbers[counter]["n"]
+        )
+        line = f"grid {name}, {numbers['verdict']['n']} runs: {spreads or 'no peaks'}"
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _render_published_rehearsals(console: Console, found: dict[str, Any]) -> None:

@@ -297,7 +297,6 @@ def answer(compared: Sequence[Comparison]) -> dict[str, Any]:
 def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
     """Errors by counter, by implementation (all peaks, and each of its counters) and the verdicts against outcomes."""
     implementations = dict.fromkeys(entry.row.implementation for entry in compared)
-    judged = [entry for entry in compared if entry.judges]
     return {
         **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in PEAKS},
         **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in APART},
@@ -305,15 +304,21 @@ def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
             name: _by_counter([entry for entry in compared if entry.row.implementation == name])
             for name in implementations
         },
-        "verdict": {
-            "n": len(judged),
-            "under": sum(entry.missed == "under" for entry in judged),
-            "false_refusal": sum(entry.missed == "false_refusal" for entry in judged),
-        },
+        "verdict": _verdicts(compared),
         "coverage": coverage(entry for entry in compared if entry.counter in PEAKS),
         "coverage_with_validation": coverage(entry for entry in compared if entry.counter == WITH_VALIDATION),
         "measured_peaks": _measured_peaks(compared),
         "unsupported": sum(entry.unsupported is not None for entry in compared),
+    }
+
+
+def _verdicts(compared: Sequence[Comparison]) -> dict[str, int]:
+    """How many verdicts there are, and how many are wrong either way."""
+    judged = [entry for entry in compared if entry.judges]
+    return {
+        "n": len(judged),
+        "under": sum(entry.missed == "under" for entry in judged),
+        "false_refusal": sum(entry.missed == "false_refusal" for entry in judged),
     }
 
 
@@ -370,6 +375,16 @@ def by_family(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
         family: spread(entry for entry in compared if entry.family == family and entry.counter in PEAKS)
         for family in families
     }
+
+
+def by_grid(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
+    """The spread of each counter and the coverage of each grid's rows, by the grid's name."""
+    grids = sorted({entry.row.grid for entry in compared if entry.row.grid})
+    found = {}
+    for name in grids:
+        rows = [entry for entry in compared if entry.row.grid == name]
+        found[name] = {**_by_counter(rows), "coverage": coverage(rows), "verdict": _verdicts(rows)}
+    return found
 
 
 def worst_first(compared: Sequence[Comparison]) -> list[Comparison]:

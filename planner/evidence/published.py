@@ -178,8 +178,10 @@ class Row:
     """the implementation's, where its publisher says so"""
     taken: Literal["published", "measured", "rehearsed", "simulated"] = "published"
     """by others; by our own trainer on a GPU, or on a virtual one; or on a machine that is simulated"""
+    grid: str | None = None
+    """of which it is a row"""
     held_out: bool = False
-    """of a grid's half that only judges"""
+    """of the grid's half that only judges"""
     step_seconds: float | None = None
     not_a_peak: str | None = None
     """why the number is no measurement of the run's peak, see CARD_SIZES"""
@@ -307,6 +309,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         phases=frozenset() if published else _phases(line),
         version=_version(line.source),
         taken="published" if published else TAKEN_BY.get(line.runner, "simulated"),
+        grid=line.grid,
         held_out=line.grid is not None and in_held_out_half(line.id),
         step_seconds=None if published else line.measured.get("step_seconds"),
         not_a_peak=_not_a_peak(line.source, intervals) if published else None,

@@ -16,7 +16,7 @@ import profiles
 from planner.commands import accuracy as verb
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.evidence.accuracy import Comparison, Prediction, answer, compare, only, summary, worst_first
+from planner.evidence.accuracy import Comparison, Prediction, answer, by_grid, compare, only, summary, worst_first
 from planner.evidence.published import DEFAULTS, Row, read_rows
 from planner.schema import choices
 from planner.spec.configuration import Configuration
@@ -438,6 +438,18 @@ def many(folder: Path) -> list[Comparison]:
         line(id="oom", measured={"outcome": "oom", "low_gib": None, "high_gib": None}),
         line(id="who", job={**WAN, "model": "hidream-i1"}),
     )
+
+
+def test_each_grid_has_its_own_numbers(tmp_path: Path) -> None:
+    """Two runs of one grid, 2 and 4 GiB under 10 allocated; one of another that ran out where it was said to fit."""
+    rows = [{**own(), "id": "a", "grid": "one"}, {**own(), "id": "b", "grid": "one"}, own()]
+    rows.append({**own("oom"), "id": "c", "grid": "two"})
+    compared = judged(tmp_path, *rows[:1], allocated=8.0) + judged(tmp_path, *rows[1:], allocated=6.0)
+    found = by_grid(compared)
+    assert list(found) == ["one", "two"]
+    assert found["one"]["allocated"] == {"n": 2, "mean_abs_pct": 30.0, "median_abs_pct": 30.0, "max_abs_pct": 40.0}
+    assert found["one"]["verdict"]["n"] == 2
+    assert found["two"]["verdict"] == {"n": 1, "under": 1, "false_refusal": 0} and found["two"]["coverage"]["n"] == 0
 
 
 def test_summary(tmp_path: Path) -> None:
