@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import re
+import sys
 import threading
 import time
 from functools import partial
@@ -77,6 +78,11 @@ class RunServer(http.server.ThreadingHTTPServer):
     def url(self) -> str:
         """Where the page is."""
         return f"http://{HOST}:{self.server_address[1]}/"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing of a browser that has hung up, as one does in the middle of a video it seeks in."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]  # a socket and its address
 
     def page(self) -> bytes:
         """The page as the run is now."""
