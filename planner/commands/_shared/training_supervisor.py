@@ -286,7 +286,8 @@ class TrainingSupervisor:
             raise VplanError(f"the first node ended: {why}", "see its output", FAILED)
         self.plan = request.plan
         resume = str(self.output / checkpoints.FOLDER / Path(request.resume).name) if request.resume else None
-        own = {"output": str(self.output), "weights": self.weights, "transformer": self._converted()}
+        transformer = single_file.folder_here(request.transformer, self.output)
+        own = {"output": str(self.output), "weights": self.weights, "transformer": transformer}
         return request.replace(**own, entries=str(entries), resume=resume, device=self.device)
 
     def _print_command(self, request: launch.RunRequest, as_json: bool) -> int:
