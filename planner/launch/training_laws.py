@@ -61,11 +61,16 @@ def over(kept: TrainingSettings, options: Mapping[str, Any]) -> TrainingSettings
     settings = TrainingSettings.read({**old, **typed})
     if settings.lora_init is None or settings.lora_init in NAMED_INITS:
         return settings
-    path = Path(settings.lora_init).expanduser().absolute()
-    if not path.exists():
+    return settings.replace(lora_init=str(Path(settings.lora_init).expanduser().absolute()))
+
+
+def check_lora_init(settings: TrainingSettings) -> None:
+    """Raises a VplanError where the LoRA file that adapters begin with is not there. A run that goes on from a
+    checkpoint has no need of it."""
+    init = settings.lora_init
+    if init is not None and init not in NAMED_INITS and not Path(init).exists():
         fix = f"pass a LoRA file, or one of {', '.join(NAMED_INITS)}"
-        raise VplanError(f"--lora-init: there is no {quoted(settings.lora_init)}", fix)
-    return settings.replace(lora_init=str(path))
+        raise VplanError(f"--lora-init: there is no {quoted(init)}", fix)
 
 
 def settled_plan(plan: Plan, profile: ModelProfile) -> Plan:

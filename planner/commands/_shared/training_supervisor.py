@@ -201,6 +201,8 @@ class TrainingSupervisor:
         output, first = self.output, self.nodes.rank == 0
         resume = self._resume() if first else None
         if first:  # for all computers
+            if resume is None:
+                training_laws.check_lora_init(self.plan.training)
             self._keep_training()
             wanted = self._preparation(entries)
             # Data of our own is looked through at every start: clips, captions and plan may be others than last time.

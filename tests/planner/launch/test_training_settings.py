@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch.training_laws import changes, complete, over, with_law, words
+from planner.launch.training_laws import changes, check_lora_init, complete, over, with_law, words
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 from planner.spec.training import TrainingSettings
@@ -131,8 +132,19 @@ def test_typed_options_lie_over_the_plans() -> None:
     assert over(kept, options) == kept
     new = over(kept, {**options, "timestep_sampling": "mode", "max_grad_norm": 0.0})
     assert (new.timestep_sampling, new.logit_mean, new.betas, new.max_grad_norm) == ("mode", None, (0.9, 0.9), 0.0)
-    with pytest.raises(VplanError, match="there is no"):
-        over(kept, {**options, "lora_init": "nothing.safetensors"})
+
+
+def test_a_lora_file_is_looked_for_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where a run goes on: its checkpoint has the adapters, and the file may be gone."""
+    monkeypatch.chdir(tmp_path)
+    options = dict.fromkeys(TrainingSettings.model_fields)
+    settings = over(TrainingSettings(), {**options, "lora_init": "a.safetensors"})
+    assert settings.lora_init == str(tmp_path / "a.safetensors") and over(settings, options) == settings
+    with pytest.raises(VplanError, match="--lora-init: there is no"):
+        check_lora_init(settings)
+    (tmp_path / "a.safetensors").touch()
+    check_lora_init(settings)
+    check_lora_init(TrainingSettings(lora_init="kaiming"))
 
 
 def test_a_resumed_run_may_change_its_rate_and_nothing_else() -> None:
