@@ -80,6 +80,11 @@ class DatasetFile(Record):
     source: Annotated[tuple[DataSource, ...], Field(min_length=1, max_length=1000)]
 
 
+def option_of(field: str) -> str:
+    """The option that sets a field of a folder. `--frames` is the plan's own length."""
+    return "--frame-sampling" if field == "frames" else f"--{field.replace('_', '-')}"
+
+
 def sources(data: Path, options: Mapping[str, Any]) -> tuple[DataSource, ...]:
     """The sources that a folder or a `dataset.toml` stands for, with absolute folders.
 
@@ -92,8 +97,9 @@ def sources(data: Path, options: Mapping[str, Any]) -> tuple[DataSource, ...]:
         fix = "pass the folder with your clips, or a dataset.toml: --data DIR|FILE"
         raise VplanError(f"there is no folder {quoted(str(data))}", fix)
     if options:
-        flag = "--" + min(options).replace("_", "-")
-        raise VplanError(f"{flag} is for a folder, but --data is {quoted(data.name)}", "write it in that file")
+        raise VplanError(
+            f"{option_of(min(options))} is for a folder, but --data is {quoted(data.name)}", "write it in that file"
+        )
     listed = DatasetFile.read(read_document(data), data.name).source
     here = data.absolute().parent
     found = tuple(source.replace(folder=str(here / Path(source.folder).expanduser())) for source in listed)

@@ -54,9 +54,10 @@ class ReportWriter:
         try:
             self._history.update()
             reports.write_run(self._history)
-        except VplanError as error:
+        except (VplanError, OSError) as error:
             self._stopped = True
-            click.echo(f"warning: no more report of the run: {error.message}", err=True)
+            reason = error.message if isinstance(error, VplanError) else f"{error.filename}: {error.strerror}"
+            click.echo(f"warning: no more report of the run: {reason}", err=True)
         ended = time.monotonic()
         self._next = ended + max(WAIT_SECONDS, SHARE * (ended - began))
 

@@ -23,7 +23,7 @@ from planner.commands._shared.verb import (
     show,
     talk,
 )
-from planner.dataset.sources import sources
+from planner.dataset.sources import option_of, sources
 from planner.errors import VplanError
 from planner.launch import checkpoints, launch, single_file, training_laws, validation
 from planner.launch.fallback import difference, next_plan
@@ -69,7 +69,8 @@ class TrainingSupervisor:
         self.prompts = validation.prompts(plan, options)
         typed = typed_settings(options)
         if self._is_cache and typed:
-            raise VplanError(f"{data} holds encoded samples, to which --{min(typed)} does not apply", "leave it out")
+            fault = f"{data} holds encoded samples, to which {option_of(min(typed))} does not apply"
+            raise VplanError(fault, "leave it out")
         self.sources = () if self._is_cache else sources(data, typed)
 
     def run(self, as_json: bool, *, begins: bool) -> int:
