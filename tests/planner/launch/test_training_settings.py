@@ -98,11 +98,21 @@ def test_what_has_no_effect_is_refused_by_name(model: str, said: dict[str, Any],
         ({"optimizer": "lion"}, {"epsilon": 1e-6}, "no effect with lion"),
         ({"optimizer": "prodigy"}, {"learning_rate": 1e-4}, "Prodigy finds the rate itself"),
         ({"optimizer_step": "backward"}, {"max_grad_norm": 0.5}, "no gradients to clip together"),
+        ({}, {"lr_scheduler": "constant", "warmup_steps": 5}, "--warmup-steps has no effect with .*_with_warmup"),
     ],
 )
 def test_what_an_optimizer_does_not_take_is_refused(strategy: dict[str, Any], said: dict[str, Any], match: str) -> None:
     with pytest.raises(VplanError, match=match):
         completed("flux.1-dev", Strategy(**strategy), **said)
+
+
+def test_a_warm_up_needs_a_schedule_that_has_one() -> None:
+    """diffusers' `constant` begins with the whole rate, whatever its warm-up steps."""
+    settings = completed("flux.1-dev", warmup_steps=5)
+    assert settings.lr_scheduler == "constant_with_warmup" and completed("flux.1-dev").lr_scheduler == "constant"
+    assert "(constant_with_warmup, 5 warm-up steps)" in words(settings, lookup.model("flux.1-dev"), Strategy())[1]
+    again = over(settings, {**dict.fromkeys(TrainingSettings.model_fields), "warmup_steps": 5})  # the same command
+    assert completed("flux.1-dev", **{**again.to_json(), "betas": again.betas}) == settings
 
 
 def test_full_training_has_no_alpha() -> None:
