@@ -102,9 +102,16 @@ def sources(data: Path, options: Mapping[str, Any]) -> tuple[DataSource, ...]:
         )
     listed = DatasetFile.read(read_document(data), data.name).source
     here = data.absolute().parent
-    found = tuple(source.replace(folder=str(here / Path(source.folder).expanduser())) for source in listed)
-    for source in found:
-        if not Path(source.folder).is_dir():
-            fault = f"{data.name}: there is no folder {quoted(source.folder)}"
-            raise VplanError(fault, "folders are relative to the file that names them")
-    return found
+    return tuple(source.replace(folder=_folder(source.folder, here, data.name)) for source in listed)
+
+
+def _folder(text: str, here: Path, file: str) -> str:
+    """The absolute path of a folder that a file names; a VplanError where there is none."""
+    try:
+        path = here / Path(text).expanduser()
+    except RuntimeError:  # ~NAME, of nobody
+        path = here / text
+    if not path.is_dir():
+        fix = "folders are relative to the file that names them"
+        raise VplanError(f"{file}: there is no folder {quoted(str(path))}", fix)
+    return str(path)

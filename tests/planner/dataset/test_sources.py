@@ -82,6 +82,7 @@ def test_a_folder_takes_the_settings_that_were_typed(tmp_path: Path) -> None:
         ("[[source]]\nfolder = 'here'\ncaptions = '../a.csv'", "'../a.csv' is not known", ".csv or .jsonl"),
         ("[[source]]\nfolder = 'here'\ntrigger = \"a\\nb\"", "not a caption", "one line"),
         ("[[source]]\nfolder = 'elsewhere'", "there is no folder", "relative to the file"),
+        ("[[source]]\nfolder = '~nobody-of-this-name/a'", "there is no folder", "relative to the file"),
         ("[general]\nflip = true\n[[source]]\nfolder = 'here'", "no field 'general'", "source"),
         ("[[source]", "is not TOML", "correct that line"),
     ],
