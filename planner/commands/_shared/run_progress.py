@@ -52,7 +52,7 @@ class Follower:
         console = Console(stderr=True)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(BAR), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("loading", total=steps)
+        self._task = self._bar.add_task("loading", total=steps, completed=done)
 
     def __enter__(self) -> Self:
         self._bar.start()
