@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -79,17 +79,32 @@ def start_worker(
 ) -> subprocess.Popen[bytes]:
     """Start a process that leads a session of its own, with all its output in `log`; `end_tree` ends it.
 
-    Its standard input is a pipe that closes when we die, however we die; a worker then ends itself.
+    Its standard input is a pipe that closes when we die, however we die; a worker then ends itself. SIGUSR1 is for us
+    alone: some batch systems send it to all processes of a job, and it would end a worker.
     """
     unwind_on_sigterm()
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=None if environment is None else dict(environment),
-    )
+    with _blocked_usr1():
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=None if environment is None else dict(environment),
+        )
+
+
+@contextlib.contextmanager
+def _blocked_usr1() -> Iterator[None]:
+    """A context in which SIGUSR1 waits; a process that is started in it never gets that signal, nor what it starts."""
+    if sys.platform == "win32":  # which has no such signal
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_worker(

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from planner.dataset.clips import UnusableError
 from planner.dataset.folder import Folder, is_media, printable
@@ -21,6 +21,10 @@ columns called so as files)."""
 
 MAX_CAPTION = 10_000
 """Characters. Encoders read a few hundred words; more is a file that is no caption."""
+
+
+MAX_LINE = 1 << 20
+"""Characters of a line in a table. More is a file that is no table, and might not fit into RAM."""
 
 
 class Fault(NamedTuple):
@@ -157,14 +161,14 @@ def _rows(table: Path, column: str) -> Iterator[tuple[int, object]]:
     try:
         with table.open(encoding="utf-8-sig", newline="" if table.suffix == ".csv" else "\n") as lines:
             if table.suffix == ".csv":
-                reader = csv.DictReader(lines)
+                reader = csv.DictReader(_short_lines(lines, table.name))
                 missing = {"file_name", column} - set(reader.fieldnames or ())
                 if missing:
                     fix = f"write file_name,{column} in its first line"
                     raise VplanError(f"{table.name} has no column {min(missing)}", fix)
                 yield from ((reader.line_num, row) for row in reader)
                 return
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(_short_lines(lines, table.name), 1):
                 if line.strip():
                     try:
                         yield number, json.loads(line)
@@ -174,6 +178,16 @@ def _rows(table: Path, column: str) -> Iterator[tuple[int, object]]:
         raise VplanError(f"cannot read {table.name}: {error.strerror}", "check that it is readable") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise VplanError(f"{table.name} is not a table of captions: {error}", "write it in UTF-8") from None
+
+
+def _short_lines(lines: TextIO, name: str) -> Iterator[str]:
+    """The lines of a table, none of them read beyond `MAX_LINE`."""
+    number = 0
+    while line := lines.readline(MAX_LINE + 1):
+        number += 1
+        if len(line) > MAX_LINE:
+            raise VplanError(f"{name} line {number} is longer than {MAX_LINE:,} characters", "write one row per line")
+        yield line
 
 
 def _caption(text: str) -> str:

@@ -138,7 +138,7 @@ def scan(source: DataSource, *, captioned: bool = True, tell: Callable[..., None
     """
     folder = Folder(Path(source.folder))
     names = list(folder.media())
-    progress = partial(_Progress(tell), title=printable(folder.root.name)[:20], of=len(names))
+    progress = partial(_Progress(tell), title=printable(folder.root.name)[:16], of=len(names))
     if not captioned:
         captions = Captions(dict.fromkeys(names, ""), {}, [])
     else:

@@ -80,6 +80,11 @@ class DatasetFile(Record):
     source: Annotated[tuple[DataSource, ...], Field(min_length=1, max_length=1000)]
 
 
+def option_of(field: str) -> str:
+    """The option that sets a field of a folder. `--frames` is the plan's own length."""
+    return "--frame-sampling" if field == "frames" else f"--{field.replace('_', '-')}"
+
+
 def sources(data: Path, options: Mapping[str, Any]) -> tuple[DataSource, ...]:
     """The sources that a folder or a `dataset.toml` stands for, with absolute folders.
 
@@ -92,13 +97,21 @@ def sources(data: Path, options: Mapping[str, Any]) -> tuple[DataSource, ...]:
         fix = "pass the folder with your clips, or a dataset.toml: --data DIR|FILE"
         raise VplanError(f"there is no folder {quoted(str(data))}", fix)
     if options:
-        flag = "--" + min(options).replace("_", "-")
-        raise VplanError(f"{flag} is for a folder, but --data is {quoted(data.name)}", "write it in that file")
+        raise VplanError(
+            f"{option_of(min(options))} is for a folder, but --data is {quoted(data.name)}", "write it in that file"
+        )
     listed = DatasetFile.read(read_document(data), data.name).source
     here = data.absolute().parent
-    found = tuple(source.replace(folder=str(here / Path(source.folder).expanduser())) for source in listed)
-    for source in found:
-        if not Path(source.folder).is_dir():
-            fault = f"{data.name}: there is no folder {quoted(source.folder)}"
-            raise VplanError(fault, "folders are relative to the file that names them")
-    return found
+    return tuple(source.replace(folder=_folder(source.folder, here, data.name)) for source in listed)
+
+
+def _folder(text: str, here: Path, file: str) -> str:
+    """The absolute path of a folder that a file names; a VplanError where there is none."""
+    try:
+        path = here / Path(text).expanduser()
+    except RuntimeError:  # ~NAME, of nobody
+        path = here / text
+    if not path.is_dir():
+        fix = "folders are relative to the file that names them"
+        raise VplanError(f"{file}: there is no folder {quoted(str(path))}", fix)
+    return str(path)

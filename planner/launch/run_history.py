@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from array import array
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,9 @@ COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes", "host_bytes")
 BINS = 480
 """Points of a chart at most: a page of 100,000 steps is as large as one of 1,000."""
 
+LAST_SECOND = 253_402_300_799
+"""Of the year 9999, in seconds since 1970: there are no later dates."""
+
 SAMPLE_NAME = re.compile(r"step-(\d{8})-(\d{1,6})\.(png|mp4)")
 """As `trainers.sampling.samples` names its files."""
 
@@ -34,9 +38,13 @@ class GrowingFile:
     def __init__(self, path: Path, *, skip: bool = False) -> None:
         """``skip``: leaves out what is there already."""
         self.path = path
-        status = path.stat() if skip and path.is_file() else None
-        self._inode = status.st_ino if status else None
-        self._read = status.st_size if status else 0
+        self._inode: int | None = None
+        self._read = 0
+        if skip and path.is_file():
+            with path.open("rb") as file:
+                self._inode = os.fstat(file.fileno()).st_ino
+                # Its writer cuts off a last line that is not whole, and goes on there.
+                self._read = file.read().rfind(b"\n") + 1
         self.is_new = False
         """whether the last lines were read from the beginning of a file"""
 
@@ -47,7 +55,7 @@ class GrowingFile:
         if not self.path.is_file():
             return []
         with self.path.open("rb") as file:
-            inode = self.path.stat().st_ino
+            inode = os.fstat(file.fileno()).st_ino  # of what was opened: the path may be another file by now
             if inode != self._inode:
                 self._inode, self._read, self.is_new = inode, 0, True
             file.seek(self._read)
@@ -75,23 +83,24 @@ class Columns:
     def add(self, line: Mapping[str, Any]) -> None:
         """Adds the interval of one line."""
         self.step.append(number(line, "step"))
-        self.ended.append(number(line, "unix_seconds"))
+        self.ended.append(number(line, "unix_seconds", LAST_SECOND))
         self.seconds.append(number(line, "seconds"))
         self.phase.append(PHASES.index(line["phase"]) if line.get("phase") in PHASES else PHASES.index("train"))
         for name, column in self.counters.items():
-            column.append(number(line, name))
+            column.append(math.nan if line.get(name) is None else number(line, name))
 
     def __len__(self) -> int:
         return len(self.step)
 
 
-def number(line: Mapping[str, Any], name: str) -> float:
-    """A number of a line; NaN where it has none."""
+def number(line: Mapping[str, Any], name: str, most: float = 2**63) -> float:
+    """A number of a line; a VplanError where it has none, or one beyond ``most``."""
     value = line.get(name)
     if value is None:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise VplanError(f"a line of the run has {name} = {quoted(value)}, which is no number", "remove that line")
+        raise VplanError(f"a line of the run has no {name}", "runs of earlier versions cannot be shown")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and -most <= value <= most):  # nor is NaN
+        raise VplanError(f"a line of the run has {name} = {quoted(str(value))}, which is no number", "remove that line")
     return float(value)
 
 
@@ -160,6 +169,8 @@ class RunHistory:
         for line in lines:
             self._take(line)
         others = self._memory.new_lines()
+        if self._memory.is_new:  # lines are only ever added to it; but a copy of a run is replaced whole
+            self.others, self.failed, self.starts, self.repeated = Columns(), [], [], 0
         for line in others:
             self._take_other(line)
         return bool(lines or others or self._metrics.is_new)
@@ -184,7 +195,7 @@ class RunHistory:
             forecast = line.get("forecast")
             self.starts.append(
                 RunStart(
-                    unix_seconds=number(line, "unix_seconds"),
+                    unix_seconds=number(line, "unix_seconds", LAST_SECOND),
                     step=int(number(line, "step")),
                     device=str(line.get("device")),
                     forecast=RunForecast.read(forecast, MEMORY) if isinstance(forecast, dict) else None,
@@ -212,7 +223,7 @@ class RunHistory:
         if "outcome" not in encoding and is_worker(encoding.get("pid")):
             return RunState("encoding")
         # A run that was started again may have ended before its ranks began: the newer of the two says how.
-        in_training = bool(training) and not (encoding and paths[0].stat().st_mtime > paths[1].stat().st_mtime)
+        in_training = bool(training) and not (encoding and _changed(paths[0]) > _changed(paths[1]))
         result = training if in_training else encoding
         outcome, message = result.get("outcome"), str(result.get("message", ""))
         if outcome == "ok" and in_training:
@@ -238,10 +249,18 @@ def read_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
+def _changed(path: Path) -> float:
+    """When a file was last written; 0 where it is gone, as when a run is started again just now."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def is_worker(pid: object) -> bool:
     """Whether a process of this computer is one of vplan's workers."""
     try:
-        return isinstance(pid, int) and "worker" in psutil.Process(pid).cmdline()
+        return isinstance(pid, int) and 0 < pid < 2**31 and "worker" in psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
 

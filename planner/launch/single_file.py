@@ -42,6 +42,11 @@ def folder_of(file: Path, model: str, output: Path) -> Path:
     return output / CONVERTED / hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
+def folder_here(folder: str | None, output: Path) -> str | None:
+    """The folder that the first computer of a run converted a file to, where this computer has the run's output."""
+    return str(output / CONVERTED / Path(folder).name) if folder else None
+
+
 def convert(file: Path, model: str, folder: Path) -> None:
     """Writes a file's weights into such a folder, in a process of its own; a VplanError where that is not possible."""
     request = launch.write_request(folder.parent, Conversion(model=model, file=str(file), folder=str(folder)))

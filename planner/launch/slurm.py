@@ -20,6 +20,8 @@ CPUS_PER_GPU = 4
 SIGNAL_SECONDS, SAVE_BYTES_PER_SECOND = 120, 50 * 10**6
 """How long before the time limit a run is asked to stop: Slurm may signal a minute late (sbatch ``--signal``), and the
 present step and a checkpoint, to a slow drive, come before the end."""
+LONGEST_SIGNAL_SECONDS = 65_535
+"""More is an error (sbatch ``--signal``)."""
 
 
 def slurm_script(
@@ -82,16 +84,19 @@ def slurm_script(
 def _limits(estimate: Estimate, steps: int) -> list[str]:
     """The RAM of a node and the time of the job, by the estimate."""
     seconds = steps * _step_seconds(estimate)
+    # The signal's lead comes on top: a job that is shorter than that would be asked to stop as soon as it starts.
+    limit = SPARE * seconds + ENCODING_SECONDS + _signal_seconds(estimate)
     return [
         f"#SBATCH --mem={math.ceil(SPARE * estimate.host_ram_bytes / GIB)}G",
-        *([f"#SBATCH --time={_time(SPARE * seconds + ENCODING_SECONDS)}"] if seconds else []),
+        *([f"#SBATCH --time={_time(limit)}"] if seconds else []),
     ]
 
 
 def _signal_seconds(estimate: Estimate | None) -> int:
     if estimate is None:
         return SIGNAL_SECONDS
-    return math.ceil(SIGNAL_SECONDS + 2 * _step_seconds(estimate) + estimate.disk_bytes / SAVE_BYTES_PER_SECOND)
+    lead = SIGNAL_SECONDS + 2 * _step_seconds(estimate) + estimate.disk_bytes / SAVE_BYTES_PER_SECOND
+    return min(math.ceil(lead), LONGEST_SIGNAL_SECONDS)
 
 
 def _step_seconds(estimate: Estimate) -> float:

@@ -61,11 +61,16 @@ def over(kept: TrainingSettings, options: Mapping[str, Any]) -> TrainingSettings
     settings = TrainingSettings.read({**old, **typed})
     if settings.lora_init is None or settings.lora_init in NAMED_INITS:
         return settings
-    path = Path(settings.lora_init).expanduser().absolute()
-    if not path.exists():
+    return settings.replace(lora_init=str(Path(settings.lora_init).expanduser().absolute()))
+
+
+def check_lora_init(settings: TrainingSettings) -> None:
+    """Raises a VplanError where the LoRA file that adapters begin with is not there. A run that goes on from a
+    checkpoint has no need of it."""
+    init = settings.lora_init
+    if init is not None and init not in NAMED_INITS and not Path(init).exists():
         fix = f"pass a LoRA file, or one of {', '.join(NAMED_INITS)}"
-        raise VplanError(f"--lora-init: there is no {quoted(settings.lora_init)}", fix)
-    return settings.replace(lora_init=str(path))
+        raise VplanError(f"--lora-init: there is no {quoted(init)}", fix)
 
 
 def settled_plan(plan: Plan, profile: ModelProfile) -> Plan:
@@ -88,7 +93,7 @@ def complete(settings: TrainingSettings, profile: ModelProfile, job: Job, strate
         "lora_alpha": settings.lora_alpha or float(job.lora_rank) if adapters else None,
         "lora_init": settings.lora_init or "gaussian" if adapters else None,
         "learning_rate": rate,
-        "lr_scheduler": settings.lr_scheduler or "constant",
+        "lr_scheduler": settings.lr_scheduler or ("constant_with_warmup" if settings.warmup_steps else "constant"),
         "warmup_steps": settings.warmup_steps or 0,
         "weight_decay": arguments["weight_decay"],
         "betas": arguments.get("betas"),
@@ -130,7 +135,7 @@ def words(settings: TrainingSettings, profile: ModelProfile, strategy: Strategy)
     preset = _acting_law(profile.training, profile)
     own = sorted(name for name, each in preset.items() if getattr(settings, name) != each)
     origin = f"preset of {profile.name} but for {', '.join(own)}" if own else f"preset of {profile.name}"
-    schedule = value["lr_scheduler"] + (f" after {value['warmup_steps']} steps" if settings.warmup_steps else "")
+    schedule = value["lr_scheduler"] + (f", {value['warmup_steps']} warm-up steps" if settings.warmup_steps else "")
     rest = [strategy.optimizer, f"learning rate {value['learning_rate']} ({schedule})"]
     names = {"weight_decay": "weight decay", "betas": "betas", "max_grad_norm": "clipped at", "ema_decay": "EMA decay"}
     rest += [f"{word} {value[name]}" for name, word in names.items() if name in value]
@@ -279,6 +284,9 @@ def _of_optimizer(settings: TrainingSettings, strategy: Strategy) -> Iterator[tu
         yield f"--epsilon has no effect with {name}", f"leave it out, or use one of {', '.join(EPSILONS)}"
     if name == "prodigy" and settings.learning_rate not in (None, 1.0):
         yield "--learning-rate: Prodigy finds the rate itself", "leave it out"
+    if settings.warmup_steps and settings.lr_scheduler == "constant":
+        fix = "use --lr-scheduler constant_with_warmup, or leave out --warmup-steps"
+        yield "--warmup-steps has no effect with --lr-scheduler constant", fix
     if settings.max_grad_norm and strategy.optimizer_step == "backward":
         reason = "--max-grad-norm has no effect: inside the backward pass there are no gradients to clip together"
         yield reason, "leave it out, or use another --optimizer-step"

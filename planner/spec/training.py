@@ -60,7 +60,7 @@ class TrainingSettings(Record):
     learning_rate: Positive | None = None
     """highest learning rate; 1e-4 for lora and 1e-5 for full by default"""
     lr_scheduler: Schedule | None = None
-    """learning rate schedule; constant by default"""
+    """learning rate schedule; constant, or constant_with_warmup with --warmup-steps, by default"""
     warmup_steps: CountOrZero | None = None
     """steps over which the learning rate rises; 0 by default"""
     weight_decay: NotNegative | None = None

@@ -68,33 +68,33 @@
         readout.textContent = readings.words[index];
       });
     });
-    };
-    const parts = (root) => [...root.querySelectorAll("section[id]")];
-    const shown = new Map(parts(document).map((part) => [part.id, part.outerHTML]));
-    comfort(document);
-    // A page that is served follows its run: the parts that have changed are replaced, and the others left alone.
-    const follow = async () => {
-      let news;
-      try {
-        const answer = await fetch(document.body.dataset.live, { cache: "no-store" });
-        if (!answer.ok) throw new Error(answer.statusText);
-        news = new DOMParser().parseFromString(await answer.text(), "text/html");
-      } catch {
-        document.title = document.title.replace(/^(\(lost\) )?/, "(lost) ");
-        return;
-      }
-      document.title = news.title;
-      const fresh = parts(news);
-      if (fresh.map((part) => part.id).join() !== parts(document).map((part) => part.id).join()) {
-        location.reload();
-        return;
-      }
-      fresh.forEach((part) => {
-        if (shown.get(part.id) === part.outerHTML) return;
-        shown.set(part.id, part.outerHTML);
-        document.getElementById(part.id).replaceWith(part);
-        comfort(part);
-      });
-    };
-    if (document.body.dataset.live) setInterval(follow, 2000);
-  })();
+  };
+  const parts = (root) => [...root.querySelectorAll("section[id]")];
+  const shown = new Map(parts(document).map((part) => [part.id, part.outerHTML]));
+  comfort(document);
+  // A page that is served follows its run: the parts that have changed are replaced, and the others left alone.
+  const follow = async () => {
+    let news;
+    try {
+      const answer = await fetch(document.body.dataset.live, { cache: "no-store" });
+      if (!answer.ok) throw new Error(answer.statusText);
+      news = new DOMParser().parseFromString(await answer.text(), "text/html");
+    } catch {
+      document.title = document.title.replace(/^(\(lost\) )?/, "(lost) ");
+      return;
+    }
+    document.title = news.title;
+    const fresh = parts(news);
+    if (fresh.map((part) => part.id).join() !== parts(document).map((part) => part.id).join()) {
+      location.reload();
+      return;
+    }
+    fresh.forEach((part) => {
+      if (shown.get(part.id) === part.outerHTML) return;
+      shown.set(part.id, part.outerHTML);
+      document.getElementById(part.id).replaceWith(part);
+      comfort(part);
+    });
+  };
+  if (document.body.dataset.live) setInterval(follow, 2000);
+})();

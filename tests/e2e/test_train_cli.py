@@ -134,6 +134,8 @@ def test_a_signal_before_the_time_limit_leaves_a_checkpoint(place: runs.Place, t
     said = words(place, output, "--steps", "30", "--checkpoint-every", "30", plan="two.toml")
     process = subprocess.Popen(said, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: lines(output) >= 3, process)  # type: ignore[arg-type]
+    for each in psutil.Process(process.pid).children(recursive=True):  # as Slurm does with SignalChildrenProcesses
+        each.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGUSR1)
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 138, stderr

@@ -8,6 +8,8 @@ import json
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +44,7 @@ def port(output: Path) -> Iterator[int]:
     yield int(match[1])
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in stderr
+    assert process.returncode == 130 and stderr.strip() == ""
 
 
 def get(port: int, path: str, **headers: str) -> tuple[int, bytes, http.client.HTTPMessage]:
@@ -91,6 +93,19 @@ def test_another_sites_name_is_refused(port: int) -> None:
     assert get(port, "/", Host=f"localhost:{port}")[0] == 200
 
 
+def test_a_browser_that_hangs_up_is_no_fault(port: int, output: Path) -> None:
+    """That nothing is printed is seen where the server ends."""
+    name = "step-00000033-1.png"
+    whole = (output / "samples" / name).read_bytes()
+    (output / "samples" / name).write_bytes(bytes(64 << 20))  # more than sockets buffer
+    with socket.create_connection(("127.0.0.1", port)) as hasty:
+        hasty.sendall(f"GET /samples/{name} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+        assert hasty.recv(12) == b"HTTP/1.1 200"
+        hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+    (output / "samples" / name).write_bytes(whole)
+    assert get(port, "/")[0] == 200
+
+
 def test_only_this_computer_is_listened_to(port: int) -> None:
     import psutil
 
@@ -119,6 +134,25 @@ def test_the_numbers_as_json_and_the_page_as_a_file(output: Path) -> None:
     done = run("report", str(output))
     assert done.returncode == 0 and (output / "report.html").is_file(), done.stderr
     assert done.stderr == f"wrote {output / 'report.html'}\n"
+
+
+def test_a_run_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from planner.commands.watch import _summary
+    from planner.launch.run_history import RunHistory
+    from reports.run_data import run_page
+
+    folder = killed_and_resumed(tmp_path)
+    (folder / "run" / "request.json").write_text(json.dumps({"plan": {"job": {"model": "wan\x1b[2Jgone"}}}))
+    (folder / "run" / "result-00000.json").write_text(json.dumps({"outcome": "nan", "message": "\x1b]0;owned\x07"}))
+    history = RunHistory(folder)
+    history.update()
+    with (console := Console(width=80, force_terminal=True)).capture() as shown:
+        console.print(_summary(run_page(history)))
+    text = shown.get()
+    assert "wan [2Jgone" in text and "]0;owned" in text and "\x1b[2J" not in text and "\x1b]" not in text
+    assert "loss 1.0000 (mean of 10 steps)" in text and "outside the predicted range" in text
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, port: int, output: Path) -> None:

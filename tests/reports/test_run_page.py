@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from planner.commands._shared.run_report import ReportWriter
 from planner.launch.run_history import RunHistory
 from reports import run_html, write_run
 from tests.planner.launch.run_folders import HOSTILE, RunFolder, killed_and_resumed
@@ -72,3 +75,14 @@ def test_only_a_served_page_looks_for_news(tmp_path: Path) -> None:
     assert "data-live=" not in shown(tmp_path).replace("dataset.live", "")
     served = run_html(RunHistory(tmp_path))
     assert 'data-live="page"' in served and "file:" not in served[: served.index("<title>")]
+
+
+def test_a_page_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = killed_and_resumed(tmp_path)
+    writer = ReportWriter(folder)
+    (folder / "run" / "result-00000.json").mkdir()  # reading it is an error of the system
+    writer.write()
+    assert capsys.readouterr().err.startswith(f"warning: no more report of the run: {folder}/run/result-00000.json")
+    (folder / "run" / "result-00000.json").rmdir()
+    writer.write()
+    assert capsys.readouterr().err == "" and not (folder / "report.html").exists()

@@ -103,6 +103,14 @@ def test_names_of_files_are_checked_first(tmp_path: Path) -> None:
         single_file.check(str(tmp_path / "none.safetensors"))
 
 
+def test_one_computer_of_several_converts_a_file(tmp_path: Path) -> None:
+    """Where it lies elsewhere, or has another date, each of the others would convert it too, into the same output."""
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    made = single_file.folder_of(tmp_path / "a.safetensors", "flux.1-dev", tmp_path / "first")
+    assert single_file.folder_here(str(made), Path("/mnt/run")) == f"/mnt/run/transformer/{made.name}"
+    assert single_file.folder_here(None, Path("/mnt/run")) is None
+
+
 def test_training_from_one_file_is_training_from_the_folder(place: runs.Place, file: Path, tmp_path: Path) -> None:
     write_plan(place.plan(), tmp_path / "plan.toml")
     losses = []

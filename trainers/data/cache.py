@@ -8,6 +8,7 @@ loses what it was encoding. Ranks and runs may share a folder: rank r of n encod
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import itertools
@@ -36,7 +37,7 @@ from trainers.data import layer_offload, parts
 from trainers.data.decoding import Decoded, FrameRange, SampleFiles, decoded
 from trainers.data.entries import CachedSample, with_partner
 from trainers.data.packed_encoders import shrink
-from trainers.data.store import BackgroundWriter, Digests, Store
+from trainers.data.store import BackgroundWriter, Digests, Store, one_at_a_time
 from trainers.families.common.base import Family
 from trainers.families.common.encoding import Encoder, EncoderTurn
 from trainers.step.step import DTYPES, compute_dtype
@@ -255,6 +256,11 @@ class CacheBuild:
 
     def _load(self, turn: EncoderTurn) -> Encoder:
         """The encoder of a turn on the device, as the strategy wants it."""
+        # It is whole in host RAM before it is on the device, where there may be room for that of one rank alone.
+        with one_at_a_time(self.setting.folder) if self.setting.ranks > 1 else contextlib.nullcontext():
+            return self._loaded(turn)
+
+    def _loaded(self, turn: EncoderTurn) -> Encoder:
         strategy, dtype = self.setting.strategy, self._dtype_of(turn)
         is_vae = turn.part == "vae"
         model = parts.load(self.root, turn.part, turn.class_name, DTYPES.get(dtype, torch.bfloat16))

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import sys
 import time
 import uuid
 from collections import deque
@@ -177,6 +178,20 @@ class Digests:
             fix = "check that it exists and is readable"
             raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", fix) from None
         return self._digests[key]
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """A context that the processes which share a folder are in one after another. The lock is the kernel's (flock) and
+    goes with its process."""
+    if sys.platform == "win32":  # where one process encodes
+        yield
+        return
+    import fcntl
+
+    with (folder / ".turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

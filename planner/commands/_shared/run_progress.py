@@ -52,7 +52,7 @@ class Follower:
         console = Console(stderr=True)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(BAR), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("loading", total=steps)
+        self._task = self._bar.add_task("loading", total=steps, completed=done)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -159,7 +159,7 @@ class Preparing:
         if not ranks or not ("doing" in ranks[0] or "scanning" in ranks[0]):
             return
         # Each rank has its share of the same encoder's work; one that is ahead counts when the others have come there.
-        together = [rank for rank in ranks if rank.get("doing") == ranks[0]["doing"]]
+        together = [rank for rank in ranks if rank.get("doing") == ranks[0].get("doing")]
         done, total = (sum(rank.get(name, 0) for rank in together) for name in ("done", "all"))
         what = f"encoding {ranks[0]['doing']}" if "doing" in ranks[0] else f"scanning {ranks[0]['scanning']}"
         if what != self._doing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import re
+import sys
 import threading
 import time
 from functools import partial
@@ -53,9 +54,10 @@ class ReportWriter:
         try:
             self._history.update()
             reports.write_run(self._history)
-        except VplanError as error:
+        except (VplanError, OSError) as error:
             self._stopped = True
-            click.echo(f"warning: no more report of the run: {error.message}", err=True)
+            reason = error.message if isinstance(error, VplanError) else f"{error.filename}: {error.strerror}"
+            click.echo(f"warning: no more report of the run: {reason}", err=True)
         ended = time.monotonic()
         self._next = ended + max(WAIT_SECONDS, SHARE * (ended - began))
 
@@ -77,6 +79,11 @@ class RunServer(http.server.ThreadingHTTPServer):
     def url(self) -> str:
         """Where the page is."""
         return f"http://{HOST}:{self.server_address[1]}/"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing of a browser that has hung up, as one does in the middle of a video it seeks in."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]  # a socket and its address
 
     def page(self) -> bytes:
         """The page as the run is now."""

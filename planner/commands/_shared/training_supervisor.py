@@ -23,7 +23,7 @@ from planner.commands._shared.verb import (
     show,
     talk,
 )
-from planner.dataset.sources import sources
+from planner.dataset.sources import option_of, sources
 from planner.errors import VplanError
 from planner.launch import checkpoints, launch, single_file, training_laws, validation
 from planner.launch.fallback import difference, next_plan
@@ -69,7 +69,8 @@ class TrainingSupervisor:
         self.prompts = validation.prompts(plan, options)
         typed = typed_settings(options)
         if self._is_cache and typed:
-            raise VplanError(f"{data} holds encoded samples, to which --{min(typed)} does not apply", "leave it out")
+            fault = f"{data} holds encoded samples, to which {option_of(min(typed))} does not apply"
+            raise VplanError(fault, "leave it out")
         self.sources = () if self._is_cache else sources(data, typed)
 
     def run(self, as_json: bool, *, begins: bool) -> int:
@@ -201,6 +202,8 @@ class TrainingSupervisor:
         output, first = self.output, self.nodes.rank == 0
         resume = self._resume() if first else None
         if first:  # for all computers
+            if resume is None:
+                training_laws.check_lora_init(self.plan.training)
             self._keep_training()
             wanted = self._preparation(entries)
             # Data of our own is looked through at every start: clips, captions and plan may be others than last time.
@@ -286,7 +289,8 @@ class TrainingSupervisor:
             raise VplanError(f"the first node ended: {why}", "see its output", FAILED)
         self.plan = request.plan
         resume = str(self.output / checkpoints.FOLDER / Path(request.resume).name) if request.resume else None
-        own = {"output": str(self.output), "weights": self.weights, "transformer": self._converted()}
+        transformer = single_file.folder_here(request.transformer, self.output)
+        own = {"output": str(self.output), "weights": self.weights, "transformer": transformer}
         return request.replace(**own, entries=str(entries), resume=resume, device=self.device)
 
     def _print_command(self, request: launch.RunRequest, as_json: bool) -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
-from planner.dataset import buckets, scan
+from planner.dataset import buckets, captions, scan
 from planner.dataset.sources import DataSource, sources
 from planner.errors import VplanError
 from planner.spec.job import Job
@@ -82,6 +82,7 @@ def test_a_folder_takes_the_settings_that_were_typed(tmp_path: Path) -> None:
         ("[[source]]\nfolder = 'here'\ncaptions = '../a.csv'", "'../a.csv' is not known", ".csv or .jsonl"),
         ("[[source]]\nfolder = 'here'\ntrigger = \"a\\nb\"", "not a caption", "one line"),
         ("[[source]]\nfolder = 'elsewhere'", "there is no folder", "relative to the file"),
+        ("[[source]]\nfolder = '~nobody-of-this-name/a'", "there is no folder", "relative to the file"),
         ("[general]\nflip = true\n[[source]]\nfolder = 'here'", "no field 'general'", "source"),
         ("[[source]", "is not TOML", "correct that line"),
     ],
@@ -97,6 +98,7 @@ def test_other_paths_and_settings_beside_a_file_are_refused(tmp_path: Path) -> N
     assert "there is no folder" in refusal(write(tmp_path / "data.csv", "")).message
     file = write(tmp_path / "dataset.toml", "[[source]]\nfolder = '.'")
     assert "--flip is for a folder" in refusal(file, flip=True).message
+    assert "--frame-sampling is for a folder" in refusal(file, frames="even").message
     assert "does not exist" in refusal(tmp_path / "other.toml").message
 
 
@@ -178,6 +180,23 @@ def test_captions_of_a_column_of_a_table_for_all_and_with_a_trigger(tmp_path: Pa
     ):
         with pytest.raises(VplanError, match=message):
             captions(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "file_name,text\n" + 'a.png,"' + "long " * 100),
+        ("a.jsonl", "[" * 500),
+        ("a.jsonl", "\n" * 9 + "x" * 500),
+    ],
+)
+def test_a_table_without_lines_is_not_read_into_ram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setattr(captions, "MAX_LINE", 100)
+    write(tmp_path / name, text)
+    with pytest.raises(VplanError, match=r"a\.\w+ line \d+ is longer than 100 characters"):
+        scan.scan(DataSource(folder=str(tmp_path), captions=name))
 
 
 def test_several_folders_are_one_dataset(tmp_path: Path) -> None:

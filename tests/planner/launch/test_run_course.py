@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,42 @@ def test_what_is_read_is_what_was_added(tmp_path: Path) -> None:
     assert growing.new_lines() == [{"c": 3}] and growing.is_new
 
 
-@pytest.mark.parametrize("line", ["[1]", "{", "7", '{"step": "x", "loss": 1.0, "unix_seconds": 1, "seconds": 1}'])
-def test_a_damaged_line_is_one_clear_fault(tmp_path: Path, line: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(VplanError, match=r"no JSON object|no number"):
+def test_what_was_there_is_passed_over_also_where_a_kill_cut_its_last_line(tmp_path: Path) -> None:
+    append = pytest.importorskip("trainers.measuring.run_metrics").append
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n{"b": "as long as the next two lines are"')
+    growing = GrowingFile(path, skip=True)
+    append(path, [{"c": 3}, {"d": 4}])
+    assert growing.new_lines() == [{"c": 3}, {"d": 4}] and not growing.is_new
+
+
+def test_a_copy_of_a_run_that_is_replaced_whole_is_read_once(tmp_path: Path) -> None:
+    history, _ = read(killed_and_resumed(tmp_path))
+    before = len(history.others), len(history.starts), history.repeated
+    copy = tmp_path / "copy"
+    copy.write_bytes((tmp_path / "memory.jsonl").read_bytes())
+    copy.replace(tmp_path / "memory.jsonl")
+    assert history.update() and (len(history.others), len(history.starts), history.repeated) == before
+
+
+GOOD = {"step": 1, "loss": 1.0, "learning_rate": 0.1, "unix_seconds": 1.0, "seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("[1]", "no JSON object"), ("{", "no JSON object"), ("7", "no JSON object"),
+        ({**GOOD, "step": "x"}, "step = .*no number"), ({**GOOD, "loss": math.nan}, "loss = .*no number"),
+        ({**GOOD, "seconds": -math.inf}, "seconds = .*no number"), ({**GOOD, "step": 10**400}, "step = .*no number"),
+        ({**GOOD, "unix_seconds": 1e300}, "unix_seconds = .*no number"),
+        ({**GOOD, "learning_rate": True}, "learning_rate = .*no number"),
+        ({"step": 1, "loss": 1.0, "learning_rate": 0.1, "seconds": 1.0}, "has no unix_seconds; .*earlier versions"),
+        ({"samples": []}, "has no step"),
+    ],
+)  # fmt: skip
+def test_a_damaged_line_is_one_clear_fault(tmp_path: Path, line: Any, fault: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text((line if isinstance(line, str) else json.dumps(line)) + "\n")
+    with pytest.raises(VplanError, match=fault):
         RunHistory(tmp_path).update()
 
 
@@ -181,6 +214,7 @@ def test_only_names_of_samples_are_samples(tmp_path: Path) -> None:
         ),
         ({"outcome": "ok"}, {"outcome": "nan", "message": "not a number"}, "failed", "not a number"),
         ({"outcome": "ok"}, {"phase": "train", "pid": 2**22 + 1}, "stopped", ""),
+        ({"outcome": "ok"}, {"phase": "train", "pid": -5}, "stopped", ""),
         ({"outcome": "refused", "message": "no clips"}, None, "failed", "no clips"),
         ({"outcome": "ok"}, None, "stopped", ""),
     ],

@@ -55,11 +55,22 @@ def test_every_node_starts_the_same_words_with_its_own_number(tmp_path: Path) ->
     script = slurm_script(plan(2), WORDS, log="/runs/a/slurm-%j.log", steps=10_000, estimate=known)
     where = ["--main-address", "node-a", "--main-port", "23456", "--node-rank"]
     assert run(script, tmp_path, 2) == [*WORDS[2:], *where, "0", *WORDS[2:], *where, "1"]
-    for line in ("nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "mem=125G", "time=1-07:45:00", "requeue"):
+    for line in ("nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "mem=125G", "time=1-07:51:00", "requeue"):
         assert f"#SBATCH --{line}\n" in script
     assert "#SBATCH --output=/runs/a/slurm-%j.log\n" in script
     # 2 minutes, two steps of 9 s, and 10 GB at 50 MB/s
     assert "#SBATCH --signal=USR1@338\n" in script and "#SBATCH --cpus-per-task=32\n" in script
+
+
+def test_a_short_job_with_large_checkpoints_has_time_to_train_before_it_is_asked_to_stop() -> None:
+    estimate, _ = estimated(ready(plan(1)), must=True)
+    assert estimate is not None
+    known = estimate.replace(step_seconds=5.0, step_seconds_high=5.0, disk_bytes=150 * 10**9)
+    script = slurm_script(plan(1), WORDS, steps=100, estimate=known)
+    # 625 s of training, half an hour for encoding, and the 3130 s that the last step and a checkpoint may take
+    assert "#SBATCH --signal=USR1@3130\n" in script and "#SBATCH --time=0-01:33:00\n" in script
+    huge = slurm_script(plan(1), WORDS, steps=100, estimate=known.replace(disk_bytes=4 * 10**12))
+    assert "#SBATCH --signal=USR1@65535\n" in huge
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch.training_laws import changes, complete, over, with_law, words
+from planner.launch.training_laws import changes, check_lora_init, complete, over, with_law, words
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 from planner.spec.training import TrainingSettings
@@ -97,11 +98,21 @@ def test_what_has_no_effect_is_refused_by_name(model: str, said: dict[str, Any],
         ({"optimizer": "lion"}, {"epsilon": 1e-6}, "no effect with lion"),
         ({"optimizer": "prodigy"}, {"learning_rate": 1e-4}, "Prodigy finds the rate itself"),
         ({"optimizer_step": "backward"}, {"max_grad_norm": 0.5}, "no gradients to clip together"),
+        ({}, {"lr_scheduler": "constant", "warmup_steps": 5}, "--warmup-steps has no effect with .*_with_warmup"),
     ],
 )
 def test_what_an_optimizer_does_not_take_is_refused(strategy: dict[str, Any], said: dict[str, Any], match: str) -> None:
     with pytest.raises(VplanError, match=match):
         completed("flux.1-dev", Strategy(**strategy), **said)
+
+
+def test_a_warm_up_needs_a_schedule_that_has_one() -> None:
+    """diffusers' `constant` begins with the whole rate, whatever its warm-up steps."""
+    settings = completed("flux.1-dev", warmup_steps=5)
+    assert settings.lr_scheduler == "constant_with_warmup" and completed("flux.1-dev").lr_scheduler == "constant"
+    assert "(constant_with_warmup, 5 warm-up steps)" in words(settings, lookup.model("flux.1-dev"), Strategy())[1]
+    again = over(settings, {**dict.fromkeys(TrainingSettings.model_fields), "warmup_steps": 5})  # the same command
+    assert completed("flux.1-dev", **{**again.to_json(), "betas": again.betas}) == settings
 
 
 def test_full_training_has_no_alpha() -> None:
@@ -131,8 +142,19 @@ def test_typed_options_lie_over_the_plans() -> None:
     assert over(kept, options) == kept
     new = over(kept, {**options, "timestep_sampling": "mode", "max_grad_norm": 0.0})
     assert (new.timestep_sampling, new.logit_mean, new.betas, new.max_grad_norm) == ("mode", None, (0.9, 0.9), 0.0)
-    with pytest.raises(VplanError, match="there is no"):
-        over(kept, {**options, "lora_init": "nothing.safetensors"})
+
+
+def test_a_lora_file_is_looked_for_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where a run goes on: its checkpoint has the adapters, and the file may be gone."""
+    monkeypatch.chdir(tmp_path)
+    options = dict.fromkeys(TrainingSettings.model_fields)
+    settings = over(TrainingSettings(), {**options, "lora_init": "a.safetensors"})
+    assert settings.lora_init == str(tmp_path / "a.safetensors") and over(settings, options) == settings
+    with pytest.raises(VplanError, match="--lora-init: there is no"):
+        check_lora_init(settings)
+    (tmp_path / "a.safetensors").touch()
+    check_lora_init(settings)
+    check_lora_init(TrainingSettings(lora_init="kaiming"))
 
 
 def test_a_resumed_run_may_change_its_rate_and_nothing_else() -> None:
