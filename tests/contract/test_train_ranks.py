@@ -81,6 +81,48 @@ def test_two_ranks_train_what_one_does_and_go_on_from_a_checkpoint(
     assert all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
+def across(place: runs.Place, output: Path, strategy: dict[str, Any], ranks: int, **said: Any) -> dict[str, Any]:
+    """A request of a full training with four samples a step, on so many ranks."""
+    plan = place.plan(strategy, gpus=ranks, method="full", batch_size=4 // ranks)
+    return place.request(output, plan, **{"steps": STEPS, "checkpoint_every": STEPS, **said}).to_json()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"sharding": "fsdp", "ema": "gpu"},
+        {"sharding": "zero-1", "ema": "cpu"},
+        {"sharding": "zero-2", "offload_optimizer": "cpu"},
+        {"sharding": "zero-3"},
+    ],
+)
+def test_other_numbers_of_ranks_go_on_from_a_checkpoint(
+    place: runs.Place, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
+    """Two ranks write it, one and four take it up: losses and weights are those of one rank that did it all."""
+    first = across(place, tmp_path / "2", strategy, 2, steps=3, checkpoint_every=3)
+    check(training.train(first))
+    whole = {name: strategy[name] for name in ("ema",) if name in strategy}
+    whole_run = tmp_path / "whole"
+    check(training.train(across(place, whole_run, whole, 1), world=1))
+    for ranks in (1, 4):
+        output = tmp_path / str(ranks)
+        shutil.copytree(tmp_path / "2", output)
+        resume = str(output / "checkpoints" / "step-00000003")
+        check(training.train(across(place, output, strategy, ranks, resume=resume), world=ranks))
+        compare(output, whole_run)
+
+
+def test_states_that_only_as_many_ranks_can_read_are_refused_by_name(place: runs.Place, tmp_path: Path) -> None:
+    """8-bit states have a constant for each block of a rank's share."""
+    strategy = {"sharding": "zero-2", "optimizer": "adamw-8bit"}
+    check(training.train(across(place, tmp_path, strategy, 2, steps=2, checkpoint_every=2)))
+    resume = str(tmp_path / "checkpoints" / "step-00000002")
+    (told,) = training.train(across(place, tmp_path, strategy, 1, resume=resume), world=1)
+    assert told["outcome"] == "refused" and "written with ranks 2, but the plan has 1" in told["message"]
+    check(training.train(across(place, tmp_path, strategy, 2, resume=resume)))
+
+
 OFFLOADED = {"offload_optimizer": "cpu", "offload_params": "cpu"}
 STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("ddp", {"gradient_accumulation": 2, "grad_buckets": "copy", "ema": "gpu"}),
