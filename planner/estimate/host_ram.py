@@ -187,11 +187,11 @@ def _save_ours(by_phase: dict[PhaseName, Parts], run: Run, machine: Machine, sha
     worth at a time, and what is read back from a drive.
     """
     copied, writers = _copied(run, machine), machine.gpus if run.strategy.sharding in SPLIT else 1
-    most = max(sum(parts.values()) for parts in by_phase.values())
+    beside = [phase for phase in ("train", "denoise", "decode", "save") if phase in by_phase]
+    most = max(sum(by_phase[phase].values()) for phase in beside)
     if machine.host_ram is None or has_room(copied, machine.host_ram - most):
-        for phase in ("train", "denoise", "decode", "save"):
-            if phase in by_phase:
-                by_phase[phase]["saving"] = copied
+        for phase in beside:
+            by_phase[phase]["saving"] = copied
     else:
         by_phase["save"]["saving"] = min(copied, writers * STATE_FILE_BYTES + machine.gpus * share.drive_saving)
 
