@@ -36,7 +36,7 @@ def main(millions: int) -> None:
         runs.WIDE.update({"num_attention_heads": width // 12, "attention_head_dim": 12, "ffn_dim": 4 * width})
         place = runs.Place(root, "wide")
         plan = place.plan(method="full")
-        run = TrainingRun(place.request(root / "run", plan, steps=10**6, learning_rate=1e-6), runs.ReportInMemory())
+        run = TrainingRun(place.request(root / "run", plan, steps=10**5, learning_rate=1e-6), runs.ReportInMemory())
         waited: dict[str, list[float]] = {"copies": [], "waits": []}
         counted: dict[str, list[float]] = {"copies": [], "waits": []}
         for number in range(2 * ROUNDS):
