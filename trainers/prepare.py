@@ -93,7 +93,9 @@ def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = F
 
     from trainers.data.cache import Setting
     from trainers.parallel.start import TIMEOUT, find_device
+    from trainers.step import backends
 
+    backends.settle()
     plan = request.plan
     setting = Setting(
         profile=lookup.model(plan.job.model),

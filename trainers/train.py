@@ -120,6 +120,7 @@ class TrainingRun:
             facts |= {"step": self.done, "device": request.device, "missing": self.watch.memory.missing}
             facts["forecast"] = request.forecast.to_json() if request.forecast else None
         self.lora_files = self._lora_files()
+        self.checkpoints = self._checkpoints()
         self.metrics = Metrics(self.output / METRICS, self.done, self.memory) if self.rank == 0 else None
         self.unread: tuple[dict[str, Any], LateLoss] | None = None
         """the line of the last step, which lacks its loss"""
@@ -138,6 +139,7 @@ class TrainingRun:
         try:
             self._sample(taken_up=True)
             finished = self._run_steps()
+            self._note_saved(self.checkpoints.wait())
             if finished:
                 self.report.tell(phase="save")
                 final = self.output / FINAL
@@ -145,6 +147,7 @@ class TrainingRun:
                     export.finish(final, self.profile, self.job, self.engine, self.average, self._lora_writer())
                 self._clear_drive()
         finally:
+            self.checkpoints.close()  # what an error finds half written is as good as any other
             self.loader.close()
             self.watch.close()
         self.accelerator.end_training()
@@ -155,6 +158,7 @@ class TrainingRun:
         request = self.request
         for number in range(self.done, request.steps):
             self._step(number)
+            self._note_saved(self.checkpoints.finished())
             last = self.done == request.steps
             # The checkpoint comes before the samples: making one may run out of memory, or be killed.
             if self.done % request.checkpoint_every == 0 or last or self.stopping:
@@ -163,6 +167,11 @@ class TrainingRun:
                 return False
             self._sample()
         return True
+
+    def _note_saved(self, checkpoint: Path | None) -> None:
+        """Tells of a checkpoint that is finished."""
+        if checkpoint is not None:
+            self.report.tell(saved=checkpoints.step_of(checkpoint))
 
     def _clear_drive(self) -> None:
         """What was offloaded to a drive is in the checkpoint by now."""
@@ -236,9 +245,7 @@ class TrainingRun:
         decay = self.training.ema_decay
         self.average = Average(self.trainee.trainable, strategy.ema, decay) if decay is not None else None
         if resume and manifest:  # after the engine: its states are shares of what it has made
-            checkpoint.load_state(resume, self.engine)
-            if self.average:
-                checkpoint.load_average(resume, self.average, manifest["average_steps"])
+            checkpoint.load_state(resume, self.engine, self.average, manifest["average_steps"])
         return manifest
 
     def _model(self, trained: Any) -> Any:
@@ -273,6 +280,9 @@ class TrainingRun:
 
     def _take_up(self, manifest: dict[str, Any]) -> int:
         """The steps a checkpoint has done; a VplanError where its state does not belong to this plan."""
+        if manifest["format"] == 1 and not self._is_replicated():
+            fault = "the checkpoint is of an older vplan, whose states of several ranks this one does not read"
+            raise VplanError(fault, "finish the run with the vplan that began it, or start over with --resume no")
         for name, now in self._layout().items():
             then = manifest["layout"].get(name, now)  # older checkpoints do not say which experts
             if then != now:
@@ -282,6 +292,8 @@ class TrainingRun:
 
     def _layout(self) -> dict[str, Any]:
         """What decides the form of a checkpoint's tensors."""
+        from trainers.parallel import parallel
+
         job, strategy = self.job, self.strategy
         return {
             "model": job.model,
@@ -296,7 +308,7 @@ class TrainingRun:
             "loss scaling": scales_loss(job, strategy),
             "ema": strategy.ema != "none",
             "sharding": strategy.sharding if strategy.sharding not in ("none", "ddp") else "none or ddp",
-            "ranks": self.request.plan.machine.world if not self._is_replicated() else None,
+            "ranks": self.request.plan.machine.world if parallel.needs_as_many_ranks(strategy) else None,
         }
 
     def _lora_files(self) -> Any:
@@ -388,9 +400,13 @@ class TrainingRun:
         seen_before, self.kernels_watched = self.kernels_watched, True
         return contextlib.nullcontext() if seen_before or self.strategy.compile != "none" else Kernels()
 
-    def _save(self) -> None:
-        from trainers.parallel import checkpoint
+    def _checkpoints(self) -> Any:
+        from trainers.parallel.checkpoint import CheckpointWriter
 
+        return CheckpointWriter(self.output / checkpoints.FOLDER, self.engine, self.request.keep_checkpoints)
+
+    def _save(self) -> None:
+        """Begins a checkpoint, which is written while training goes on."""
         self._read_loss()
         request = self.request
         manifest = {
@@ -401,12 +417,9 @@ class TrainingRun:
             "settings": request.settings(),
             "training": self.training.to_json(),
         }
-        folder = self.output / checkpoints.FOLDER
-        plan = plan_to_toml(request.plan)
-        keep = request.keep_checkpoints
         with self.memory.phase("save", self.done):
-            checkpoint.save(folder, self.engine, self.average, manifest, plan, keep, self._lora_writer())
-        self.report.tell(saved=self.done)
+            self._note_saved(self.checkpoints.wait())
+            self.checkpoints.save(self.average, manifest, plan_to_toml(request.plan), self._lora_writer())
 
     def _lora_writer(self) -> Callable[[Path, Mapping[str, Any]], None] | None:
         """What writes the LoRA files of the steps that are done into a folder; None in full training."""

@@ -38,10 +38,19 @@ LION_LESS = 4
 SHARD_BYTES = 10 * 10**9
 """A file of a saved model (diffusers ``ModelMixin.save_pretrained``, ``max_shard_size``)."""
 
+STATE_FILE_BYTES = 2 * GIB
+"""A file of our own checkpoint's state: where host RAM is short, as much of it is copied at a time."""
+
 PREFETCHED = 2
 """Batches that each worker of a loader has ready (torch ``DataLoader``, ``prefetch_factor``)."""
 
 RGB = 3
+
+HALF, FP32 = 2, 4
+"""Bytes of a number."""
+
+ZERO_STATES = 12
+"""Per parameter: DeepSpeed's fp32 master and AdamW's two states."""
 
 Parts = dict[str, int]
 """Bytes by kind: process, weights, activations, optimizer, ema, data, loading, saving."""
@@ -118,12 +127,15 @@ def host_ram(run: Run, machine: Machine) -> HostRam:
     share = host_share(run)
     per_process = _sampling(run, share) if run.samples_only else _training(run, machine, share)
     on_rank_0 = {} if run.samples_only else _rank_0(run)
+    ours = run.trainer == "vplan" and not run.samples_only
     by_phase: dict[PhaseName, Parts] = {}
     for phase, parts in per_process.items():
         total = {name: nbytes * machine.gpus for name, nbytes in {"process": PROCESS_BYTES, **parts}.items()}
         for name, nbytes in on_rank_0.get(phase, {}).items():
             total[name] = total.get(name, 0) + nbytes
         by_phase[phase] = {name: nbytes for name, nbytes in total.items() if nbytes}
+    if ours:
+        _save_ours(by_phase, run, machine, share)
     totals = {phase: sum(parts.values()) for phase, parts in by_phase.items()}
     top = max(reversed(totals), key=totals.__getitem__)
     return HostRam(top, totals, by_phase[top])
@@ -147,7 +159,7 @@ def _training(run: Run, machine: Machine, share: HostShare) -> dict[PhaseName, P
     if run.strategy.validation_mode != "off":
         by_phase["denoise"] = {**held, "weights": held["weights"] + max(share.groups, share.grouping)}
         by_phase["decode"] = {**held, "weights": held["weights"] + share.groups + share.moved}
-    by_phase["save"] = {**held, "saving": share.drive_saving}
+    by_phase["save"] = {**held, "saving": 0 if run.trainer == "vplan" else share.drive_saving}
     return by_phase
 
 
@@ -158,7 +170,45 @@ def _rank_0(run: Run) -> dict[PhaseName, Parts]:
     to the CPU, ``copy_to`` writes over them on the GPU).
     """
     stored = run.trained_bytes if run.strategy.ema != "none" else 0
-    return {"denoise": {"ema": stored}, "decode": {"ema": stored}, "save": {"saving": _saving(run)}}
+    saving = 0 if run.trainer == "vplan" else _saving(run)
+    return {"denoise": {"ema": stored}, "decode": {"ema": stored}, "save": {"saving": saving}}
+
+
+def has_room(copied: int, free: int) -> bool:
+    """Whether our trainer copies a checkpoint's state to host RAM, so many bytes on a node, and writes it from there
+    while it trains: the copy may take half of what is free. Otherwise training waits until it is written."""
+    return 2 * copied <= free
+
+
+def _save_ours(by_phase: dict[PhaseName, Parts], run: Run, machine: Machine, share: HostShare) -> None:
+    """Adds the copy that our trainer makes of a checkpoint (trainers/parallel/checkpoint.py ``CheckpointWriter``).
+
+    It is there while training goes on, until it is written. Without room for it each process that writes has one file's
+    worth at a time, and what is read back from a drive.
+    """
+    copied, writers = _copied(run, machine), machine.gpus if run.strategy.sharding in SPLIT else 1
+    beside = [phase for phase in ("train", "denoise", "decode", "save") if phase in by_phase]
+    most = max(sum(by_phase[phase].values()) for phase in beside)
+    if machine.host_ram is None or has_room(copied, machine.host_ram - most):
+        for phase in beside:
+            by_phase[phase]["saving"] = copied
+    else:
+        by_phase["save"]["saving"] = min(copied, writers * STATE_FILE_BYTES + machine.gpus * share.drive_saving)
+
+
+def _copied(run: Run, machine: Machine) -> int:
+    """Bytes of a checkpoint that the processes of one node have. Rank 0 has all of what is not split; of adapters that
+    are, and of their average, a whole copy beside, for the LoRA files."""
+    strategy, averages = run.strategy, run.strategy.ema != "none"
+    split = strategy.sharding == "fsdp"
+    whole = FP32 * run.trained_parameters if averages else run.trained_bytes
+    gathered = whole if run.job.method == "lora" and (split or averages) else 0
+    if strategy.sharding not in SPLIT:
+        return state_bytes(run) + gathered
+    if split:
+        return state_bytes(run) // machine.nodes + gathered
+    shares = ZERO_STATES * run.trained_parameters
+    return state_bytes(run) - shares + shares // machine.nodes + gathered
 
 
 def _held(run: Run, machine: Machine, share: HostShare) -> Parts:
@@ -284,13 +334,19 @@ def _weights(run: Run) -> int:
 
 
 def disk_bytes(run: Run) -> int:
-    """One checkpoint: the trained weights and the optimizer's states; under ZeRO fp32 master and states as well, and
-    what an NVMe offload keeps there all the time."""
+    """One checkpoint, and what an NVMe offload keeps on the drive all the time."""
+    return state_bytes(run) + (nvme.drive_bytes(run) if run.strategy.sharding.startswith("zero") else 0)
+
+
+def state_bytes(run: Run) -> int:
+    """A checkpoint's state: the trained weights, the optimizer's states and the moving average; under ZeRO fp32 masters
+    as well."""
+    average = FP32 * run.trained_parameters if run.strategy.ema != "none" else 0
     if run.strategy.sharding.startswith("zero"):
-        return 14 * run.trained_parameters + nvme.drive_bytes(run)
+        return (HALF + ZERO_STATES) * run.trained_parameters + average
     if run.strategy.sharding == "fsdp":
-        return 3 * run.trained_bytes
+        return 3 * run.trained_bytes + average
     gradients = run.named("gradient")
     states = run.total_bytes(run.named("optimizer").values())
     trained = run.total_bytes(gradients.values())
-    return run.trained_experts * (trained + states) + master_bytes(run)
+    return run.trained_experts * (trained + states) + master_bytes(run) + average

@@ -226,7 +226,7 @@ def peak_flops(gpu: GpuProfile, strategy: Strategy, kind: str, half: int) -> flo
     if half:
         dtype = strategy.compute_dtype if strategy.autocast == "none" else strategy.autocast
         return (gpu.fp16_tflops if dtype == "fp16" else gpu.bf16_tflops or fp32) * 1e12
-    if kind == "convolution":  # cuDNN may use TF32 by default (torch.backends.cudnn.allow_tf32), at half the bf16 rate
+    if kind == "convolution":  # cuDNN uses TF32, matrices do not (trainers/step/backends.py); it has half the bf16 rate
         return max(fp32, gpu.bf16_tflops / 2) * 1e12
     return fp32 * 1e12
 

@@ -22,7 +22,8 @@ from typing import Any
 from planner.errors import VplanError, quoted
 from planner.worker_process import write_json
 
-FORMAT = 1
+FORMAT, READABLE = 2, (1, 2)
+"""What is written, and what can be resumed from: of format 1 the states of unsplit runs alone."""
 MANIFEST = "manifest.json"
 FOLDER = "checkpoints"
 RUN = "run.json"
@@ -45,6 +46,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def folder_name(step: int) -> str:
     """The name of the folder of the checkpoint after `step` optimizer steps."""
     return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The steps after which the checkpoint in a folder was made, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def run_id(output: Path) -> str:
@@ -120,6 +126,9 @@ def prune(checkpoint: Path) -> None:
         sync(checkpoint)
     for name in files.keys() - lora.keys():
         files[name].unlink()
+    for folder in {files[name].parent for name in files.keys() - lora.keys()} - {checkpoint}:
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def keep_newest(folder: Path, count: int) -> None:
@@ -167,7 +176,7 @@ def check(checkpoint: Path, run: str) -> dict[str, Any]:
         raise VplanError(f"{name} is not a checkpoint: it has no {MANIFEST}", fix) from None
     except (OSError, ValueError, KeyError, TypeError):
         raise VplanError(f"{name} has a damaged {MANIFEST}", fix) from None
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READABLE:
         raise VplanError(f"{name} has format {quoted(manifest.get('format'))}; this vplan reads {FORMAT}", fix)
     if written_by != run:
         fault = f"{name} is from another run: optimizer states are never loaded from foreign files"

@@ -81,6 +81,50 @@ def test_two_ranks_train_what_one_does_and_go_on_from_a_checkpoint(
     assert all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
+def across(place: runs.Place, output: Path, strategy: dict[str, Any], ranks: int, **said: Any) -> dict[str, Any]:
+    """A request of a full training with four samples a step, on so many ranks, in two micro-batches or more."""
+    plan = place.plan(
+        {**strategy, "gradient_accumulation": 2 if ranks == 1 else 1},
+        gpus=ranks,
+        method="full",
+        batch_size=1 if ranks == 4 else 2,
+    )
+    return place.request(output, plan, **{"steps": STEPS, "checkpoint_every": 3, **said}).to_json()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"sharding": "fsdp", "ema": "gpu"},
+        {"sharding": "zero-1", "ema": "cpu"},
+        {"sharding": "zero-2", "offload_optimizer": "cpu"},
+        {"sharding": "zero-3"},
+    ],
+)
+def test_other_numbers_of_ranks_go_on_from_a_checkpoint(
+    place: runs.Place, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
+    """Two ranks write it, one and four take it up: losses and weights are those of the two that go on themselves."""
+    check(training.train(across(place, tmp_path / "2", strategy, 2)))
+    for ranks in (1, 4):
+        output = tmp_path / str(ranks)
+        shutil.copytree(tmp_path / "2", output)
+        shutil.rmtree(output / "final")
+        resume = str(output / "checkpoints" / "step-00000003")
+        check(training.train(across(place, output, strategy, ranks, resume=resume), world=ranks))
+        compare(output, tmp_path / "2")
+
+
+def test_states_that_only_as_many_ranks_can_read_are_refused_by_name(place: runs.Place, tmp_path: Path) -> None:
+    """8-bit states have a constant for each block of a rank's share."""
+    strategy = {"sharding": "zero-2", "optimizer": "adamw-8bit"}
+    check(training.train(across(place, tmp_path, strategy, 2, steps=3)))
+    resume = str(tmp_path / "checkpoints" / "step-00000003")
+    (told,) = training.train(across(place, tmp_path, strategy, 1, resume=resume), world=1)
+    assert told["outcome"] == "refused" and "written with ranks 2, but the plan has 1" in told["message"]
+    check(training.train(across(place, tmp_path, strategy, 2, resume=resume)))
+
+
 OFFLOADED = {"offload_optimizer": "cpu", "offload_params": "cpu"}
 STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("ddp", {"gradient_accumulation": 2, "grad_buckets": "copy", "ema": "gpu"}),

@@ -17,7 +17,7 @@ Told = dict[str, Any]
 
 def train(request: dict[str, Any], world: int = ranks.WORLD) -> list[Told]:
     """Runs a request on so many ranks, all of them new; what each told."""
-    return run(_train, request, world)
+    return run(_train, request, world, launched=world > 1 or request["plan"]["strategy"]["sharding"] != "none")
 
 
 def probe(folder: str, world: int = ranks.WORLD) -> list[Told]:
@@ -25,14 +25,15 @@ def probe(folder: str, world: int = ranks.WORLD) -> list[Told]:
     return run(_probe, {"folder": folder}, world)
 
 
-def run(work: Callable[[Any], Told], request: Any, world: int) -> list[Told]:
-    """Does some work on so many ranks, all of them new; what each told."""
+def run(work: Callable[[Any], Told], request: Any, world: int, launched: bool = True) -> list[Told]:
+    """Does some work on so many ranks, all of them new; what each told. ``launched``: by torch's launcher, as `vplan
+    train` starts all but a plain run on one GPU."""
     context = ranks._fork_server()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     queue = context.Queue()
-    arguments = (port, world, functools.partial(work, request), os.environ["VPLAN_HOME"], queue)
+    arguments = (port, world, functools.partial(work, request), os.environ["VPLAN_HOME"], queue, launched)
     processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world)]
     for process in processes:
         process.start()
@@ -57,10 +58,10 @@ def _probe(request: dict[str, Any]) -> Told:
     return {"code": probe.main([request["folder"]])}
 
 
-def _rank(rank: int, port: int, world: int, work: Callable[[], Told], home: str, queue: Any) -> None:
+def _rank(rank: int, port: int, world: int, work: Callable[[], Told], home: str, queue: Any, launched: bool) -> None:
     os.environ.update(ranks.ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port))
     os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), VPLAN_HOME=home)
-    if world == 1:  # as `vplan train` starts it, without a launcher
+    if not launched:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
             del os.environ[name]
     import torch

@@ -200,12 +200,14 @@ class ProbedTraining:
         checkpoint.barrier()
 
     def save(self) -> None:
-        """Writes a checkpoint as training does, as the phase `save`. A full disk is reported and does not end the
-        probe."""
+        """Writes a checkpoint as training does, as the phase `save`, and waits for it. A full disk is reported and does
+        not end the probe."""
         manifest = {"run": "probe", "step": self.steps_done}
         plan = plan_to_toml(self.request.plan)
         try:
-            checkpoint.save(self.request.scratch, self.engine, self.average, manifest, plan, keep=1)
+            writer = checkpoint.CheckpointWriter(self.request.scratch, self.engine, keep=1)
+            writer.save(self.average, manifest, plan)
+            writer.wait()
         except VplanError as error:
             self.meter.report.facts["missing"].append(f"save: {error.message}")
 

@@ -1,42 +1,51 @@
-"""A checkpoint's tensors: trained weights and their average as safetensors, each rank's optimizer state as plain data.
+"""Checkpoints of a training state: copied to host RAM in the step, written from there while training goes on.
 
-Optimizer states go through ``torch.save`` and come back with ``weights_only``: tensors, numbers, lists and nothing that
-runs. `planner.launch.checkpoints` makes the folder count and says which one is whole.
+The state's files are those of `state_files`: every rank writes what it has, and any number of ranks can go on.
+`planner.launch.checkpoints` makes the folder count and says which one is whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from planner.errors import VplanError
+from planner.estimate.host_ram import has_room
+from planner.hardware import doctor
 from planner.launch import checkpoints
 from planner.launch.launch import FULL_BYTES
+from trainers.parallel import state_files
 from trainers.parallel.ema import Average
-from trainers.parallel.parallel import LocalEngine
+from trainers.parallel.local_engine import LocalEngine
+from trainers.parallel.start import TIMEOUT
+from trainers.parallel.state_files import OUTLINE, STATE, SavedState, Share, share_of
 from trainers.step.weights import Weights
 
-WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
+WEIGHTS, AVERAGE = "weights/", "average/"
+"""How the keys of trained weights and of their average begin."""
 PLAN = "plan.toml"
+
+OLD_WEIGHTS, OLD_AVERAGE, OLD_STATE = "weights.safetensors", "average.safetensors", "optimizer-00000.pt"
+"""Files of checkpoints of format 1."""
+
+LoraWriter = Callable[[Path, Mapping[str, Tensor]], None]
+"""Writes the files of adapters, by their names in the model, into a folder."""
 
 
 class NotFiniteError(ArithmeticError):
     """Raised when trained weights hold NaN or infinity."""
-
-
-def state_file(rank: int) -> str:
-    """The name of the file with a rank's optimizer state in a checkpoint."""
-    return f"optimizer-{rank:05d}.pt"
 
 
 def barrier() -> None:
@@ -47,118 +56,240 @@ def barrier() -> None:
 
 def is_first() -> bool:
     """Whether this rank writes what all ranks have in common: rank 0, or the only process."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank() == 0
 
 
-def gather(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def rank() -> int:
+    """This rank's number; 0 in a single process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(names: Iterable[str], tensor_of: Callable[[str], Tensor], copy: bool = False) -> dict[str, Tensor]:
     """Name -> whole tensor in host RAM, gathered one after another so that the GPU never holds two; empty on all ranks
-    but the first. All ranks call it together. ``tensor_of``: gives one tensor by name."""
+    but the first. All ranks call it together. ``tensor_of``: gives one tensor by name; ``copy``: also of what is in
+    host RAM already."""
     tensors = {}
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # trained weights of swapped blocks are on their way back to host RAM
+    _wait_for_copies()
     for name in names:
         tensor = tensor_of(name)
         if is_first():
-            tensors[name] = tensor.cpu().contiguous()
+            tensors[name] = tensor.to("cpu", copy=copy).contiguous()
         del tensor
     return tensors
 
 
-def save(
-    folder: Path,
-    engine: LocalEngine,
-    average: Average | None,
-    manifest: dict[str, Any],
-    plan: str,
-    keep: int,
-    lora: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
-) -> Path:
-    """Writes the checkpoint of all ranks after ``manifest["step"]`` steps; all of them call together. ``lora`` writes
-    the files of adapters into its folder, of the average where the plan keeps one, as the run's end does.
+def _wait_for_copies() -> None:
+    """Trained weights of swapped blocks are on their way back to host RAM."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
-    Weights that are not finite are never written: NotFiniteError, on every rank. A full disk is a VplanError, and
-    whatever was there before is still there.
+
+class Content(NamedTuple):
+    """What one rank writes of a checkpoint, as it was when training was there."""
+
+    step: int
+    shares: list[Share]
+    outline: Any
+    manifest: dict[str, Any]
+    plan: str
+    adapters: dict[str, Tensor]
+    """whole, for the LoRA files; empty on all ranks but the first, and in full training"""
+    lora: LoraWriter | None
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run, one at a time. All ranks make one and call its methods together.
+
+    The step waits until this rank's part is copied to host RAM. A thread writes it; where several ranks have parts,
+    their threads agree through a process group of their own (as torch's ``async_save`` does, on the CPU), and the first
+    makes the folder count. Where host RAM has no room for the copy (`planner.estimate.host_ram.has_room`), the step
+    waits for the files, which are copied one at a time.
     """
-    final = folder / checkpoints.folder_name(manifest["step"])
-    partial = folder / f".partial-{final.name}"
-    names = list(engine.trainee.trainable)
-    weights = gather(names, engine.full_tensor)
-    averages = gather(names, average.full_tensor) if average else {}
-    _check_finite(weights, engine, manifest["step"])
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if is_first():
+
+    def __init__(self, folder: Path, engine: LocalEngine, keep: int) -> None:
+        """``keep``: how many checkpoints keep their training state."""
+        self.folder, self.engine, self.keep = folder, engine, keep
+        self.shared = dist.is_initialized() and dist.get_world_size() > 1 and not engine.replicated
+        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.shared else None
+        self._thread = ThreadPoolExecutor(1, "vplan-checkpoint")
+        self._pending: Future[Path | None] | None = None
+
+    def save(
+        self,
+        average: Average | None,
+        manifest: dict[str, Any],
+        plan: str,
+        lora: LoraWriter | None = None,
+    ) -> None:
+        """Begins the checkpoint after ``manifest["step"]`` steps, once the one before it is written. ``lora`` writes
+        the files of adapters into its folder, of the average where the plan keeps one, as the run's end does.
+
+        Raises what the one before ended with: a VplanError where the disk is full, a NotFiniteError for weights that
+        are not finite. Neither counts, and whatever was there before is still there.
+        """
+        self.wait()
+        content = self._content(average, manifest, plan, lora)
+        if content is None:
+            return
+        if self._has_room(content.shares):
+            content.shares[:] = [share.copied() for share in content.shares]
+            self._pending = self._thread.submit(self._write, content)
+        else:
+            self._pending = Future()
+            self._pending.set_result(self._write(content))
+
+    def finished(self) -> Path | None:
+        """The checkpoint that has been finished since the last call; None where it is still written, or there is none.
+        Raises what `save` says."""
+        return self.wait() if self._pending and self._pending.done() else None
+
+    def wait(self) -> Path | None:
+        """As `finished`, once it is."""
+        pending, self._pending = self._pending, None
+        try:
+            return pending.result() if pending else None
+        finally:
+            pending = None  # its error's traceback has this frame: the run's files would stay open
+
+    def close(self) -> None:
+        """Waits for what is being written, however it ends."""
+        self._thread.shutdown()
+
+    def _content(
+        self, average: Average | None, manifest: dict[str, Any], plan: str, lora: LoraWriter | None
+    ) -> Content | None:
+        """What this rank writes, nothing of it copied yet but what had to be gathered; None where it writes nothing."""
+        engine, names = self.engine, list(self.engine.trainee.trainable)
+        adapters = gather(names, (average or engine).full_tensor, copy=True) if lora else {}
+        if not is_first() and not self.shared:
+            return None
+        _wait_for_copies()
+        if lora and not average and not engine.splits_weights:
+            shares = [Share(f"{WEIGHTS}{name}", whole, (0,) * whole.ndim, True) for name, whole in adapters.items()]
+        else:
+            shares = [share for name in names for share in engine.kept_weight(name, f"{WEIGHTS}{name}")]
+        if average:
+            shares += [share for name in names for share in share_of(f"{AVERAGE}{name}", average.kept(name), rank())]
+        outline, of_optimizer = state_files.taken_apart(engine.state(), rank())
+        manifest = {**manifest, "average_steps": average.steps if average else None}
+        return Content(manifest["step"], [*shares, *of_optimizer], outline, manifest, plan, adapters, lora)
+
+    def _has_room(self, shares: Iterable[Share]) -> bool:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.shared else 1
+        copied = sum(share.values.nbytes for share in shares if not share.is_copy)
+        return has_room(copied * ranks, doctor.host_ram()["available_bytes"])
+
+    # ---- in the thread
+
+    def _write(self, content: Content) -> Path | None:
+        """The folder of the checkpoint, which counts now."""
+        final = self.folder / checkpoints.folder_name(content.step)
+        partial = self.folder / f".partial-{final.name}"
+        try:
+            self._together(lambda: self._begin(partial, content))
+            self._together(lambda: self._write_shares(partial, content))
+            self._together(lambda: self._seal(partial, final, content))
+        except (VplanError, NotFiniteError):
+            if is_first():
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return final
+
+    def _begin(self, partial: Path, content: Content) -> None:
+        if not is_first():
+            return
         with _writing(partial):
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            save_file(weights, partial / WEIGHTS)
-            if average:
-                save_file(averages, partial / AVERAGE)
-            if lora is not None:
-                lora(partial, averages or weights)
-            (partial / PLAN).write_text(plan, encoding="utf-8")
-    barrier()  # the folder is there before any rank writes its state into it
-    if is_first() or not engine.replicated:
-        state = engine.state()
+            (partial / STATE).mkdir(parents=True)
+            if content.lora is not None:
+                content.lora(partial, content.adapters)
+            (partial / PLAN).write_text(content.plan, encoding="utf-8")
+            (partial / STATE / OUTLINE).write_text(json.dumps(content.outline), encoding="utf-8")
+
+    def _write_shares(self, partial: Path, content: Content) -> None:
+        for number, shares in enumerate(state_files.files_of(content.shares)):
+            copies = [share.copied() for share in shares]
+            for share in copies:
+                if share.key.startswith(WEIGHTS) and not bool(torch.isfinite(share.values).all()):
+                    raise NotFiniteError(f"after step {content.step} trained weights are not finite any more")
+            with _writing(partial):
+                state_files.write_shares(partial / STATE / f"rank-{rank():05d}-{number:05d}.safetensors", copies)
+
+    def _seal(self, partial: Path, final: Path, content: Content) -> None:
+        if not is_first():
+            return
         with _writing(partial):
-            torch.save(state, partial / state_file(rank))
-    barrier()  # all states are written before the folder counts as whole
-    if is_first():
-        with _writing(partial):
-            checkpoints.seal(partial, final, {**manifest, "average_steps": average.steps if average else None})
-            checkpoints.keep_newest(folder, keep)
-    barrier()
-    return final
+            checkpoints.seal(partial, final, content.manifest)
+            checkpoints.keep_newest(self.folder, self.keep)
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Does this rank's part of something. All ranks raise the error that one of them met."""
+        error: VplanError | NotFiniteError | None = None
+        try:
+            try:
+                work()
+            except (VplanError, NotFiniteError) as met:
+                error = met
+            errors = [error]
+            if self.group is not None:
+                errors = [None] * dist.get_world_size()
+                dist.all_gather_object(errors, error, group=self.group)
+            if first := error or next(filter(None, errors), None):
+                raise first
+        finally:
+            error, errors, first = None, [], None  # as in `wait`
 
 
 @contextlib.contextmanager
 def _writing(partial: Path) -> Iterator[None]:
-    """A full disk, in the words of whoever met it, is a VplanError; what was half written goes."""
+    """A full disk, in the words of whoever met it, is a VplanError."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError
+    except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
         existing = next(folder for folder in partial.absolute().parents if folder.is_dir())
-        if shutil.disk_usage(existing).free < FULL_BYTES:  # what torch.save says of it is an "iostream error"
+        if shutil.disk_usage(existing).free < FULL_BYTES:
             reason = "the disk is full"
-        shutil.rmtree(partial, ignore_errors=True)
         fix = "free some space there and run the same command again: it resumes from the last checkpoint"
         raise VplanError(f"cannot write a checkpoint to {partial.parent}: {reason}", fix, 4) from error
 
 
-def _check_finite(weights: dict[str, Tensor], engine: LocalEngine, step: int) -> None:
-    """The first rank has looked at all weights; the others hear of it."""
-    device = next(iter(engine.trainee.trainable.values())).device
-    strange = any(not bool(torch.isfinite(tensor).all()) for tensor in weights.values())
-    any_strange = torch.tensor([float(strange)], device=device)
-    if dist.is_initialized():
-        dist.all_reduce(any_strange, dist.ReduceOp.MAX)
-    if any_strange.item():
-        raise NotFiniteError(f"after step {step} trained weights are not finite any more")
+# ---- going on from one
 
 
 def trained_weights(checkpoint: Path) -> Weights:
     """A checkpoint's trained weights, by the names that they have in the model."""
-    return Weights(checkpoint, [WEIGHTS])
+    if (checkpoint / OLD_WEIGHTS).is_file():
+        return Weights(checkpoint, [OLD_WEIGHTS])
+    folder = checkpoint / STATE
+    return Weights(folder, sorted(path.name for path in folder.glob("*.safetensors"))).under(WEIGHTS)
 
 
-def load_state(checkpoint: Path, engine: LocalEngine) -> None:
-    """Loads this rank's optimizer state from a checkpoint. Raises a VplanError when the file holds more than plain
-    data."""
-    rank = dist.get_rank() if dist.is_initialized() and not engine.replicated else 0
-    path = checkpoint / state_file(rank)
+def load_state(checkpoint: Path, engine: LocalEngine, average: Average | None, average_steps: int | None) -> None:
+    """Gives the optimizer and the average, which has followed so many steps, what a checkpoint has of them; whatever
+    number of ranks wrote it. Raises a VplanError for a file that holds more than plain data."""
+    if (checkpoint / OLD_WEIGHTS).is_file():
+        _load_old_state(checkpoint, engine, average)
+    else:
+        saved = SavedState(checkpoint, rank())
+        engine.read_state(saved)
+        if average:
+            saved.fill({f"{AVERAGE}{name}": average.kept(name) for name in average.trainable})
+    if average:
+        assert average_steps is not None
+        average.steps = average_steps
+
+
+def _load_old_state(checkpoint: Path, engine: LocalEngine, average: Average | None) -> None:
+    assert engine.replicated
+    path = checkpoint / OLD_STATE
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         fault = f"{path} holds more than tensors and numbers, which vplan never writes"
         raise VplanError(fault, "choose another checkpoint") from None
     engine.load_state(state)
-
-
-def load_average(checkpoint: Path, average: Average, steps: int) -> None:
-    """Loads the moving average of a checkpoint, which has followed `steps` steps, into `average`."""
-    file = Weights(checkpoint, [AVERAGE])
-    for name, parameter in average.trainable.items():
-        unsplit = torch.empty(parameter.shape, dtype=torch.float32)
-        file.fill(name, unsplit)
-        average.load(name, unsplit)
-    average.steps = steps
+    if average:
+        file = Weights(checkpoint, [OLD_AVERAGE])
+        for name in average.trainable:
+            file.fill(name, average.shadow[name])

@@ -72,11 +72,16 @@ class Average:
                     _write(parameter, shadow)
             yield
 
+    def kept(self, name: str) -> Tensor:
+        """The average of one parameter as a checkpoint keeps it and gives it back, in place: a DTensor where the
+        parameter is one."""
+        return parallel.spread_like(self.shadow[name], self.trainable[name])
+
     def full_tensor(self, name: str) -> Tensor:
         """The average of one parameter, unsplit; all ranks ask together."""
-        return parallel.join_like(self.shadow[name], self.trainable[name])
-
-    @torch.no_grad()
-    def load(self, name: str, unsplit: Tensor) -> None:
-        """Loads the average of one weight from an unsplit tensor, as `full_tensor` gave it."""
-        self.shadow[name].copy_(parallel.split_like(unsplit, self.trainable[name]))
+        parameter = self.trainable[name]
+        if not isinstance(parameter, DTensor):
+            return self.shadow[name]
+        spread = parallel.spread_like(self.shadow[name].to(parameter.device), parameter)
+        assert isinstance(spread, DTensor)
+        return spread.full_tensor()

@@ -18,7 +18,7 @@ from planner.launch import checkpoints
 from planner.spec.job import Job
 from trainers.parallel.checkpoint import barrier, gather, is_first
 from trainers.parallel.ema import Average
-from trainers.parallel.parallel import LocalEngine
+from trainers.parallel.local_engine import LocalEngine
 from trainers.step.experts import PARTS
 from trainers.step.weights import saved_buffers
 

@@ -38,7 +38,7 @@ from trainers.data import parts
 from trainers.data.cache import CacheBuild, Setting
 from trainers.data.entries import read_entries
 from trainers.memory.out_of_memory import out_of_memory
-from trainers.parallel.parallel import LocalEngine
+from trainers.parallel.local_engine import LocalEngine
 from trainers.sampling import pipelines, validate
 from trainers.step.step import DTYPES
 

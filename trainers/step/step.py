@@ -26,7 +26,7 @@ from trainers.families.common import random_draws
 from trainers.families.common.base import Family
 from trainers.memory import quantise, swap
 from trainers.memory.offload import InputsOnHost
-from trainers.step import attention_kernels
+from trainers.step import attention_kernels, backends
 from trainers.step.loss_scaling import LossScaler
 from trainers.step.optimizers import OnHost, Optimizer, SteppedInBackward
 
@@ -112,6 +112,7 @@ def build_model(
     import diffusers
     from diffusers.models.modeling_utils import no_init_weights
 
+    backends.settle()
     model_class = getattr(diffusers, profile.diffusers_class)
     with no_init_weights(), init_empty_weights():
         model: nn.Module = model_class.from_config(config or profile.config)

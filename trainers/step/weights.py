@@ -54,20 +54,31 @@ Begin = Callable[[str, Tensor], None]
 """Gives a new adapter's weight, by its full name, its values."""
 
 
+SHARDING_INFO, BEGINS = "DCP_SHARDING_INFO", "saved_offsets"
+"""Metadata of a file with shares of tensors, and in it where each begins (torch.distributed.checkpoint._hf_utils)."""
+
+
 class Weights:
-    """The tensors of some safetensors files, by name; the files are opened once, a tensor is read when it is needed."""
+    """The tensors of some safetensors files, by name; the files are opened once, a tensor is read when it is needed.
+
+    Several files may have shares of a tensor, as torch's distributed checkpoints do.
+    """
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self.folder = folder
         self.prefix = ""
-        files = [_open(folder, name) for name in names]
-        self._where = {key: file for file in files for key in file.keys()}  # noqa: SIM118  # no mapping
+        self._where: dict[str, list[tuple[Any, list[int] | None]]] = {}
+        """the files with a tensor's shares, and where each share begins; None: it is all of it"""
+        for file in (_open(folder, name) for name in names):
+            begins = json.loads((file.metadata() or {}).get(SHARDING_INFO, "{}"))
+            for key in file.keys():  # noqa: SIM118  # no mapping
+                self._where.setdefault(key, []).append((file, begins.get(key, {}).get(BEGINS)))
 
     def under(self, prefix: str) -> Weights:
         """The tensors whose names begin with ``prefix``, by the rest of their names."""
         weights = copy.copy(self)
-        weights.prefix = prefix
-        weights._where = {key.removeprefix(prefix): file for key, file in self._where.items() if key.startswith(prefix)}
+        weights.prefix = self.prefix + prefix
+        weights._where = {key.removeprefix(prefix): kept for key, kept in self._where.items() if key.startswith(prefix)}
         return weights
 
     @property
@@ -79,11 +90,17 @@ class Weights:
     def fill(self, name: str, weight: Tensor) -> None:
         """Copies the tensor of a name into a weight of the same shape, whatever its dtype; a VplanError for another
         shape."""
-        tensor = self._where[name].get_tensor(self.prefix + name)
-        if tensor.shape != weight.shape:
-            shapes = f"{tuple(tensor.shape)}, but the model takes {tuple(weight.shape)}"
+        shares = [(file.get_tensor(self.prefix + name), begin) for file, begin in self._where[name]]
+        places = [
+            [slice(at, at + length) for at, length in zip(begin or [0] * share.ndim, share.shape, strict=True)]
+            for share, begin in shares
+        ]
+        shape = tuple(max(part.stop for part in parts) for parts in zip(*places, strict=True))
+        if shape != weight.shape:
+            shapes = f"{shape}, but the model takes {tuple(weight.shape)}"
             raise VplanError(f"{name} in {self.folder} has the shape {shapes}", "pass the weights of the plan's model")
-        weight.copy_(tensor)
+        for (share, _), place in zip(shares, places, strict=True):
+            weight[tuple(place)] = share
 
 
 def published(folder: Path, profile: ModelProfile) -> Weights:

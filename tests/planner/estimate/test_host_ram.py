@@ -75,39 +75,78 @@ def test_parts_sum_to_the_peak_and_the_estimate_names_it() -> None:
     assert parts.optimizer == 16 * WAN.parameters
     half = priced(job_for(WAN, {**SHORT, "method": "full"}), where(), offload_optimizer="cpu", weights_dtype="bf16")
     assert half.host is not None and half.host.breakdown.optimizer == pytest.approx(8 * WAN.parameters, rel=0.01)
-    # The moving average, and to save it a model of its own in fp32; the trained weights go file by file.
+    # The moving average; and of it, weights and states the copy that a checkpoint is written from.
     assert parts.ema == 4 * WAN.parameters
-    assert parts.saving == 4 * WAN.parameters + min(4 * WAN.parameters, SHARD_BYTES)
+    assert parts.saving == (4 + 4 + 8) * WAN.parameters
 
 
 def test_every_gpu_has_a_process_and_rank_0_saves() -> None:
     one, four = (needs(WAN, {**SHORT, "method": "full"}, gpus) for gpus in (1, 4))
     assert four.parts["process"] == 4 * one.parts["process"] == 4 * PROCESS_BYTES
     assert four.parts["saving"] == one.parts["saving"]
-    assert four.phases["train"] == 4 * one.phases["train"]
+    assert four.phases["train"] - four.parts["saving"] == 4 * (one.phases["train"] - one.parts["saving"])
+
+
+ALL = {**SHORT, "method": "full"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "strategy", "each"),
+    [
+        (ALL, 1, {}, 12),  # fp32 weights and AdamW's two states
+        (ALL, 4, {"sharding": "ddp"}, 12),  # which rank 0 has for all
+        (ALL, 1, {"ema": "gpu"}, 16),
+        (ALL, 2, {"sharding": "fsdp"}, 12),
+        (ALL, 2, {"sharding": "zero-3"}, 14),  # weights in 16 bits, fp32 masters and two states
+    ],
+)
+def test_a_checkpoint_is_copied_and_stays_while_training_goes_on(
+    asked: dict[str, Any], gpus: int, strategy: dict[str, Any], each: int
+) -> None:
+    found = needs(WAN, asked, gpus, **strategy)
+    assert found.parts["saving"] == pytest.approx(each * WAN.parameters, rel=0.001)
+    assert found.phases["save"] == found.phases["train"]
+
+
+def test_adapters_that_are_split_are_gathered_beside() -> None:
+    """For the LoRA files, on rank 0: fp32 weights, and two states."""
+    adapter = sum(laid_out(WAN, SHORT).sizes[b] for b in laid_out(WAN, SHORT).named("gradient").values())
+    assert needs(WAN, SHORT).parts["saving"] == 3 * adapter
+    assert needs(WAN, SHORT, ema="gpu").parts["saving"] == (4 + 1) * adapter
+    assert needs(WAN, SHORT, 2, sharding="fsdp").parts["saving"] == (3 + 1) * adapter
+
+
+def test_a_copy_takes_at_most_half_of_what_is_free() -> None:
+    """Else the step waits, and one file of 2 GiB is copied at a time."""
+    run, copied = laid_out(WAN, ALL), 12 * WAN.parameters
+    held = needs(WAN, ALL).phases["train"] - copied
+    enough, short = (Machine.read({"gpu": "h200-141gb", "host_ram": held + 2 * copied - less}) for less in (0, 1))
+    assert host_ram(run, enough).nbytes == held + copied
+    assert host_ram(run, short).nbytes == host_ram(run, short).phases["save"] == held + 2 * GIB
+    assert host_ram(run, short).phases["train"] == held
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_what_is_saved_is_copied_first(method: str) -> None:
+def test_what_other_trainers_save_is_copied_first(method: str) -> None:
     asked = {**SHORT, "method": method}
     run = laid_out(WAN, asked)
-    alone = needs(WAN, asked)
+    alone = needs(WAN, asked, 1, "diffusers")
     assert alone.phases["save"] - alone.phases["train"] == sum(run.sizes[b] for b in run.named("gradient").values())
     # Gathered on rank 0: every weight in 16 bits, frozen ones too.
-    gathered = needs(WAN, asked, 2, sharding="zero-3")
+    gathered = needs(WAN, asked, 2, "diffusers", sharding="zero-3")
     whole = 2 * sum(laid_out(WAN, asked, 2, sharding="zero-3").elements.values())
     assert gathered.phases["save"] - gathered.phases["train"] == whole
     assert whole == pytest.approx(2 * WAN.parameters, rel=0.02)
 
 
-def test_a_large_model_is_saved_file_by_file() -> None:
-    found = needs(LARGE, {**SHORT, "method": "full"}, weights_dtype="bf16")
-    assert found.parts["saving"] == SHARD_BYTES < 2 * LARGE.parameters
+def test_others_save_a_large_model_file_by_file() -> None:
+    found = needs(LARGE, {**SHORT, "method": "full"}, 1, "diffusers", weights_dtype="bf16")
+    assert found.phases["save"] - found.phases["train"] == SHARD_BYTES < 2 * LARGE.parameters
 
 
 def test_validation_on_a_moving_average_keeps_the_trained_weights_aside() -> None:
     asked = {**SHORT, "method": "full"}
-    plain, averaged = (needs(WAN, asked, validation_mode="on", ema=ema) for ema in ("none", "gpu"))
+    plain, averaged = (needs(WAN, asked, 1, "diffusers", validation_mode="on", ema=ema) for ema in ("none", "gpu"))
     for phase in ("denoise", "decode"):
         assert averaged.phases[phase] - plain.phases[phase] == pytest.approx(4 * WAN.parameters, rel=0.001)
     assert averaged.phases["train"] == plain.phases["train"]
@@ -122,12 +161,13 @@ def test_what_makes_room_for_the_vae_waits_in_host_ram() -> None:
 def test_from_pretrained_makes_the_whole_model_in_host_ram_once_per_process() -> None:
     ours, theirs = (needs(WAN, SHORT, 2, trainer) for trainer in ("vplan", "diffusers"))
     run = laid_out(WAN, SHORT)
-    assert ours.phases["train"] == theirs.phases["train"]
+    assert ours.phases["train"] - ours.parts["saving"] == theirs.phases["train"]
     assert theirs.phases["load"] - ours.phases["load"] == 2 * (sum(weights(run)) - max(weights(run)))
     assert theirs.phase == "load"
     # A quantised one goes to the GPU weight by weight.
     quantised = {"weights_dtype": "nf4"}
-    assert needs(WAN, SHORT, 1, "diffusers", **quantised).phases == needs(WAN, SHORT, 1, "vplan", **quantised).phases
+    loads = [needs(WAN, SHORT, 1, trainer, **quantised).phases["load"] for trainer in ("diffusers", "vplan")]
+    assert loads[0] == loads[1]
 
 
 def test_an_encoder_larger_than_the_card_waits_in_host_ram() -> None:
@@ -146,12 +186,12 @@ def test_a_swapped_encoder_waits_between_its_turns() -> None:
 def test_the_loader_has_its_workers_batches() -> None:
     run = laid_out(WAN, {**SHORT, "batch_size": 2})
     latents = 4 * 16 * 5 * 60 * 104  # fp32, 5 latent frames of 60x104
-    assert host_ram(run, where()).phases["train"] == PROCESS_BYTES + 2 * latents
+    assert host_ram(run, where()).parts["data"] == 2 * latents
     run.host.loader_workers = 4
-    assert host_ram(run, where()).phases["train"] == PROCESS_BYTES + 2 * latents * (2 * 4 + 1)
+    assert host_ram(run, where()).parts["data"] == 2 * latents * (2 * 4 + 1)
     clip = 5 * 3 * 17 * 480 * 832  # uint8 and fp32
     resident = laid_out(WAN, SHORT, vae="resident")
-    assert host_ram(resident, where()).phases["train"] == PROCESS_BYTES + clip
+    assert host_ram(resident, where()).parts["data"] == clip
 
 
 def test_swapped_blocks_take_what_they_are() -> None:

@@ -7,6 +7,8 @@ import errno
 import json
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import checkpoints, launch  # noqa: E402
 from planner.launch.launch import RunRequest  # noqa: E402
 from planner.worker_process import Ended  # noqa: E402
 from tests.trainers import runs  # noqa: E402
-from trainers.parallel import checkpoint  # noqa: E402
+from trainers.parallel import checkpoint, state_files  # noqa: E402
+from trainers.train import TrainingRun  # noqa: E402
+
+WEIGHTS = "state/rank-00000-00000.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +95,7 @@ def test_a_kill_while_pruning_leaves_nothing_to_resume_from(output: Path, monkey
         patch.setattr(Path, "unlink", kill)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.prune(first)
-    assert (first / "weights.safetensors").is_file() and newest(output) == ("step-00000006", [])
+    assert (first / WEIGHTS).is_file() and newest(output) == ("step-00000006", [])
     with pytest.raises(VplanError, match="LoRA files alone"):
         checkpoints.check(first, checkpoints.run_id(output))
     checkpoints.keep_newest(first.parent, 3)
@@ -100,16 +105,16 @@ def test_a_kill_while_pruning_leaves_nothing_to_resume_from(output: Path, monkey
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "strange", "no manifest", "half a manifest"])
 def test_a_damaged_one_is_named_and_the_one_before_taken(output: Path, damage: str) -> None:
     last = output / "checkpoints" / "step-00000006"
-    weights, manifest = last / "weights.safetensors", last / "manifest.json"
+    weights, manifest = last / WEIGHTS, last / "manifest.json"
     whole = weights.read_bytes()
     if damage == "cut":
         weights.write_bytes(whole[:-1])
     elif damage == "changed":
         weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     elif damage == "missing":
-        (last / "optimizer-00000.pt").unlink()
+        (last / "state" / "outline.json").unlink()
     elif damage == "strange":
-        (last / "optimizer-00001.pt").write_bytes(b"cos\nsystem\n")
+        (last / "state" / "rank-00001-00000.safetensors").write_bytes(b"cos\nsystem\n")
     elif damage == "no manifest":
         manifest.unlink()
     else:
@@ -127,32 +132,126 @@ def test_another_runs_checkpoint_is_refused(output: Path, tmp_path: Path) -> Non
         checkpoints.check(output / "checkpoints" / "step-00000006", theirs)
 
 
+def as_format_1(folder: Path) -> None:
+    """Makes a checkpoint what vplan wrote before: whole weights as safetensors, states by ``torch.save``."""
+    state = state_files.SavedState(folder, 0).read(lambda shape, dtype, _: torch.empty(shape, dtype=dtype))
+    tensors = load_file(folder / WEIGHTS)
+    shutil.rmtree(folder / "state")
+    for start, name in (("weights/", "weights.safetensors"), ("average/", "average.safetensors")):
+        found = {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
+        if found:
+            save_file(found, folder / name)
+    torch.save(state, folder / "optimizer-00000.pt")
+    seal_again(folder, format=1)
+
+
+def seal_again(folder: Path, **said: Any) -> None:
+    """Whoever changes a file may also write its hash."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    hashes = {path.relative_to(folder).as_posix(): checkpoints.sha256(path) for path in files}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, **said, "sha256": hashes}))
+
+
+@pytest.mark.parametrize("strategy", [{"ema": "gpu"}, {"weights_dtype": "bf16", "master_weights": "fp32"}])
+def test_a_checkpoint_of_an_older_vplan_is_taken_up(
+    place: runs.Place, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
+    plan = place.plan(strategy, method="full")
+    assert runs.train(place.request(tmp_path / "new", plan, steps=2))["outcome"] == "ok"
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    as_format_1(tmp_path / "old" / "checkpoints" / "step-00000002")
+    for name in ("new", "old"):
+        kept, _ = checkpoints.newest(tmp_path / name, checkpoints.run_id(tmp_path / name))
+        assert runs.train(place.request(tmp_path / name, plan, resume=str(kept)))["outcome"] == "ok"
+    assert runs.losses(tmp_path / "old") == runs.losses(tmp_path / "new")
+    wanted, found = (runs.tensors(tmp_path / name / "final") for name in ("new", "old"))
+    assert all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())
+
+
+def test_split_states_of_an_older_vplan_are_refused_with_the_fix(place: runs.Place, output: Path) -> None:
+    last = output / "checkpoints" / "step-00000006"
+    seal_again(last, format=1)
+    manifest = checkpoints.check(last, checkpoints.run_id(output))
+    run = TrainingRun.__new__(TrainingRun)
+    run.strategy = place.plan({"sharding": "fsdp"}, gpus=2).strategy
+    with pytest.raises(VplanError, match=r"older vplan.*finish the run with the vplan that began it"):
+        run._take_up(manifest)
+
+
 def test_a_pickle_that_runs_code_is_not_loaded(output: Path, place: runs.Place) -> None:
     """Not even when whoever changed the file also wrote its hash."""
     last = output / "checkpoints" / "step-00000006"
+    as_format_1(last)
 
     class Evil:
         def __reduce__(self) -> Any:
             return (Path.touch, (output / "ran",))
 
     torch.save({"state": Evil()}, last / "optimizer-00000.pt")
-    manifest = json.loads((last / "manifest.json").read_text())
-    manifest["sha256"]["optimizer-00000.pt"] = checkpoints.sha256(last / "optimizer-00000.pt")
-    (last / "manifest.json").write_text(json.dumps(manifest))
+    seal_again(last)
     told = runs.train(place.request(output, steps=8, resume=str(last)))
     assert told["outcome"] == "refused" and "more than tensors" in told["message"]
     assert not (output / "ran").exists()
 
 
+def test_a_step_does_not_wait_for_the_files(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is written training goes on; what is written is of the step it is named for."""
+    ends: list[int] = []
+    write = state_files.write_shares
+    run = TrainingRun(place.request(tmp_path / "slow", steps=6), runs.ReportInMemory())
+
+    def slow(path: Path, shares: list[state_files.Share]) -> None:
+        while run.done < min(6, 2 * len(ends) + 4):  # two steps behind the one that it is of
+            time.sleep(0.01)
+        ends.append(run.done)
+        write(path, shares)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_files, "write_shares", slow)
+        assert run.train()
+    assert ends[0] >= 4
+    assert runs.train(place.request(tmp_path / "waits", steps=6))["outcome"] == "ok"
+    for name in ("step-00000004", "step-00000006"):
+        found, wanted = (load_file(tmp_path / kind / "checkpoints" / name / WEIGHTS) for kind in ("slow", "waits"))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_without_room_in_host_ram_a_step_waits_and_the_files_are_the_same(
+    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = place.plan({"ema": "cpu"}, method="full")
+    assert runs.train(place.request(tmp_path / "room", plan))["outcome"] == "ok"
+    threads: set[str] = set()
+    write = state_files.write_shares
+
+    def noted(path: Path, shares: list[state_files.Share]) -> None:
+        threads.add(threading.current_thread().name)
+        write(path, shares)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_files, "STATE_FILE_BYTES", 2000)
+        patch.setattr(state_files, "write_shares", noted)
+        patch.setattr(checkpoint.doctor, "host_ram", lambda: {"available_bytes": 1000})
+        assert runs.train(place.request(tmp_path / "none", plan))["outcome"] == "ok"
+    assert threads == {threading.main_thread().name}
+    one, many = (tmp_path / name / "checkpoints" / "step-00000004" / "state" for name in ("room", "none"))
+    assert len(list(one.glob("*.safetensors"))) == 1 and len(list(many.glob("*.safetensors"))) > 10
+    wanted, found = runs.tensors(one), runs.tensors(many)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+    request = place.request(tmp_path / "none", plan, steps=5, resume=str(many.parent))
+    assert runs.train(request)["outcome"] == "ok"
+
+
 def test_a_full_disk_leaves_the_earlier_ones(output: Path, place: runs.Place, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in (output / "checkpoints").rglob("*") if path.is_file()}
-    save = checkpoint.save_file
+    save = state_files.save_file
 
-    def full(tensors: Any, path: Path, *args: Any) -> None:
-        save(tensors, path, *args)
+    def full(tensors: Any, path: Path, **header: Any) -> None:
+        save(tensors, path, **header)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(state_files, "save_file", full)
     request = place.request(output, steps=8, keep_checkpoints=3, resume=str(output / "checkpoints" / "step-00000006"))
     told = runs.train(request)
     assert told["outcome"] == "refused" and "No space left" in told["message"] and told["exit_code"] == 4
