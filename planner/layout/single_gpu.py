@@ -30,27 +30,37 @@ def cublas_workspace(run: Run) -> None:
 
 def workspaces_at_first_use(run: Run) -> None:
     """In training the one of forward's thread comes with the model's first matrix product, and autograd's with
-    backward's first. There, among activations, it decides which of the holes around it a large tensor still fits into.
-    Last of all terms: the first step is then one of its own."""
+    backward's first, behind the product's output: that is allocated before the kernel asks for a handle
+    (aten/src/ATen/native/cuda/Blas.cpp). There, among activations, it decides which of the holes around it a large
+    tensor still fits into. Last of all terms: the first step is then one of its own."""
     if run.samples_only:
         return
     forward, backward = run.handover.workspaces
     run.first_step = (run.first_step or run.step).copy()
-    _before_product(run, run.first_step, first_backward(run.first_step), backward)
-    _before_product(run, run.first_step, 0, forward)
+    _behind_product(run, run.first_step, first_backward(run.first_step), backward)
+    _behind_product(run, run.first_step, 0, forward)
 
 
 CUBLAS_HANDLES = 2
 PRODUCTS = frozenset({"addmm", "bmm", "mm"})
+QUANTISED_PRODUCT = "bitsandbytes.gemm_4bit"
+"""cuBLAS's where it makes a copy of the weight first: of one row a sample a kernel of its own does without."""
 
 
-def _before_product(run: Run, stage: Stage, start: int, buffer: int) -> None:
-    """Allocates a buffer before the first matrix product of a stage from its ``start``-th stretch on; before all where
-    no product makes a tensor of its own."""
+def _behind_product(run: Run, stage: Stage, start: int, buffer: int) -> None:
+    """Allocates a buffer behind the output of the first matrix product of a stage from its ``start``-th stretch on;
+    before all where no product makes a tensor of its own."""
+    operators, categories = run.program.op, run.program.category
     for position, (moment, events) in enumerate(stage.stretches[start:], start=start):
+        copied = False
         for at, event in enumerate(events):
-            if event >= 0 and run.program.op[event] in PRODUCTS:
-                stage.stretches[position] = (moment, [*events[:at], buffer, *events[at:]])
+            if event < 0:
+                continue
+            quantised = operators[event] == QUANTISED_PRODUCT
+            if quantised and categories[event] == "workspace":
+                copied = True
+            elif operators[event] in PRODUCTS or (quantised and copied):
+                stage.stretches[position] = (moment, [*events[: at + 1], buffer, *events[at + 1 :]])
                 return
     run.place(stage, [buffer], "cublas", at=start)
 
