@@ -331,3 +331,17 @@ def test_a_cublas_workspace_comes_behind_the_output_of_the_first_product(weights
     before = [place for place in range(forward - 1) if operators[place] in {"addmm", "mm", "bmm"}]
     assert not before
     assert run.program.category[made[forward - 1]] != "workspace"
+
+
+def test_prodigy_keeps_no_copy_of_what_begins_at_zero() -> None:
+    configuration = Configuration.of(
+        Job(model="wan2.1-t2v-1.3b", frames=9, height=480, width=832),
+        Strategy(optimizer="prodigy", gradient_checkpointing="full"),
+        Machine(gpu="h100-80gb"),
+    )
+    facts = load_facts(configuration)
+    run = lay_out(configuration, facts, next(iter(grids(facts.model, configuration.job))))
+    made = {event for event in run.optimizer_first.ops if event >= 0}
+    kept = [name for name, buffer in run.named("optimizer").items() if name.endswith(":p0") and buffer in made]
+    assert kept
+    assert all("lora_A" in name for name in kept)
