@@ -9,7 +9,7 @@ import itertools
 
 from planner.catalog.profiles import GpuProfile
 from planner.errors import VplanError
-from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.checkpoint_inputs import block_inputs, recomputation
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.sharding.stage_editor import first_backward
 from planner.spec.job import SPLIT
@@ -72,7 +72,7 @@ def cublas_bytes(gpu: GpuProfile) -> int:
 
 def checkpoint_offload(run: Run) -> None:
     """A checkpointed block's input goes to host RAM once the block has run, and comes back when the block behind it
-    begins its backward, beside that one's own (trainers/memory/offload.py)."""
+    is recomputed, beside that one's own; it goes when its own block has been (trainers/memory/offload.py)."""
     if run.strategy.gradient_checkpointing != "offload":
         return
     if run.step.stretches == run.recording.step.stretches:
@@ -83,33 +83,44 @@ def checkpoint_offload(run: Run) -> None:
 
 def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
     inputs = block_inputs(run)
-    ran = [(moment.module_list, moment.block) for moment, _ in run.step.stretches if moment.passes == "forward"]
-    order = [block for block in dict.fromkeys(ran) if block in inputs]
-    before = dict(zip(order[1:], order, strict=False))
+    forward: dict[Block, list[int]] = {}
+    for moment, events in run.step.stretches:
+        if moment.passes == "forward" and (block := (moment.module_list, moment.block)) in inputs:
+            forward.setdefault(block, []).extend(events)
+    before = dict(zip([*forward][1:], forward, strict=False))
     # The last block's backward may come in parts, around what stands between it and the head.
     backward = [(at, moment) for at, (moment, _) in enumerate(run.step.stretches) if moment.passes == "backward"]
     over = {(moment.module_list, moment.block): at for at, moment in backward}
-    gone: set[Block] = set()
+    last = [*forward][-1:]
+    left: set[Block] = set()
     brought: set[Block] = set()
+    freed: set[Block] = set()
     woven: list[tuple[Moment, list[int]]] = []
     for at, (moment, events) in enumerate(run.step.stretches):
         block = (moment.module_list, moment.block)
+        frees = [~buffer for buffer in inputs.get(block, ())]
         if block not in inputs or moment.passes not in ("forward", "backward"):
             woven.append((moment, events))
         elif moment.passes == "forward":
-            leaving = [] if block in gone else [~buffer for buffer in inputs[block]]
-            gone.add(block)
+            # It goes when the next block begins; the last one's when backward brings the first back.
+            leaving = [] if block in left or block in last else frees
+            left.add(block)
             woven.append((moment, [*events, *leaving]))
         else:
+            events = [event for event in events if event not in frees]
+            recomputed = recomputation(run, forward[block], events)
+            begins, ends = recomputed or (0, len(events) if at == over[block] else None)
+            woven.append((moment, [*events[:begins], *(frees if block in last and block not in brought else [])]))
             for fetched, name in ((block, "checkpoint"), (before.get(block), FETCHED_AHEAD)):
                 if fetched is not None and fetched not in brought:
                     woven.append((STRATEGY_MOMENT._replace(passes=name), inputs[fetched]))
                     brought.add(fetched)
-            ends = [~buffer for buffer in inputs[block]]
-            if any(end in events for end in ends):
-                events = [event for event in events if event not in ends]
-            woven.append((moment, [*events, *ends] if at == over[block] else events))
-    return woven
+            if ends is None or block in freed:
+                woven.append((moment, events[begins:]))
+            else:
+                woven.append((moment, [*events[begins:ends], *frees, *events[ends:]]))
+                freed.add(block)
+    return [(moment, events) for moment, events in woven if events]
 
 
 NCCL_BYTES = 600 * MIB
