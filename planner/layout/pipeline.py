@@ -12,6 +12,7 @@ from planner.layout.optimizer.fp32_masters import masters
 from planner.layout.optimizer.paged_states import paged_states
 from planner.layout.optimizer.reduction_workspace import reduction_workspaces
 from planner.layout.optimizer.update_in_backward import step_in_backward
+from planner.layout.optimizer.zero_starts import zero_starts
 from planner.layout.partial_training import freeze_unmatched
 from planner.layout.phases import residents, saving, validation
 from planner.layout.recorded_run import add_optimizer, recorded_step
@@ -53,6 +54,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     masters,  # its casts are a part of the step that the next one takes off the GPU
     offloaded_optimizer,
     paged_states,
+    zero_starts,
     ddp,  # like offloaded gradients, gradients in buckets make every micro-batch alike: they undo `accumulation`
     waiting_gradients,  # so this comes behind both
     # Engines that split replace gradients and step. zero-1 keeps what `accumulation` made, the others make their own.

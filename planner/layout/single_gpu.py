@@ -9,7 +9,7 @@ import itertools
 
 from planner.catalog.profiles import GpuProfile
 from planner.errors import VplanError
-from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.checkpoint_inputs import block_inputs, recomputation
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.sharding.stage_editor import first_backward
 from planner.spec.job import SPLIT
@@ -30,27 +30,37 @@ def cublas_workspace(run: Run) -> None:
 
 def workspaces_at_first_use(run: Run) -> None:
     """In training the one of forward's thread comes with the model's first matrix product, and autograd's with
-    backward's first. There, among activations, it decides which of the holes around it a large tensor still fits into.
-    Last of all terms: the first step is then one of its own."""
+    backward's first, behind the product's output: that is allocated before the kernel asks for a handle
+    (aten/src/ATen/native/cuda/Blas.cpp). There, among activations, it decides which of the holes around it a large
+    tensor still fits into. Last of all terms: the first step is then one of its own."""
     if run.samples_only:
         return
     forward, backward = run.handover.workspaces
     run.first_step = (run.first_step or run.step).copy()
-    _before_product(run, run.first_step, first_backward(run.first_step), backward)
-    _before_product(run, run.first_step, 0, forward)
+    _behind_product(run, run.first_step, first_backward(run.first_step), backward)
+    _behind_product(run, run.first_step, 0, forward)
 
 
 CUBLAS_HANDLES = 2
 PRODUCTS = frozenset({"addmm", "bmm", "mm"})
+QUANTISED_PRODUCT = "bitsandbytes.gemm_4bit"
+"""cuBLAS's where it makes a copy of the weight first: of one row a sample a kernel of its own does without."""
 
 
-def _before_product(run: Run, stage: Stage, start: int, buffer: int) -> None:
-    """Allocates a buffer before the first matrix product of a stage from its ``start``-th stretch on; before all where
-    no product makes a tensor of its own."""
+def _behind_product(run: Run, stage: Stage, start: int, buffer: int) -> None:
+    """Allocates a buffer behind the output of the first matrix product of a stage from its ``start``-th stretch on;
+    before all where no product makes a tensor of its own."""
+    operators, categories = run.program.op, run.program.category
     for position, (moment, events) in enumerate(stage.stretches[start:], start=start):
+        copied = False
         for at, event in enumerate(events):
-            if event >= 0 and run.program.op[event] in PRODUCTS:
-                stage.stretches[position] = (moment, [*events[:at], buffer, *events[at:]])
+            if event < 0:
+                continue
+            quantised = operators[event] == QUANTISED_PRODUCT
+            if quantised and categories[event] == "workspace":
+                copied = True
+            elif operators[event] in PRODUCTS or (quantised and copied):
+                stage.stretches[position] = (moment, [*events[: at + 1], buffer, *events[at + 1 :]])
                 return
     run.place(stage, [buffer], "cublas", at=start)
 
@@ -62,7 +72,7 @@ def cublas_bytes(gpu: GpuProfile) -> int:
 
 def checkpoint_offload(run: Run) -> None:
     """A checkpointed block's input goes to host RAM once the block has run, and comes back when the block behind it
-    begins its backward, beside that one's own (trainers/memory/offload.py)."""
+    is recomputed, beside that one's own; it goes when its own block has been (trainers/memory/offload.py)."""
     if run.strategy.gradient_checkpointing != "offload":
         return
     if run.step.stretches == run.recording.step.stretches:
@@ -73,33 +83,44 @@ def checkpoint_offload(run: Run) -> None:
 
 def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
     inputs = block_inputs(run)
-    ran = [(moment.module_list, moment.block) for moment, _ in run.step.stretches if moment.passes == "forward"]
-    order = [block for block in dict.fromkeys(ran) if block in inputs]
-    before = dict(zip(order[1:], order, strict=False))
+    forward: dict[Block, list[int]] = {}
+    for moment, events in run.step.stretches:
+        if moment.passes == "forward" and (block := (moment.module_list, moment.block)) in inputs:
+            forward.setdefault(block, []).extend(events)
+    before = dict(zip([*forward][1:], forward, strict=False))
     # The last block's backward may come in parts, around what stands between it and the head.
     backward = [(at, moment) for at, (moment, _) in enumerate(run.step.stretches) if moment.passes == "backward"]
     over = {(moment.module_list, moment.block): at for at, moment in backward}
-    gone: set[Block] = set()
+    last = [*forward][-1:]
+    left: set[Block] = set()
     brought: set[Block] = set()
+    freed: set[Block] = set()
     woven: list[tuple[Moment, list[int]]] = []
     for at, (moment, events) in enumerate(run.step.stretches):
         block = (moment.module_list, moment.block)
+        frees = [~buffer for buffer in inputs.get(block, ())]
         if block not in inputs or moment.passes not in ("forward", "backward"):
             woven.append((moment, events))
         elif moment.passes == "forward":
-            leaving = [] if block in gone else [~buffer for buffer in inputs[block]]
-            gone.add(block)
+            # It goes when the next block begins; the last one's when backward brings the first back.
+            leaving = [] if block in left or block in last else frees
+            left.add(block)
             woven.append((moment, [*events, *leaving]))
         else:
+            events = [event for event in events if event not in frees]
+            recomputed = recomputation(run, forward[block], events)
+            begins, ends = recomputed or (0, len(events) if at == over[block] else None)
+            woven.append((moment, [*events[:begins], *(frees if block in last and block not in brought else [])]))
             for fetched, name in ((block, "checkpoint"), (before.get(block), FETCHED_AHEAD)):
                 if fetched is not None and fetched not in brought:
                     woven.append((STRATEGY_MOMENT._replace(passes=name), inputs[fetched]))
                     brought.add(fetched)
-            ends = [~buffer for buffer in inputs[block]]
-            if any(end in events for end in ends):
-                events = [event for event in events if event not in ends]
-            woven.append((moment, [*events, *ends] if at == over[block] else events))
-    return woven
+            if ends is None or block in freed:
+                woven.append((moment, events[begins:]))
+            else:
+                woven.append((moment, [*events[begins:ends], *frees, *events[ends:]]))
+                freed.add(block)
+    return [(moment, events) for moment, events in woven if events]
 
 
 NCCL_BYTES = 600 * MIB

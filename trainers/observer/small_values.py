@@ -31,6 +31,9 @@ UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty
 BY_VALUE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
 """Operators whose result has a shape that depends on values: the card's own result would be empty."""
 
+BY_NUMBER = {"self_int"}
+"""Overloads that are told what the others read: `repeat_interleave` with one number of repeats for all."""
+
 HOLDING_FOR_ALL = {"all"}
 """Of a large tensor these say yes: what they are asked is whether all of it is finite."""
 
@@ -85,7 +88,7 @@ class _OperatorTraits(NamedTuple):
         return cls(
             name=name,
             is_collective=func.namespace == "c10d",
-            is_by_value=name in BY_VALUE | INDEXING,
+            is_by_value=name in BY_VALUE | INDEXING and func._overloadname not in BY_NUMBER,
             is_view=func.is_view and name not in FRESH,
             is_mutable=mutable,
             only_returns=not mutable and not special,

@@ -241,19 +241,26 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
 
 
 def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
-    """bitsandbytes' 4-bit matrix product: above 1536 rows it is a copy of the weight in the input's dtype and a plain
-    product, and before that, under double quantisation, the blocks' constants in fp32, without and with their mean.
+    """bitsandbytes' 4-bit matrix product: a copy of the weight in the input's dtype and a plain product, and before
+    that, under double quantisation, the blocks' constants in fp32, without and with their mean.
 
-    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback. With fewer rows a fused kernel may do without, which
-    concerns short prompts and time embeddings only.
+    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback. Up to 4 rows a fused kernel does without, on every card
+    (_GEMM_4BIT_CUSTOM_FLOOR_M): a product of one row a sample, as of time embeddings. Up to 1536 rows it may, by card
+    and shape, which is not modelled: short prompts.
     """
     rows, columns = args[2]
+    if args[0].numel() // args[0].shape[-1] in ONE_ROW_A_SAMPLE:
+        return []
     copy: Workspace = ("any", (args[0].element_size(), rows, columns))
-    constants: Workspace = ("any", (4, *args[3].shape))
     if len(args) > 7 and args[7] is not None:
-        constants = ("any", (4, *args[7].shape))
+        constants: Workspace = ("any", (4, *args[7].shape))
         return [constants, constants, copy]
     return [copy]
+
+
+ONE_ROW_A_SAMPLE = (1, 2, 3, 4, 1009)
+"""Rows of a product with one for every sample: a fused kernel's, or as many as a recording at any batch has
+(`trainers.recording.tapes.PRIMES`)."""
 
 
 class Rounded(int):
@@ -273,6 +280,14 @@ WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
     "bitsandbytes.gemm_4bit": gemm_4bit,
 }
+
+
+BEFORE_OUTPUTS = frozenset({"bitsandbytes.gemm_4bit"})
+"""Operators that take their workspaces first, and their outputs beside them."""
+
+LAST_OUTPUT_FIRST = frozenset({"bitsandbytes.quantize_4bit"})
+"""Operators that allocate their outputs in the other order: the blocks' constants before the packed weight
+(bitsandbytes/backends/cuda/ops.py)."""
 
 
 def workspaces(op: str, args: tuple[Any, ...]) -> list[Workspace]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 READS = frozenset(getattr(torch.ops.aten, name).default for name in ("item", "is_nonzero", "_local_scalar_dense"))
 """Operators that tell the host a number, which no fake tensor has. Prodigy asks for two a parameter, and whether it is
 all zero: then it keeps one zero in place of the weights it began at. An adapter's second matrix is, and is recorded as
-if it were not: at most 2 of 16 bytes a parameter too much."""
+if it were not; `planner.layout.optimizer.zero_starts` takes that copy out."""
 
 
 def read(tensor: Tensor) -> float:

@@ -109,11 +109,15 @@ class Recorder(TorchDispatchMode):
         self.recording.ops.add(name)
         inputs = _plain(tree_leaves((args, kwargs)))
         outputs = _plain(tree_leaves(out))
+        if name in cuda_ops.LAST_OUTPUT_FIRST:
+            outputs.reverse()
         by_tensor = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
         if self.phase == "optimizer":
             self.place = self._common_place(inputs)
         before = len(self.recording.events)
-        copies = self._copies(name, inputs)
+        inside = self._copies(name, inputs)
+        if name in cuda_ops.BEFORE_OUTPUTS:
+            inside += self._workspaces(name, args)
         for position, tensor in enumerate(outputs):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
@@ -123,9 +127,10 @@ class Recorder(TorchDispatchMode):
                     self._from_nothing.add(number)
                 if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
                     self.recording.allocations[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
-        self._note_workspaces(name, args)
-        for copy in copies:
-            self._event(~copy, self.place)
+        if name not in cuda_ops.BEFORE_OUTPUTS:
+            inside = self._workspaces(name, args) + inside
+        for number in inside:
+            self._event(~number, self.place)
         if work := work_of(func, args, kwargs, out, inputs, outputs):
             self.recording.work.append((before, work))
 
@@ -178,7 +183,8 @@ class Recorder(TorchDispatchMode):
                 self._event(copies[-1], self.place)
         return copies
 
-    def _note_workspaces(self, name: str, args: Any) -> None:
+    def _workspaces(self, name: str, args: Any) -> list[int]:
+        """Allocates what a CUDA kernel takes inside the operator."""
         workspaces = []
         for kernel, dims in cuda_ops.workspaces(name, args):
             nbytes = 1
@@ -193,8 +199,7 @@ class Recorder(TorchDispatchMode):
             )
             self._event_of.append(len(self.recording.events))
             self._event(workspaces[-1], self.place)
-        for number in workspaces:
-            self._event(~number, self.place)
+        return workspaces
 
     def weights(self) -> list[tuple[str, int]]:
         """(name, bytes) of every weight that is allocated now, sorted."""

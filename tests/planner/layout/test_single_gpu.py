@@ -14,6 +14,7 @@ from planner.catalog.shapes import grids
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.host_ram import disk_bytes, host_ram
+from planner.layout.checkpoint_inputs import block_inputs
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
@@ -309,3 +310,65 @@ def _cast(run: Run, events: list[int], at: int) -> int | None:
         if event >= 0 and run.program.op[event] == "_to_copy" and run.sizes[event] == wanted:
             return later
     return None
+
+
+@pytest.mark.parametrize(
+    ("weights", "product"), [("bf16", {"addmm", "mm", "bmm"}), ("nf4", {"bitsandbytes.gemm_4bit"})]
+)
+def test_a_cublas_workspace_comes_behind_the_output_of_the_first_product(weights: str, product: set[str]) -> None:
+    configuration = Configuration.of(
+        Job(model="cogvideox-5b", frames=9, height=480, width=720),
+        Strategy(weights_dtype=weights, gradient_checkpointing="full"),
+        Machine(gpu="h100-80gb"),
+    )
+    facts = load_facts(configuration)
+    run = lay_out(configuration, facts, next(iter(grids(facts.model, configuration.job))))
+    assert run.first_step is not None
+    made = [event for event in run.first_step.ops if event >= 0]
+    operators = [run.program.op[event] for event in made]
+    forward, backward = [place for place, buffer in enumerate(made) if buffer in run.handover.workspaces]
+    assert operators[forward - 1] in product
+    assert operators[backward - 1] in {"addmm", "mm", "bmm"}
+    before = [place for place in range(forward - 1) if operators[place] in {"addmm", "mm", "bmm"}]
+    assert not before
+    assert run.program.category[made[forward - 1]] != "workspace"
+
+
+def test_prodigy_keeps_no_copy_of_what_begins_at_zero() -> None:
+    configuration = Configuration.of(
+        Job(model="wan2.1-t2v-1.3b", frames=9, height=480, width=832),
+        Strategy(optimizer="prodigy", gradient_checkpointing="full"),
+        Machine(gpu="h100-80gb"),
+    )
+    facts = load_facts(configuration)
+    run = lay_out(configuration, facts, next(iter(grids(facts.model, configuration.job))))
+    made = {event for event in run.optimizer_first.ops if event >= 0}
+    kept = [name for name, buffer in run.named("optimizer").items() if name.endswith(":p0") and buffer in made]
+    assert kept
+    assert all("lora_A" in name for name in kept)
+
+
+def test_an_input_that_came_back_goes_when_its_block_is_recomputed() -> None:
+    """Wan casts a block's input first, so nothing of its backward holds it."""
+    configuration = Configuration.of(
+        Job(model="wan2.1-t2v-1.3b", frames=49, height=480, width=832),
+        Strategy(gradient_checkpointing="offload"),
+        Machine(gpu="h100-80gb"),
+    )
+    facts = load_facts(configuration)
+    run = lay_out(configuration, facts, next(iter(grids(facts.model, configuration.job))))
+    inputs, seen = block_inputs(run), set()
+    for moment, events in run.step.stretches:
+        block = moment.module_list, moment.block
+        operators = [run.program.op[event] if event >= 0 else "" for event in events]
+        if moment.passes != "backward" or block not in inputs or f"{ATTENTION}_backward" not in operators:
+            continue
+        ends = {events.index(~buffer) for buffer in inputs[block]}
+        # The attention that is recomputed is before them, and its backward behind them.
+        assert operators.index(ATTENTION) < min(ends)
+        assert max(ends) < operators.index(f"{ATTENTION}_backward")
+        seen.add(block)
+    assert seen == inputs.keys()
+
+
+ATTENTION = "_scaled_dot_product_flash_attention"

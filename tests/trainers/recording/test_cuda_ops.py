@@ -16,6 +16,7 @@ from planner.catalog import lookup
 from planner.tape.variants import StepVariant
 from trainers.recording import cuda_ops, op_table
 from trainers.recording.cuda_ops import Rounded, autocast_lists, cuda_semantics, workspaces
+from trainers.recording.recorder import Recorder
 from trainers.recording.tapes import shallow_config
 from trainers.step import step
 
@@ -304,3 +305,30 @@ def test_families_that_call_torch_s_rms_norm_are_known(family: str) -> None:
     model = step.build_model(profile, job.replace(method="full"), strategy, shallow_config(profile))
     sources = (inspect.getsource(kind) for kind in {type(module) for module in model.modules()})
     assert any("F.rms_norm(" in source for source in sources) == (profile.traits.rms_norm != "none")
+
+
+@pytest.mark.parametrize(("rows", "inside"), [(226, ["copy", "output"]), (1, ["output"]), (1009, ["output"])])
+def test_four_bit_products_copy_the_weight_before_their_output(rows: int, inside: list[str]) -> None:
+    """A product of one row a sample, as of time embeddings, is a fused kernel's, which makes no copy."""
+    columns, width = 256, 128
+    recorder = Recorder()
+    with FakeTensorMode():
+        value = torch.empty(1, rows, width, dtype=torch.bfloat16)
+        packed = torch.empty(columns * width // 2, 1, dtype=torch.uint8)
+        constants = torch.empty(columns * width // 64)
+        with recorder:
+            out = torch.ops.bitsandbytes.gemm_4bit(value, packed, (columns, width), constants, 64, "nf4")
+    names = {2 * columns * width: "copy", out.nbytes: "output"}
+    made = [names[recorder.recording.allocations[event].nbytes] for event in recorder.recording.events if event >= 0]
+    assert made == inside
+    assert [~event for event in recorder.recording.events if event < 0] == [0] * (len(inside) - 1)
+
+
+def test_four_bit_weights_come_behind_their_constants() -> None:
+    recorder = Recorder()
+    with FakeTensorMode():
+        weight = torch.empty(256, 128, dtype=torch.bfloat16)
+        with recorder:
+            packed, constants = torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
+    made = [recorder.recording.allocations[event].nbytes for event in recorder.recording.events if event >= 0]
+    assert made == [constants.nbytes, packed.nbytes]

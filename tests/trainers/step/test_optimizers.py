@@ -116,3 +116,17 @@ def test_deepspeed_keeps_its_own_masters() -> None:
     half = nn.Parameter(torch.ones(64, 32).bfloat16())
     optimizer = make_optimizer({"weight": half}, STRATEGY.replace(sharding="zero-2"))
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_prodigy_keeps_a_copy_of_weights_that_begin_with_a_number_but_zero() -> None:
+    """What `planner.layout.optimizer.zero_starts` counts on: of a new adapter's second matrix it never keeps one."""
+    first, second = nn.Parameter(torch.randn(8, 64)), nn.Parameter(torch.zeros(64, 8))
+    trainable = {"lora_A": first, "lora_B": second}
+    optimizer = make_optimizer(trainable, Strategy(optimizer="prodigy"))
+    for _ in range(2):
+        for parameter in trainable.values():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    assert second.any()
+    assert optimizer.state[first]["p0"].numel() == first.numel()  # type: ignore[attr-defined]
+    assert optimizer.state[second]["p0"].numel() == 1  # type: ignore[attr-defined]
