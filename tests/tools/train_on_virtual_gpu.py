@@ -85,9 +85,16 @@ CASES = {
     "full-zero-2-on-host": _full_bf16(
         "adamw-foreach", gpus=2, master_weights="fp32", sharding="zero-2", offload_optimizer="cpu"
     ),
+    "full-zero-3": _full_bf16("adamw-foreach", gpus=2, master_weights="fp32", sharding="zero-3"),
+    "full-zero-3-all-on-host": _full_bf16(
+        "adamw-foreach", gpus=2, master_weights="fp32", sharding="zero-3", offload_optimizer="cpu", offload_params="cpu"
+    ),
+    "full-fsdp": _full(gpus=2, sharding="fsdp"),
+    "full-fsdp-parameters-on-host": _full(gpus=2, sharding="fsdp", offload_params="cpu"),
+    "lora-fsdp": _lora(gpus=2, sharding="fsdp"),
+    "lora-context-parallel": _lora(gpus=2, context_parallel=2),
 }
-"""The strategies, by name. FSDP2 and ZeRO-3 are none of them: what they gather has no values on a virtual GPU, and
-training ends where a loss is no number."""
+"""The strategies, by name."""
 
 
 class Course(NamedTuple):
