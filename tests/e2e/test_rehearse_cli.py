@@ -579,6 +579,23 @@ def test_sizes_that_depend_on_values_are_not_read_from_unfilled_memory(place: Pa
 
 
 @needs_cuda_wheel
+def test_tensors_are_printed_from_host_ram(place: Path, cache: str) -> None:
+    """torch counts what is not zero on the card, with modes like ours off: a count from unfilled memory."""
+    source = """
+        import torch
+        assert str(torch.arange(3, device="cuda")) == "tensor([0, 1, 2], device='cuda:0')"
+        weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+        assert repr(weight) == "Parameter containing:\\ntensor([1., 1.], device='cuda:0', requires_grad=True)"
+        assert str(torch.empty(0, device="cuda")) == "tensor([], device='cuda:0')"
+        used = torch.full((64,), 2**30, device="cuda")
+        del used
+        assert str(torch.randn(1000, 1000, device="cuda")) == "tensor(..., device='cuda:0')"
+    """
+    words = ("--gpu", "24GB", "--steps", "0", "--host-ram", "2GiB", "--", CUDA_PYTHON, program(place, source))
+    assert rehearse(place, cache, *words)["verdict"] == "fits"
+
+
+@needs_cuda_wheel
 def test_weights_that_nobody_has(place: Path, cache: str) -> None:
     """A pipeline of the hub by its name, cast on the CPU as training scripts do it, and a file at a path."""
     have = "import diffusers, transformers"
