@@ -6,6 +6,7 @@ The second half needs a Python with PyTorch's CUDA wheel (no GPU), named by VPLA
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import shutil
@@ -380,6 +381,110 @@ def test_small_values_are_true(place: Path, cache: str) -> None:
     assert not any("not computed" in note for note in answer["assumptions"])
 
 
+EXCHANGES = """
+    import os
+    import torch
+    import torch.distributed as dist
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    given, taken = torch.full((4,), rank + 1.0, device="cuda"), torch.empty(4, device="cuda")
+    both = [dist.P2POp(dist.irecv, taken, 1 - rank), dist.P2POp(dist.isend, given, 1 - rank)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    assert taken.tolist() == [2.0 - rank] * 4
+    for number in range(3):  # nobody waits for what he sends
+        if rank == 0:
+            dist.send(torch.full((2,), float(number), device="cuda"), 1)
+    for number in range(3):
+        if rank == 1:
+            message = torch.empty(2, device="cuda")
+            dist.recv(message, 0)
+            assert message.tolist() == [number] * 2
+    dist.all_to_all_single(taken, torch.arange(4.0, device="cuda") + 10 * rank)
+    assert taken.tolist() == [2 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank]
+    parts = [torch.empty(1 + rank, device="cuda") for _ in range(2)]
+    dist.all_to_all(parts, [torch.full((1 + to,), 10.0 * rank + to, device="cuda") for to in range(2)])
+    assert [part.tolist() for part in parts] == [[10.0 * of + rank] * (1 + rank) for of in range(2)]
+    gathered = [torch.empty(4, device="cuda") for _ in range(2)] if rank == 0 else None
+    dist.gather(given, gathered)
+    assert rank or [part[0].item() for part in gathered] == [1, 2]
+"""
+
+
+@needs_cuda_wheel
+def test_what_ranks_send_to_each_other_arrives(place: Path, cache: str) -> None:
+    launch = (CUDA_PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", program(place, EXCHANGES))
+    assert rehearse(place, cache, "--gpu", "2x4090", "--steps", "0", "--", *launch)["verdict"] == "fits"
+
+
+FSDP = """
+    import json, os, sys
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    rank, kind, width = int(os.environ["RANK"]), sys.argv[1], int(sys.argv[2])
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    mesh = init_device_mesh(kind, (2,))
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.LayerNorm(width)) for _ in range(2)]
+    model = torch.nn.Sequential(*blocks).to(kind)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    batch, told = torch.randn(8, width).to(kind).bfloat16(), []
+    for _ in range(4):
+        loss = (model(batch).float() - 1).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        told += [loss.item(), norm.full_tensor().item()]
+    with open(f"told-{kind}-{rank}.json", "w") as file:
+        json.dump(told, file)
+"""
+
+
+@needs_cuda_wheel
+@pytest.mark.parametrize("width", [32, 512])
+def test_fsdp_trains_with_true_values_where_all_is_small_and_finite_ones_elsewhere(
+    place: Path, cache: str, width: int
+) -> None:
+    """The same program on the CPU, with gloo, gives the losses and gradient norms that are true."""
+    script = program(place, FSDP)
+    launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", script)
+    answer = rehearse(place, cache, "--gpu", "2x4090", "--steps", "0", "--", CUDA_PYTHON, *launch, "cuda", str(width))
+    told = [json.loads((place / f"told-cuda-{rank}.json").read_text()) for rank in range(2)]
+    unknown = any("not computed" in note for note in answer["assumptions"])
+    if width == 512:
+        assert unknown and all(math.isfinite(value) for values in told for value in values)
+        return
+    assert not unknown
+    subprocess.run([sys.executable, *launch, "cpu", str(width)], cwd=place, check=True, capture_output=True)
+    for rank in range(2):
+        assert told[rank] == pytest.approx(json.loads((place / f"told-cpu-{rank}.json").read_text()), rel=0.01)
+
+
+@needs_cuda_wheel
+def test_missing_values_are_no_nan(place: Path, cache: str) -> None:
+    """A direction of a large tensor is 0/0 of its zeros; one of zeros that are known is NaN, as on a card."""
+    source = """
+        import torch
+        large = torch.randn(1000, 1000, device="cuda").sum(0)
+        assert not (large / large.norm()).sum().isnan()
+        zeros = torch.zeros(8, device="cuda")
+        assert (zeros / zeros.norm()).sum().isnan()
+    """
+    words = ("--gpu", "24GB", "--steps", "0", "--", CUDA_PYTHON, program(place, source))
+    (note,) = [note for note in rehearse(place, cache, *words)["assumptions"] if "not computed" in note]
+    assert "program.py:4" in note and "program.py:6" not in note
+
+
 @needs_cuda_wheel
 def test_a_value_that_nobody_knows_is_told(place: Path, cache: str) -> None:
     source = """
@@ -403,6 +508,39 @@ def test_compiled_code_is_refused_by_name(place: Path, cache: str) -> None:
     error = rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source), code=1)["error"]
     assert "torch.compile" in error["message"]
     assert "program.py:4" in error["message"]
+
+
+@needs_cuda_wheel
+def test_flex_attention_is_refused_by_name(place: Path, cache: str) -> None:
+    """Uncompiled, it would compile its own inner part, and the option to leave out is not torch.compile."""
+    source = """
+        import torch
+        from torch.nn.attention.flex_attention import flex_attention
+        tokens = torch.ones(1, 2, 128, 64, device="cuda")
+        flex_attention(tokens, tokens, tokens)
+    """
+    error = rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source), code=1)["error"]
+    assert "FlexAttention" in error["message"]
+    assert "program.py:5" in error["message"]
+
+
+@needs_cuda_wheel
+def test_a_triton_kernel_is_refused_by_name(place: Path, cache: str) -> None:
+    """The CUDA wheel runs without Triton, and `ci/cuda-python` does not bring it: a module with the entry of its
+    kernels stands for it (triton/runtime/jit.py: `kernel[grid](...)` calls `JITFunction.run`)."""
+    for folder in ("triton", "triton/runtime"):
+        (place / folder).mkdir()
+        (place / folder / "__init__.py").touch()
+    (place / "triton" / "runtime" / "jit.py").write_text("class JITFunction:\n    def run(self): print('ran')\n")
+    source = """
+        import torch
+        torch.ones(8, device="cuda")
+        from triton.runtime.jit import JITFunction
+        JITFunction().run()
+    """
+    error = rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source), code=1)["error"]
+    assert "a Triton kernel" in error["message"]
+    assert "program.py:5" in error["message"]
 
 
 @needs_cuda_wheel
@@ -439,6 +577,23 @@ def test_sizes_that_depend_on_values_are_not_read_from_unfilled_memory(place: Pa
     answer = rehearse(place, cache, *words)
     assert answer["allocated_bytes"] < 64 * 2**20
     assert any("not computed" in note for note in answer["assumptions"])
+
+
+@needs_cuda_wheel
+def test_tensors_are_printed_from_host_ram(place: Path, cache: str) -> None:
+    """torch counts what is not zero on the card, with modes like ours off: a count from unfilled memory."""
+    source = """
+        import torch
+        assert str(torch.arange(3, device="cuda")) == "tensor([0, 1, 2], device='cuda:0')"
+        weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+        assert repr(weight) == "Parameter containing:\\ntensor([1., 1.], device='cuda:0', requires_grad=True)"
+        assert str(torch.empty(0, device="cuda")) == "tensor([], device='cuda:0')"
+        used = torch.full((64,), 2**30, device="cuda")
+        del used
+        assert str(torch.randn(1000, 1000, device="cuda")) == "tensor(..., device='cuda:0')"
+    """
+    words = ("--gpu", "24GB", "--steps", "0", "--host-ram", "2GiB", "--", CUDA_PYTHON, program(place, source))
+    assert rehearse(place, cache, *words)["verdict"] == "fits"
 
 
 @needs_cuda_wheel

@@ -60,6 +60,13 @@ def _full_bf16(recording: str, gpus: int = 1, **strategy: Any) -> Case:
     return Case({**FULL_BF16, **strategy}, {"method": "full"}, gpus, variants)
 
 
+def _full_fsdp(**strategy: Any) -> Case:
+    return _full(gpus=2, sharding="fsdp", **strategy)._replace(variants=("step-full-half-none-one",))
+
+
+COMPUTED_IN_BF16 = "step-lora-half-half-none-one"
+"""the recording of a LoRA without autocast"""
+
 CASES = {
     "lora": _lora(),
     "lora-accumulation": _lora(gradient_accumulation=2),
@@ -85,9 +92,16 @@ CASES = {
     "full-zero-2-on-host": _full_bf16(
         "adamw-foreach", gpus=2, master_weights="fp32", sharding="zero-2", offload_optimizer="cpu"
     ),
+    "full-zero-3": _full_bf16("adamw-foreach", gpus=2, master_weights="fp32", sharding="zero-3"),
+    "full-zero-3-all-on-host": _full_bf16(
+        "adamw-foreach", gpus=2, master_weights="fp32", sharding="zero-3", offload_optimizer="cpu", offload_params="cpu"
+    ),
+    "full-fsdp": _full_fsdp(),
+    "full-fsdp-parameters-on-host": _full_fsdp(offload_params="cpu"),
+    "lora-fsdp": _lora(COMPUTED_IN_BF16, gpus=2, sharding="fsdp"),
+    "lora-context-parallel": _lora(COMPUTED_IN_BF16, gpus=2, context_parallel=2),
 }
-"""The strategies, by name. FSDP2 and ZeRO-3 are none of them: what they gather has no values on a virtual GPU, and
-training ends where a loss is no number."""
+"""The strategies, by name."""
 
 
 class Course(NamedTuple):

@@ -23,6 +23,7 @@ from .hollow_copies import HollowCopies
 from .import_hook import ImportHook
 from .memory_history import MemoryHistory
 from .memory_peaks import MemoryPeaks
+from .printed_tensors import install as print_from_host
 from .refusals import install as install_refusals
 from .small_values import watch_values
 from .working_module import working_moment
@@ -89,6 +90,7 @@ class ProcessObserver:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.cuda._lazy_call(self._watch_allocator)
+        print_from_host(torch)
         if os.environ.get("VPLAN_GPU_VALUES") == "1":
             self._hollow = self._hollow_copies(torch)
             watch_values(torch, self._note_read, self._hollow)

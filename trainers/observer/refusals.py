@@ -12,6 +12,7 @@ COMPILE = (
     "torch.compile",
     "run it without: leave out torch.compile and its option, or set TORCH_COMPILE_DISABLE=1",
 )
+FLEX = ("FlexAttention", "choose another attention, as torch's scaled_dot_product_attention is")
 TRITON = ("a Triton kernel", "choose the trainer's option without Triton kernels")
 GRAPH = ("CUDA graphs", "run it without: leave out the option that captures CUDA graphs")
 
@@ -24,6 +25,7 @@ def install(hook: ImportHook, refuse: Refuse) -> None:
     hook.after("torch._dynamo.eval_frame", lambda module: _refuse_compiled(module, refuse))
     hook.after("torch._inductor.compile_fx", lambda module: _replace(module, "compile_fx", COMPILE, refuse))
     hook.after("triton.runtime.jit", lambda module: _replace(module.JITFunction, "run", TRITON, refuse))
+    hook.after("torch.nn.attention.flex_attention", lambda module: _replace(module, "flex_attention", FLEX, refuse))
     hook.after("torch.cuda.graphs", lambda module: _refuse_graphs(module, refuse))
 
 

@@ -3,12 +3,13 @@
 Memory of the virtual card is host memory: after torch has run an operator the usual way, with all its allocations, the
 same operator runs on CPU tensors over the same bytes, where every tensor is small. What comes of a large one is taken
 to come of zeros, so that a sum is 0 and no gradient is infinite; that is unknown, as is all that depends on it, and
-reading it is told.
+reading it is told. What is unknown is always finite: 0/0 of missing values is no NaN of the program.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -18,8 +19,26 @@ from .hollow_copies import HollowCopies
 SMALL_BYTES = 65536
 """As the copies that the virtual card makes (virtual_gpu.h)."""
 
-OVERWRITING = {"fill_", "zero_", "copy_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
-"""What these write does not depend on what was there."""
+OVERWRITING = {
+    "fill_", "zero_", "copy_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_",
+    "_foreach_copy_", "_foreach_zero_",
+}  # fmt: skip
+"""What these write into their first argument, and any operator into `out`, does not depend on what was there."""
+
+GATHERED = {"all_gather_copy_in": 1}
+"""FSDP2 copies a rank's shares into their place in a buffer, whose other places the gathering that follows fills."""
+
+COMPUTED_NAMESPACES = {"aten", "fsdp"}
+"""Whose operators have CPU kernels that do the same. Those of FSDP2 put shares together and apart
+(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)."""
+
+FUNCTIONAL = "_c10d_functional"
+COLLECTIVE_NAMESPACES = {"c10d", FUNCTIONAL}
+SENDING_FROM_SECOND = ("_allgather", "allgather", "_reduce_scatter", "reduce_scatter", "alltoall", "gather", "scatter")
+RECEIVING = {"recv_", "recv_any_source_", "irecv", "batch_p2p_ops", "gather_", "scatter_"}
+
+WRAPPERS = {"DTensor", "AsyncCollectiveTensor"}
+"""Classes of tensors around plain ones."""
 
 READING = {"_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true"}
 FRESH = {"lift_fresh", "lift"}
@@ -57,7 +76,7 @@ def watch_values(torch: Any, told: Callable[[str], None], hollow: HollowCopies |
             return False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if any(kind.__name__ == "DTensor" for kind in types):
+            if any(kind.__name__ in WRAPPERS for kind in types):
                 return NotImplemented  # its own handler comes first, and what it does to its shard comes here
             if any(kind not in values.plain for kind in types):  # a fake tensor, or anybody's own
                 return func(*args, **(kwargs or {}))
@@ -72,6 +91,8 @@ class _OperatorTraits(NamedTuple):
 
     name: str
     """without namespace and overload"""
+    is_computed: bool
+    """whether it can be tried on the CPU"""
     is_collective: bool
     is_by_value: bool
     """whether its result's shape, or how much it writes, can depend on values"""
@@ -79,19 +100,32 @@ class _OperatorTraits(NamedTuple):
     is_mutable: bool
     only_returns: bool
     """whether new tensors are all that comes of it"""
+    overwritten: int | None
+    """index of the argument whose old values do not matter"""
+    out: tuple[str, ...]
+    """names of arguments that only receive"""
+
+    @property
+    def only_writes(self) -> bool:
+        """Whether nothing that was there before counts in what it gives or writes."""
+        return self.only_returns or self.overwritten == 0 or bool(self.out)
 
     @classmethod
     def of(cls, func: Any) -> _OperatorTraits:
         name = func._schema.name.partition("::")[2]
         mutable = bool(func._schema.is_mutable)
         special = name in READING | COPYING | BY_VALUE | FRESH
+        written = [argument for argument in func._schema.arguments if argument.alias_info is not None]
         return cls(
             name=name,
-            is_collective=func.namespace == "c10d",
+            is_computed=func.namespace in COMPUTED_NAMESPACES and name not in UNINITIALISED,
+            is_collective=func.namespace in COLLECTIVE_NAMESPACES,
             is_by_value=name in BY_VALUE | INDEXING and func._overloadname not in BY_NUMBER,
             is_view=func.is_view and name not in FRESH,
             is_mutable=mutable,
             only_returns=not mutable and not special,
+            overwritten=0 if name in OVERWRITING else GATHERED.get(name),
+            out=tuple(each.name for each in written if each.kwarg_only and each.alias_info.is_write),
         )
 
 
@@ -103,6 +137,8 @@ class _Values:
         self._hollow = hollow
         self._told = told
         self._known: set[int] = set()
+        self._parts: dict[int, list[tuple[int, int]]] = {}
+        """of storages that are not known as a whole: ranges of bytes that are, in order"""
         self._traits: dict[Any, _OperatorTraits] = {}
         self.plain = {torch.Tensor, torch.nn.Parameter, *filter(None, [getattr(torch.nn, "Buffer", None)])}
         self._random_state: Any = None
@@ -113,7 +149,7 @@ class _Values:
         if traits is None:
             traits = self._traits[func] = _OperatorTraits.of(func)
         if traits.is_collective:
-            return self._collective(func, args, kwargs)
+            return self._collective(traits, func, args, kwargs)
         if self._hollow is not None and traits.name in HOLLOW_COPIES:
             copied = self._hollow.run(traits.name, func, args, kwargs)
             if copied is not None:
@@ -136,7 +172,7 @@ class _Values:
         if not all(tensor.numel() * tensor.element_size() > SMALL_BYTES for tensor in tensors):
             return False
         for tensor in tensors:
-            self._known.discard(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
+            self._forget(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
         return True
 
     def _follow(self, traits: _OperatorTraits, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
@@ -149,23 +185,38 @@ class _Values:
             for tensor in outputs:
                 self._mark(tensor, _is_small(tensor), partly=False)
             return result
-        depended_on = [tensor for tensor in inputs[name in OVERWRITING :] if tensor.is_cuda]
-        known = all(self._is_known(tensor) for tensor in depended_on)
+        known = all(self._is_known(tensor) for tensor in self._depended_on(traits, args, kwargs) if tensor.is_cuda)
         if name in READING:
             if not known:
                 self._told(name)
-            return result
-        if name in COPYING and not known and any(not tensor.is_cuda and _is_small(tensor) for tensor in outputs):
-            self._told(name)  # to the host: `tolist`, `cpu`
+            return result if known else _finite_number(result)
+        if name in COPYING and not known:  # to the host: `tolist`, `cpu`
+            read = [tensor for tensor in outputs if not tensor.is_cuda and _is_small(tensor)]
+            if read:
+                self._told(name)
+            self._make_finite(read)
         written = [tensor for tensor in outputs if tensor.is_cuda]
         if traits.is_mutable:
             written += [tensor for tensor in self._mutated(func, args, kwargs) if tensor.is_cuda]
-        computed = name not in UNINITIALISED and self._compute(func, args, kwargs, result, written)
+        computed = traits.is_computed and self._compute(func, args, kwargs, result, written)
         for tensor in written:
             self._mark(tensor, known and computed, partly=traits.is_mutable)
-        if not computed and (traits.only_returns or name in OVERWRITING):
+        if not computed and traits.only_writes:
             self._fill(written, float(name in HOLDING_FOR_ALL))
+        elif not known:
+            self._make_finite(written)
         return result
+
+    def _depended_on(self, traits: _OperatorTraits, args: Any, kwargs: Any) -> Iterable[Any]:
+        """Tensors whose values count in what the operator gives or writes."""
+        yield from self._tensors([value for index, value in enumerate(args) if index != traits.overwritten])
+        yield from self._tensors({word: value for word, value in kwargs.items() if word not in traits.out})
+
+    def _make_finite(self, tensors: Iterable[Any]) -> None:
+        """Missing values taken as zeros give 0/0 where the true ones would not: that is no NaN of the program."""
+        for tensor in tensors:
+            if _is_small(tensor) and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+                (self._over(tensor) if tensor.is_cuda else tensor).nan_to_num_(0.0, 0.0, 0.0)
 
     def _fill(self, tensors: Iterable[Any], value: float) -> None:
         """What comes of large tensors is taken to come of zeros: memory that was used before holds anything."""
@@ -183,30 +234,59 @@ class _Values:
             for item in value.values():
                 yield from self._tensors(item)
 
-    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Small ones are really made (virtual_gpu/nccl.c): what a rank brings decides what all get. The first argument
-        receives; where the second one sends, it is a gather or a scatter."""
+    def _collective(self, traits: _OperatorTraits, func: Any, args: Any, kwargs: Any) -> Any:
+        """Small ones are really made (virtual_gpu/nccl.c): what a rank brings decides what all get. What one rank alone
+        sends to another is there too, but whether the sender knew it is not: it counts as unknown."""
         result = func(*args, **kwargs)
-        words = func._schema.name
-        sends = args[1] if "allgather" in words or "reduce_scatter" in words else args[0]
-        brought = list(self._tensors(sends))
-        known = all(_is_small(tensor) and self._is_known(tensor) for tensor in brought)
-        for tensor in self._tensors(args[0]):
+        if func.namespace == FUNCTIONAL:
+            sends, gets = self._depended_on(traits, args, kwargs), [result, list(self._mutated(func, args, kwargs))]
+        else:  # the first argument receives, and sends where no second one does
+            sends, gets = self._tensors(args[1 if traits.name.startswith(SENDING_FROM_SECOND) else 0]), args[0]
+        brought = list(sends)
+        known = traits.name not in RECEIVING and all(_is_small(each) and self._is_known(each) for each in brought)
+        whole = sum(each.numel() * each.element_size() for each in brought)
+        for tensor in self._tensors(gets):
+            if not tensor.is_cuda:
+                continue
             self._mark(tensor, known and _is_small(tensor), partly=True)
+            if "reduce_scatter" in traits.name and whole > SMALL_BYTES:  # as in nccl.c
+                self._fill([tensor], 0.0)
+            elif not known:
+                self._make_finite([tensor])
         return result
 
     # ---- what is known
 
     def _is_known(self, tensor: Any) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._known or tensor.numel() == 0
+        place = tensor.untyped_storage().data_ptr()
+        if place in self._known or tensor.numel() == 0:
+            return True
+        parts = self._parts.get(place)
+        if parts is None or not tensor.is_contiguous():
+            return False
+        start, end = _extent(tensor)
+        return any(first <= start and end <= last for first, last in parts)
 
     def _mark(self, tensor: Any, known: bool, partly: bool) -> None:
-        """A part that is written says nothing of the rest: that was known before, or the part is all there is."""
-        place = tensor.untyped_storage().data_ptr()
+        """A part that is written says nothing of the rest: that was known before, or the parts make up all there is."""
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr()
         if not known:
-            self._known.discard(place)
-        elif not partly or tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes():
+            self._forget(place)
+        elif not partly or tensor.numel() * tensor.element_size() >= storage.nbytes():
+            self._parts.pop(place, None)
             self._known.add(place)
+        elif place not in self._known and tensor.is_contiguous():
+            parts = _joined([*self._parts.get(place, ()), _extent(tensor)])
+            if parts == [(0, storage.nbytes())]:
+                self._parts.pop(place, None)
+                self._known.add(place)
+            else:
+                self._parts[place] = parts
+
+    def _forget(self, place: int) -> None:
+        self._known.discard(place)
+        self._parts.pop(place, None)
 
     def _mutated(self, func: Any, args: Any, kwargs: Any) -> Iterable[Any]:
         """Arguments that the operator writes to."""
@@ -219,43 +299,48 @@ class _Values:
 
     def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, written: list[Any]) -> bool:
         """Run the operator over the same bytes on the CPU; whether that could be done."""
-        if not func._schema.name.startswith("aten::") or not all(
-            map(_is_small, (*self._tensors((args, kwargs)), *written))
-        ):
+        if not all(map(_is_small, (*self._tensors((args, kwargs)), *written))):
             return False
-        try:
-            on_host = self._on_host(func, args, kwargs)
-            for theirs, ours in zip(self._tensors(result), self._tensors(on_host)):  # noqa: B905  # strict= is of 3.10
-                if theirs.is_cuda and not func._schema.is_mutable:
-                    self._over(theirs).copy_(ours)
-        except (RuntimeError, TypeError, ValueError, IndexError):  # nothing of the kind on the CPU
-            return False
-        return True
+        for in_fp32 in (False, True):
+            try:
+                on_host = self._on_host(func, args, kwargs, in_fp32)
+                for theirs, ours in zip(self._tensors(result), self._tensors(on_host)):  # noqa: B905  # strict= is of 3.10
+                    if theirs.is_cuda and not func._schema.is_mutable:
+                        self._over(theirs).copy_(ours)
+            except (RuntimeError, TypeError, ValueError, IndexError):  # nothing of the kind on the CPU
+                if func._schema.is_mutable:
+                    return False
+            else:
+                return True
+        return False
 
-    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator on CPU tensors over the card's bytes. Random numbers come from a generator of our own, so that
-        the program's draws on the CPU stay as they are."""
+    def _on_host(self, func: Any, args: Any, kwargs: Any, in_fp32: bool = False) -> Any:
+        """The operator on CPU tensors over the card's bytes, or on copies in fp32: some CPU kernels lack half
+        precision, or mix it otherwise than the card's (layer norm keeps its statistics in fp32 there). Random numbers
+        come from a generator of our own, so that the program's draws on the CPU stay as they are."""
         torch = self._torch
         words = {**kwargs, "device": "cpu"} if kwargs.get("device") is not None else dict(kwargs)
         words |= {word: None for word in ("generator", "pin_memory") if word in words}
+        args, words = self._mapped(args, in_fp32), self._mapped(words, in_fp32)
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*self._mapped(args), **self._mapped(words))
+            return func(*args, **words)
         theirs = torch.random.get_rng_state()
         if self._random_state is not None:
             torch.random.set_rng_state(self._random_state)
         try:
-            return func(*self._mapped(args), **self._mapped(words))
+            return func(*args, **words)
         finally:
             self._random_state = torch.random.get_rng_state()
             torch.random.set_rng_state(theirs)
 
-    def _mapped(self, value: Any) -> Any:
+    def _mapped(self, value: Any, in_fp32: bool) -> Any:
         if isinstance(value, self._torch.Tensor):
-            return self._over(value) if value.is_cuda else value
+            mapped = self._over(value) if value.is_cuda else value
+            return mapped.float() if in_fp32 and mapped.is_floating_point() else mapped
         if isinstance(value, (list, tuple)):
-            return type(value)(self._mapped(item) for item in value)
+            return type(value)(self._mapped(item, in_fp32) for item in value)
         if isinstance(value, dict):
-            return {name: self._mapped(item) for name, item in value.items()}
+            return {name: self._mapped(item, in_fp32) for name, item in value.items()}
         if isinstance(value, self._torch.device):
             return self._torch.device("cpu")
         return value
@@ -312,6 +397,28 @@ class _Values:
                 place = self._torch.zeros(count, dtype=self._torch.int64, device=index.device)
                 indices.extend([place] * index.dim())
         return (args[0], indices, *args[2:])
+
+
+def _extent(tensor: Any) -> tuple[int, int]:
+    """The bytes of its storage that a contiguous tensor has: the first, and the one behind the last."""
+    width = tensor.element_size()
+    start = tensor.storage_offset() * width
+    return start, start + tensor.numel() * width
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same ranges in order, those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _finite_number(value: Any) -> Any:
+    return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_small(tensor: Any) -> bool:

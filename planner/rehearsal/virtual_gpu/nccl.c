@@ -1,5 +1,6 @@
 /* NCCL: ranks of one machine meet in a file of the run's folder. What fits a place of 64 KiB is really exchanged and
- * reduced (losses, norms, sizes, seeds, pickled objects); larger collectives are neither made nor waited for.
+ * reduced (losses, norms, sizes, seeds, pickled objects); larger collectives are neither made nor waited for. What one
+ * rank sends to another is a file of that folder, up to the same size.
  *
  * Signatures and numbers: NCCL's API reference, "Types" (ncclDataType_t, ncclRedOp_t). */
 #define _GNU_SOURCE
@@ -35,7 +36,7 @@ struct communicator {
     struct id id;
     struct meeting *meeting; /* NULL: one rank, or more than a meeting holds */
     int rank, ranks, device, splits;
-    long met;
+    long met, sent[MOST_RANKS], received[MOST_RANKS]; /* messages, by the other rank */
     int64_t bytes;
 };
 
@@ -150,6 +151,78 @@ static int meet(struct communicator *communicator, const void *brought, size_t b
             }
         }
     return (int)(arrival & 1);
+}
+
+/* ---- messages of one rank to another */
+
+/* Nobody waits for what he sends, however much of it is on its way. Receiving waits; in a group, until its end, when all
+ * that the group sends is there. A real rank would go on meanwhile: one that has to send something first for the message
+ * to come stops waiting after this, and has no values. */
+enum { PATIENCE_SECONDS = 60 };
+
+struct receipt { struct communicator *communicator; void *to; size_t bytes; int from; struct receipt *next; };
+static __thread struct receipt *receipts, **last_receipt;
+static __thread int groups;
+
+static int message_path(char *path, size_t room, struct communicator *communicator, int from, int to, long number)
+{
+    const char *folder = getenv("VPLAN_GPU_FOLDER");
+    return folder && snprintf(path, room, "%s/nccl-%s-%d-%d-%ld", folder, communicator->id.text, from, to, number) < (int)room;
+}
+
+static void send_to(struct communicator *communicator, const void *from, size_t bytes, int peer)
+{
+    char path[4096], part[4100];
+    long number = communicator->sent[peer]++;
+    if (!message_path(path, sizeof path, communicator, communicator->rank, peer, number))
+        return;
+    snprintf(part, sizeof part, "%s~", path);
+    FILE *file = fopen(part, "we");
+    if (!file)
+        return;
+    size_t written = fwrite(from, 1, bytes, file);
+    if (!fclose(file) && written == bytes)
+        rename(part, path);
+}
+
+static void receive_from(struct communicator *communicator, void *to, size_t bytes, int peer)
+{
+    char path[4096];
+    long number = communicator->received[peer]++;
+    if (!message_path(path, sizeof path, communicator, peer, communicator->rank, number))
+        return;
+    time_t end = time(NULL) + PATIENCE_SECONDS;
+    FILE *file;
+    for (long waited = 0; !(file = fopen(path, "re")); waited++) {
+        if (time(NULL) > end) {
+            fprintf(stderr, "virtual gpu: nothing came from rank %d to rank %d in %d s\n", peer, communicator->rank,
+                    PATIENCE_SECONDS);
+            return;
+        }
+        usleep(waited < 100 ? 50 : 1000);
+    }
+    if (fread(to, 1, bytes, file) != bytes)
+        fprintf(stderr, "virtual gpu: rank %d has sent less than rank %d receives\n", peer, communicator->rank);
+    fclose(file);
+    unlink(path);
+}
+
+EXPORT int ncclGroupStart(void)
+{
+    groups++;
+    return SUCCESS;
+}
+EXPORT int ncclGroupEnd(void)
+{
+    if (groups > 0 && --groups)
+        return SUCCESS;
+    while (receipts) {
+        struct receipt *receipt = receipts;
+        receipts = receipt->next;
+        receive_from(receipt->communicator, receipt->to, receipt->bytes, receipt->from);
+        free(receipt);
+    }
+    return SUCCESS;
 }
 
 EXPORT int ncclCommSplit(struct communicator *parent, int color, int key, struct communicator **made, void *configuration)
@@ -334,4 +407,43 @@ EXPORT int ncclBroadcast(const void *from, void *to, size_t count, int type, int
 EXPORT int ncclBcast(void *data, size_t count, int type, int root, struct communicator *communicator, void *stream)
 {
     return ncclBroadcast(data, data, count, type, root, communicator, stream);
+}
+
+EXPORT int ncclSend(const void *from, size_t count, int type, int peer, struct communicator *communicator, void *stream)
+{
+    size_t bytes = count * width(type);
+    if (bytes && bytes <= PLACE && communicator->meeting)
+        send_to(communicator, from, bytes, peer);
+    return SUCCESS;
+}
+EXPORT int ncclRecv(void *to, size_t count, int type, int peer, struct communicator *communicator, void *stream)
+{
+    size_t bytes = count * width(type);
+    if (!bytes || bytes > PLACE || !communicator->meeting)
+        return SUCCESS;
+    if (!groups) {
+        receive_from(communicator, to, bytes, peer);
+        return SUCCESS;
+    }
+    struct receipt *receipt = malloc(sizeof *receipt);
+    if (!receipt)
+        abort();
+    *receipt = (struct receipt){communicator, to, bytes, peer, NULL};
+    last_receipt = receipts ? last_receipt : &receipts;
+    *last_receipt = receipt;
+    last_receipt = &receipt->next;
+    return SUCCESS;
+}
+EXPORT int ncclAlltoAll(const void *from, void *to, size_t count, int type, struct communicator *communicator, void *stream)
+{
+    size_t bytes = count * width(type), all = bytes * (size_t)communicator->ranks;
+    if (communicator->ranks == 1)
+        vg_copy_memory(to, from, bytes);
+    if (communicator->ranks == 1 || all > PLACE)
+        return SUCCESS;
+    int place = meet(communicator, from, all);
+    for (int rank = 0; place >= 0 && rank < communicator->ranks; rank++)
+        memcpy((char *)to + (size_t)rank * bytes,
+               communicator->meeting->place[rank][place] + (size_t)communicator->rank * bytes, bytes);
+    return SUCCESS;
 }
