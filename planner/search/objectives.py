@@ -170,6 +170,8 @@ def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
         except ContradictionError:  # the rest of what was typed allows nothing else
             continue
         if plan is not None:
+            part = field == "gradient_checkpointing" and question.strategy.checkpointed_blocks is not None
+            field = "checkpointed_blocks" if part and plan.strategy.checkpointed_blocks is not None else field
             yield Relaxed(field, getattr(question.strategy, field), getattr(plan.strategy, field), plan)
 
 

@@ -210,7 +210,9 @@ def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -
     for wish in relax:
         lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
         flag = wish.field.replace("_", "-").replace("batch", "batch-size")
-        console.print(f"  --{flag} {wish.after} instead of {wish.before}{lossy}")
+        count = wish.plan.strategy.checkpointed_blocks if wish.field == "gradient_checkpointing" else None
+        blocks = f" --checkpointed-blocks {count}" if count else ""
+        console.print(f"  --{flag} {wish.after}{blocks} instead of {wish.before}{lossy}")
 
 
 def _switch_row(switch: Switch) -> tuple[str, str, str]:

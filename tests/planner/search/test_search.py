@@ -178,7 +178,8 @@ def test_when_nothing_fits_the_tightest_and_what_to_relax_are_told() -> None:
     for wish in wishes:
         assert wish.plan.verdict == "fits"
         if wish.field == "gradient_checkpointing":
-            assert wish.plan.job == tightest.job and wish.after in ("full", "offload")
+            assert wish.plan.job == tightest.job and wish.after in ("full", "partial")
+            assert (wish.after == "partial") == (wish.plan.strategy.checkpointed_blocks is not None)
             continue
         changed = [name for name in Job.model_fields if getattr(wish.plan.job, name) != getattr(tightest.job, name)]
         assert len(changed) == (2 if wish.field == "resolution" else 1)
@@ -192,8 +193,9 @@ def test_partial_checkpointing_that_does_not_fit_may_become_another() -> None:
     assert tightest is not None
     check(tightest.configuration)
     assert 0 < tightest.strategy.swap_blocks <= 4
-    (wish,) = [wish for wish in relaxed(search, search.question.job) if wish.field == "gradient_checkpointing"]
-    assert wish.before == "partial" and wish.plan.strategy.checkpointed_blocks is None
+    (wish,) = [wish for wish in relaxed(search, search.question.job) if wish.field == "checkpointed_blocks"]
+    assert wish.before == 4 and wish.after == wish.plan.strategy.checkpointed_blocks
+    assert 4 < wish.plan.strategy.checkpointed_blocks < MODEL.blocks
 
 
 def test_a_wish_that_contradicts_the_rest_of_what_was_typed_is_passed_over() -> None:
