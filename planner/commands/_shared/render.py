@@ -172,6 +172,8 @@ def print_suggestion(console: Console, question: Question, found: Suggestion) ->
         console.print(f"{word} on smaller cards of this class: {cards}", style="yellow")
     if plan.verdict == "no":
         _print_relaxed(console, plan, found.relaxed)
+    for wish in found.relaxed if plan.verdict != "no" else ():
+        console.print(f"lossless on one GPU (--gpus 1): {ways(wish.plan)} ({_need(wish.plan)})", style="yellow")
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
     if told:
         console.print()
