@@ -29,7 +29,7 @@ class Feasibility:
         self.considered: set[tuple[Job, ResolvedStrategy]] = set()
         """strategies at the shapes at which they were ranked or estimated"""
         self._overheads: dict[ResolvedStrategy, float] = {}
-        """strategy without swap -> device bytes of its replays over those of its quick estimates, the most seen"""
+        """`_counted` strategy -> device bytes of its replays over those of its quick estimates, the most seen"""
 
     def quick_estimate(
         self, job: Job, strategy: ResolvedStrategy, recorded: Configuration | None = None
@@ -46,7 +46,7 @@ class Feasibility:
 
     def overhead(self, strategy: ResolvedStrategy) -> float:
         """Device bytes that replays of a strategy took, over its quick estimates; 1 before the first replay."""
-        return self._overheads.get(strategy.replace(swap_blocks=0), 1.0)
+        return self._overheads.get(_counted(strategy), 1.0)
 
     def expected_bytes(self, quick: QuickEstimate) -> int:
         """The device peak in bytes that a replay will probably give: the quick estimate times the strategy's
@@ -58,12 +58,12 @@ class Feasibility:
         strategy."""
         strategy = replayed.configuration.strategy
         overhead = replayed.peak.device_bytes / self.quick_estimate(replayed.job, strategy).device_bytes
-        bare = strategy.replace(swap_blocks=0)
+        bare = _counted(strategy)
         self._overheads[bare] = max(overhead, self._overheads.get(bare, 1.0))
 
     def give_up(self, strategy: ResolvedStrategy) -> None:
         """Records that a strategy cannot be replayed, so that it never fits."""
-        self._overheads[strategy.replace(swap_blocks=0)] = NEVER
+        self._overheads[_counted(strategy)] = NEVER
 
     def may_reach(self, quick: QuickEstimate, verdict: str = "fits") -> bool:
         """Whether a replay could come to this verdict. What a run of this very plan did decides before any number."""
@@ -82,3 +82,8 @@ class Feasibility:
     def has_ram(self, quick: QuickEstimate) -> bool:
         """Whether the host has the RAM that a quick estimate needs."""
         return not self.exceeds_ram(quick.host_ram_bytes)
+
+
+def _counted(strategy: ResolvedStrategy) -> ResolvedStrategy:
+    """What strategies have in common that differ in how many blocks they swap or checkpoint alone."""
+    return strategy.replace(swap_blocks=0, checkpointed_blocks=1 if strategy.checkpointed_blocks else None)

@@ -12,7 +12,7 @@ from planner.search.cost import TIGHTER, loss, slowness
 from planner.search.screening import QuickEstimate
 from planner.search.search import Search
 from planner.search.space import effort
-from planner.spec.job import SPLIT, Job
+from planner.spec.job import Job
 from planner.spec.rules import ResolvedStrategy
 
 MOST_RUNGS = 8
@@ -41,10 +41,9 @@ def ladder(search: Search, job: Job, estimates: Iterable[QuickEstimate]) -> tupl
     within_ram = [quick for quick in estimates if search.feasibility.has_ram(quick)]
     fastest = min((quick.step_seconds for quick in within_ram), default=1.0)
 
-    def preference(quick: QuickEstimate) -> tuple[float, ...]:
-        engine = quick.strategy.sharding in SPLIT
+    def preference(quick: QuickEstimate) -> tuple[int, int, int]:
         speed = slowness(quick.step_seconds, fastest, loss(job, quick.strategy))
-        return engine, speed, effort(start, quick.strategy), quick.device_bytes
+        return speed, effort(start, quick.strategy), quick.device_bytes
 
     rungs: list[QuickEstimate] = []
     for quick in sorted(within_ram, key=preference):

@@ -139,7 +139,19 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
             plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
         if plan is not None:
             answers.append(Relaxed("method", "full", "lora", plan))
-    return (*answers, *_more_ram(search, job), *_untyped(search, job))
+    return (*answers, *one_gpu(search, job), *_more_ram(search, job), *_untyped(search, job))
+
+
+def one_gpu(search: Search, job: Job) -> Iterator[Relaxed]:
+    """One GPU of several, where the job fits on one without lossy options: several hold DDP's buckets too, and share
+    the host's RAM."""
+    question = search.question
+    if question.machine.world == 1 or question.strategy.context_parallel > 1:
+        return
+    alone = Search(question._replace(machine=question.machine.replace(gpus=1, nodes=1)), search.screen)
+    with contextlib.suppress(ContradictionError):  # what was typed splits the model
+        if plan := next(alone.by_speed(job, _kind(alone, job)), None):
+            yield Relaxed("gpus", question.machine.world, 1, plan)
 
 
 def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
@@ -170,6 +182,8 @@ def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
         except ContradictionError:  # the rest of what was typed allows nothing else
             continue
         if plan is not None:
+            part = field == "gradient_checkpointing" and question.strategy.checkpointed_blocks is not None
+            field = "checkpointed_blocks" if part and plan.strategy.checkpointed_blocks is not None else field
             yield Relaxed(field, getattr(question.strategy, field), getattr(plan.strategy, field), plan)
 
 

@@ -28,6 +28,10 @@ class Policy(Protocol):
         """Whether the search may set how many blocks are swapped under a strategy that allows it."""
         ...
 
+    def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
+        """Whether the search may set how many blocks a strategy checkpoints, which `strategy` does in part."""
+        ...
+
     def is_open(self, job: Job, strategy: Strategy) -> bool:
         """Whether a plan may be answered with; one that fits and is not open is passed over."""
         ...
@@ -57,6 +61,10 @@ class EstimatePolicy:
 
     def may_swap(self, strategy: Strategy) -> bool:
         """Always true: the search may set the swapped blocks of any strategy that allows it."""
+        return True
+
+    def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
+        """Always true: the search may set the checkpointed blocks of any strategy."""
         return True
 
     def is_open(self, job: Job, strategy: Strategy) -> bool:

@@ -97,7 +97,7 @@ class Suggestion(NamedTuple):
     considered: int
     """strategies at the shapes at which they were ranked or estimated"""
     relaxed: tuple[Relaxed, ...] = ()
-    """where nothing fits: what would, with one wish less"""
+    """where nothing fits: what would, with one wish less; where a lossy plan does: one GPU, if that does without"""
     smaller_cards: tuple[Estimate, ...] = ()
     """the plan on the smaller cards of its class, where the verdict is another"""
 

@@ -18,6 +18,7 @@ from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError
 from planner.estimate.estimate import Assessment, assess
 from planner.layout import margin
+from planner.search.checkpoint_count import CheckpointCount
 from planner.search.cost import TIGHTER, TIGHTEST, WORTH_LOSS, loss, slowness
 from planner.search.feasibility import Feasibility
 from planner.search.infeasible import Infeasible
@@ -28,7 +29,7 @@ from planner.search.screening import QuickEstimate, Screen
 from planner.search.space import Space, effort, switched
 from planner.search.swap_count import SwapCount
 from planner.spec.configuration import Configuration
-from planner.spec.job import SPLIT, Job
+from planner.spec.job import Job
 from planner.spec.plan import Estimate
 from planner.spec.rules import ResolvedStrategy
 
@@ -49,6 +50,7 @@ class Search:
         self.feasibility = Feasibility(question, screen, self.policy)
         self.pruning = Pruning(self.feasibility, self.space)
         self.swap_count = SwapCount(self.feasibility, self.pruning)
+        self.checkpoint_count = CheckpointCount(self.feasibility)
         self.missing: NotEstimatedError | None = None
         """Why the first strategy that could not be estimated could not."""
         self.chosen: Assessment | None = None
@@ -123,22 +125,22 @@ class Search:
         candidates = self.candidates(job, lossy)
         start = self.space.baseline(job)
         floors = [(one, self.screen.floor_seconds(self.question.candidate(job, one))) for one in candidates]
+        for part in self.checkpoint_count.candidates(job, candidates):
+            with contextlib.suppress(NotEstimatedError):  # without checkpointing it is not recorded
+                floors.append((part, self.checkpoint_count.floor_seconds(job, part)))
         fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
         tie = itertools.count()
         failed: set[ResolvedStrategy] = set()  # replayed, and short of the verdict
         infeasible = Infeasible(self.feasibility, self.swap_count, job, verdict)
-        queue: list[tuple[tuple[float, ...], int, ResolvedStrategy, QuickEstimate | None]] = []
+        queue: list[tuple[tuple[int, int, int], int, ResolvedStrategy, QuickEstimate | None]] = []
 
         def push(strategy: ResolvedStrategy, seconds: float, quick: QuickEstimate | None) -> None:
             # Without a quick estimate everything in here is a lower bound, so what comes first with one is the best.
-            # What splits trains in other number formats than the rest, so its speed is no reason to change engines:
-            # memory is.
-            engine = float(strategy.sharding in SPLIT)
             speed = slowness(seconds, fastest, loss(job, strategy) if lossy else 0)
             memory = quick.device_bytes if quick else 0
             swaps = quick is None and self.pruning.weights_force_swap(job, strategy, verdict)
             work = effort(start, strategy.replace(swap_blocks=1) if swaps else strategy)
-            heapq.heappush(queue, ((engine, speed, work, memory), next(tie), strategy, quick))
+            heapq.heappush(queue, ((speed, work, memory), next(tie), strategy, quick))
 
         for candidate, seconds in floors:
             push(candidate, seconds, None)
@@ -155,19 +157,22 @@ class Search:
                     continue
                 failed.add(quick.strategy)
             bare = strategy.replace(swap_blocks=start.swap_blocks)
+            in_part = self.checkpoint_count.is_open(bare)
             if (
                 bare in infeasible
                 or self.pruning.never_fits(job, bare, verdict)
-                or self.swap_count.needs_at_least(below(), job, bare, verdict)
+                or (not in_part and self.swap_count.needs_at_least(below(), job, bare, verdict))
             ):
                 continue
+            fewest = self.checkpoint_count.fewest if in_part else self.swap_count.fewest
             try:
-                quick = self.swap_count.fewest(job, bare, verdict)
+                quick = fewest(job, bare, verdict)
             except NotEstimatedError as error:  # known from what it needs once it is laid out
                 self.missing = self.missing or error
                 continue
             if quick is None:
-                infeasible.add(bare)
+                if not in_part:
+                    infeasible.add(bare)
             elif quick.strategy not in failed:
                 push(quick.strategy, quick.step_seconds, quick)
 
@@ -303,18 +308,23 @@ class Search:
 
         By quick estimates: what fragmentation takes or gives on the way is left out.
         """
-        job, state = plan.job, self.space.baseline(plan.job)
+        job, state, count = plan.job, self.space.baseline(plan.job), plan.configuration.strategy.checkpointed_blocks
         last = self._try_quick_estimate(job, state) or self._quick_estimate_of(plan)
         switches = []
         for field in switched(state, plan.strategy):
             before, after = getattr(state, field), getattr(plan.strategy, field)
-            state = state.replace(**{field: after})
+            changes = {field: after}
+            if field == "gradient_checkpointing":  # which is how many blocks, if not all
+                changes["checkpointed_blocks"] = count
+            state = state.replace(**changes)
             # Half-way to another engine the number formats are still the old ones: recorded is what the engine makes
             # of them. A step on the way may have no recording at all; the next one then counts for both.
             recorded = Configuration.of(job, state, self.question.machine)
             now = self._try_quick_estimate(job, state, recorded) or last
             saved = now.device_bytes - last.device_bytes
             switches.append(Switch(field, before, after, saved, now.step_seconds - last.step_seconds))
+            if field == "gradient_checkpointing" and count is not None:
+                switches.append(Switch("checkpointed_blocks", 0, count, 0, 0.0))
             last = now
         return tuple(switches)
 

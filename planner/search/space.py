@@ -114,8 +114,8 @@ def most_swapped(job: Job, strategy: Strategy, model: ModelProfile, fixed: Colle
         return 0
     if strategy.sharding in ("zero-3", "fsdp") or strategy.compile == "cudagraphs" or model.traits.stages:
         return 0
-    if strategy.gradient_checkpointing == "partial":
-        return min(model.blocks - 1, strategy.checkpointed_blocks or 0)
+    if strategy.gradient_checkpointing == "partial":  # blocks that a search checkpoints in part are not swapped
+        return min(model.blocks - 1, strategy.checkpointed_blocks or 0) if "gradient_checkpointing" in fixed else 0
     return model.blocks - 1
 
 

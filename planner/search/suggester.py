@@ -15,7 +15,7 @@ from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
-from planner.search.objectives import chosen_objective, largest, relaxed
+from planner.search.objectives import chosen_objective, largest, one_gpu, relaxed
 from planner.search.question import Question, Suggestion
 from planner.search.screening import Screen
 from planner.search.search import Search
@@ -49,7 +49,10 @@ class Suggester:
             relax = relaxed(search, question.job) if plan.verdict == "no" else ()
             suggestion = Suggestion(plan, (), (), search.considered, relaxed=relax)
         else:
-            suggestion = suggestion._replace(smaller_cards=self._on_smaller_cards(search, suggestion.plan))
+            smaller = self._on_smaller_cards(search, suggestion.plan)
+            given_up = suggestion.plan.lossy and not question.allow_lossy
+            fewer = tuple(one_gpu(search, suggestion.plan.job)) if given_up else ()
+            suggestion = suggestion._replace(smaller_cards=smaller, relaxed=fewer)
         plan = suggestion.plan.replace(assumptions=assumptions(question, suggestion.plan))
         return suggestion._replace(plan=plan, considered=search.considered)
 

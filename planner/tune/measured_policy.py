@@ -89,6 +89,10 @@ class MeasuredPolicy:
         """Whether the strategy does not checkpoint in part: blocks are checkpointed in part or swapped, not both."""
         return strategy.gradient_checkpointing != "partial"
 
+    def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
+        """Whether the runner applies it, before the first measurement; `candidates` has parts of its own then."""
+        return self.error_model is None and self._is_applied(job, strategy)
+
     def is_open(self, job: Job, strategy: Strategy) -> bool:
         """Whether no worker has taken this plan yet."""
         return (job, strategy) not in self.taken

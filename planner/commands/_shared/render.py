@@ -172,6 +172,8 @@ def print_suggestion(console: Console, question: Question, found: Suggestion) ->
         console.print(f"{word} on smaller cards of this class: {cards}", style="yellow")
     if plan.verdict == "no":
         _print_relaxed(console, plan, found.relaxed)
+    for wish in found.relaxed if plan.verdict != "no" else ():
+        console.print(f"lossless on one GPU (--gpus 1): {ways(wish.plan)} ({_need(wish.plan)})", style="yellow")
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
     if told:
         console.print()
@@ -210,7 +212,9 @@ def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -
     for wish in relax:
         lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
         flag = wish.field.replace("_", "-").replace("batch", "batch-size")
-        console.print(f"  --{flag} {wish.after} instead of {wish.before}{lossy}")
+        count = wish.plan.strategy.checkpointed_blocks if wish.field == "gradient_checkpointing" else None
+        blocks = f" --checkpointed-blocks {count}" if count else ""
+        console.print(f"  --{flag} {wish.after}{blocks} instead of {wish.before}{lossy}")
 
 
 def _switch_row(switch: Switch) -> tuple[str, str, str]:

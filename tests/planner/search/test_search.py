@@ -22,6 +22,7 @@ from planner.search.question import Question, Suggestion
 from planner.search.screening import Screen
 from planner.search.search import Search
 from planner.search.space import baseline, strategies
+from planner.search.suggester import Suggester
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
@@ -178,7 +179,8 @@ def test_when_nothing_fits_the_tightest_and_what_to_relax_are_told() -> None:
     for wish in wishes:
         assert wish.plan.verdict == "fits"
         if wish.field == "gradient_checkpointing":
-            assert wish.plan.job == tightest.job and wish.after in ("full", "offload")
+            assert wish.plan.job == tightest.job and wish.after in ("full", "partial")
+            assert (wish.after == "partial") == (wish.plan.strategy.checkpointed_blocks is not None)
             continue
         changed = [name for name in Job.model_fields if getattr(wish.plan.job, name) != getattr(tightest.job, name)]
         assert len(changed) == (2 if wish.field == "resolution" else 1)
@@ -192,8 +194,56 @@ def test_partial_checkpointing_that_does_not_fit_may_become_another() -> None:
     assert tightest is not None
     check(tightest.configuration)
     assert 0 < tightest.strategy.swap_blocks <= 4
-    (wish,) = [wish for wish in relaxed(search, search.question.job) if wish.field == "gradient_checkpointing"]
-    assert wish.before == "partial" and wish.plan.strategy.checkpointed_blocks is None
+    (wish,) = [wish for wish in relaxed(search, search.question.job) if wish.field == "checkpointed_blocks"]
+    assert wish.before == 4 and wish.after == wish.plan.strategy.checkpointed_blocks
+    assert 4 < wish.plan.strategy.checkpointed_blocks < MODEL.blocks
+
+
+def test_as_few_blocks_are_checkpointed_as_fit() -> None:
+    """On a card for which no checkpointing is a little too much; one block less would not fit, and all are slower."""
+    typed = {"swap_blocks": 0}
+    search = ask("24GB", typed, frames=25, height=480, width=720)
+    plan = best(search).plan
+    count = plan.strategy.checkpointed_blocks
+    assert (plan.verdict, plan.strategy.gradient_checkpointing) == ("fits", "partial")
+    assert count is not None and 1 < count < MODEL.blocks
+    strategy = plan.configuration.strategy
+    fewer = search.fresh_estimate(plan.job, strategy.replace(checkpointed_blocks=count - 1))
+    assert fewer.verdict != "fits"
+    every = strategy.replace(gradient_checkpointing="full", checkpointed_blocks=None)
+    assert search.fresh_estimate(plan.job, every).step_seconds > plan.step_seconds
+    told = {switch.field: switch.after for switch in best(search).switches}
+    assert (told["gradient_checkpointing"], told["checkpointed_blocks"]) == ("partial", count)
+
+
+def test_checkpointing_that_was_typed_covers_all_blocks() -> None:
+    search = ask("24GB", {"gradient_checkpointing": "full"}, frames=25, height=480, width=720)
+    plans = list(itertools.islice(search.by_speed(search.question.job, None), 5))
+    assert plans and all(plan.strategy.gradient_checkpointing == "full" for plan in plans)
+
+
+def test_engines_compete_on_seconds() -> None:
+    """DDP keeps the optimizer in host RAM here; FSDP and ZeRO-2 need not, and all of them are lossless."""
+    model, card = lookup.model("easyanimate-v5.1-7b"), lookup.gpu("h100-80gb")
+    job = lookup.job_for(model, {"method": "full", "frames": 49, "height": 512, "width": 512})
+    machine = Machine(gpu=card.name, gpus=4, host_ram=512 * GIB)
+    search = Search(Question(job, Strategy(), machine, model, card, frozenset()), SCREEN)
+    plan = best(search).plan
+    assert not plan.lossy and plan.strategy.sharding in ("fsdp", "zero-2")
+    ddp = Search(Question(job, Strategy(sharding="ddp"), machine, model, card, frozenset({"sharding"})), SCREEN)
+    assert best(ddp).plan.step_seconds > 2 * plan.step_seconds
+
+
+def test_one_gpu_of_two_is_offered_where_it_fits_without_lossy_options() -> None:
+    """Both hold their swapped blocks in the same host RAM, which has room for those of one."""
+    model, card = lookup.model("wan2.1-t2v-14b"), lookup.gpu("rtx4090")
+    job = lookup.job_for(model, {"frames": 49})
+    question = Question(job, Strategy(), Machine(gpu=card.name, gpus=2, host_ram=32 * GIB), model, card, frozenset())
+    found = Suggester().suggest(question)
+    assert found.plan.lossy
+    (wish,) = found.relaxed
+    assert (wish.field, wish.before, wish.after) == ("gpus", 2, 1)
+    assert wish.plan.verdict == "fits" and not wish.plan.lossy
 
 
 def test_a_wish_that_contradicts_the_rest_of_what_was_typed_is_passed_over() -> None:
