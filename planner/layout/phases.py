@@ -126,9 +126,10 @@ def validation(run: Run) -> None:
     if run.strategy.weights_dtype in QUANTISED:
         whole = run.program.buffer(_dequantised_bytes(run), "temporary", "dequantised weight")
         denoise.stretches.insert(0, (STRATEGY_MOMENT, [whole]))
-    denoise.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(denoise)]))
+    kept = alive_after(denoise)  # by the pipeline's call, whose variables they are, until it returns
     moved = weights_on_gpu(run)
     decode = decode_with(run, decoder(run, shape, 1))
+    decode.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in kept]))
     leaving = (STRATEGY_MOMENT, [~buffer for buffer in moved])
     if run.strategy.group_offload != "none":
         take_sizes(run, first)
@@ -137,7 +138,8 @@ def validation(run: Run) -> None:
         denoise.stretches.insert(0, leaving)
         decode.stretches.append((STRATEGY_MOMENT, moved))
     elif mode == "offload":
-        decode.stretches = [leaving, *decode.stretches, (STRATEGY_MOMENT, moved)]
+        denoise.stretches.append(leaving)  # and then the cache is emptied, before the VAE comes
+        decode.stretches.append((STRATEGY_MOMENT, moved))
     take_sizes(run, first)
     run.phases.validation = (("denoise", denoise), ("decode", decode))
 
