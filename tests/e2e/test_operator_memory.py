@@ -105,7 +105,9 @@ def test_a_reduction_of_rows_takes_the_workspace_that_the_layout_says(
 ) -> None:
     """Beside it come the counters of the blocks, 4 bytes for each."""
     out = tmp_path / "bytes.json"
-    rehearse(gpu, "tests.tools.mean_memory", str(out), operator, dtype, *(f"{rows}x{columns}" for rows, columns in MATRICES))
+    rehearse(
+        gpu, "tests.tools.mean_memory", str(out), operator, dtype, *(f"{rows}x{columns}" for rows, columns in MATRICES)
+    )
     said = [column_mean_bytes(rows, columns, lookup.gpu(gpu)) for rows, columns in MATRICES]
     assert sum(map(bool, said)) >= 8
     for shape, workspace, taken in zip(MATRICES, said, json.loads(out.read_text()), strict=True):
