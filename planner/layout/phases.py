@@ -6,6 +6,8 @@ stays: so it is replayed apart, once for all strategies. What stays or comes bac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from planner.catalog.components import together
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
@@ -27,6 +29,8 @@ from planner.spec.job import QUANTISED, Bucket, Job
 from planner.tape.program import Moment, Part, Stage
 from planner.tape.variants import trained_storage
 from planner.units import GIB
+
+RGB = 3
 
 # ---- encoding before training
 
@@ -126,9 +130,13 @@ def validation(run: Run) -> None:
     if run.strategy.weights_dtype in QUANTISED:
         whole = run.program.buffer(_dequantised_bytes(run), "temporary", "dequantised weight")
         denoise.stretches.insert(0, (STRATEGY_MOMENT, [whole]))
-    denoise.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(denoise)]))
+    if run.facts.model.inputs.get("control_channels"):
+        clip = run.program.buffer(_steering_bytes(run, shape), "batch", "clip that steers")
+        denoise.stretches.insert(0, (STRATEGY_MOMENT, [clip]))
+    kept = alive_after(denoise)  # by the pipeline's call, whose variables they are, until it returns
     moved = weights_on_gpu(run)
     decode = decode_with(run, decoder(run, shape, 1))
+    decode.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in kept]))
     leaving = (STRATEGY_MOMENT, [~buffer for buffer in moved])
     if run.strategy.group_offload != "none":
         take_sizes(run, first)
@@ -137,9 +145,19 @@ def validation(run: Run) -> None:
         denoise.stretches.insert(0, leaving)
         decode.stretches.append((STRATEGY_MOMENT, moved))
     elif mode == "offload":
-        decode.stretches = [leaving, *decode.stretches, (STRATEGY_MOMENT, moved)]
+        denoise.stretches.append(leaving)  # and then the cache is emptied, before the VAE comes
+        decode.stretches.append((STRATEGY_MOMENT, moved))
     take_sizes(run, first)
     run.phases.validation = (("denoise", denoise), ("decode", decode))
+
+
+def _steering_bytes(run: Run, shape: Mapping[str, int]) -> int:
+    """A video that steers the sample, as a pipeline holds it beside its latents: pixels in fp32 (diffusers
+    WanVACEPipeline ``preprocess_conditions``)."""
+    model = run.facts.model
+    frames, rows, columns = model.shape.patch
+    length = model.vae.temporal * (shape["F"] * frames - 1) + 1
+    return 4 * RGB * length * shape["H"] * rows * shape["W"] * columns * model.vae.spatial**2
 
 
 def _dequantised_bytes(run: Run) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from planner.layout import trainer_terms
 from planner.layout.context_parallel import context_parallel
 from planner.layout.experts import experts, waiting_gradients
+from planner.layout.gradient_sums import gradient_sums
 from planner.layout.optimizer.fp32_masters import masters
 from planner.layout.optimizer.paged_states import paged_states
 from planner.layout.optimizer.reduction_workspace import reduction_workspaces
@@ -47,6 +48,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     # What leaves the step for host RAM, before further forms of the step are made of it.
     checkpoint_offload,
     block_swap,
+    gradient_sums,
     # Further forms of the step, and what becomes of the optimizer's stages.
     reduction_workspaces,
     step_in_backward,  # takes the optimizer's stages apart as they were recorded

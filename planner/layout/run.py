@@ -289,7 +289,9 @@ class Run:
         cache = self.empty_cache
         loaded = phase == "load" and cache.after_load
         trained = stage is self.optimizer and bool(self.phases.validation) and cache.before_validation
-        return loaded or (trained and validates) or any(stage is entry for entry in cache.after)
+        sampled = not self.samples_only and any(stage is entry for _, entry in self.phases.validation)
+        behind = loaded or (trained and validates) or (sampled and cache.around_decode)
+        return behind or any(stage is entry for entry in cache.after)
 
     @functools.cached_property
     def leftovers(self) -> list[int]:

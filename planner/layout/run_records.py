@@ -44,6 +44,9 @@ class EmptyCache:
     after_load: bool = False
     around_encode: bool = False
     before_validation: bool = True
+    around_decode: bool = True
+    """before the VAE comes to decode a validation sample, and once the sample is done"""
+
     after: tuple[Stage, ...] = ()
     """stages behind which it is called as well"""
 

@@ -86,14 +86,28 @@ MATRICES = (
     (4096, 64),
     (1536, 1536),
     (2432, 9728),
+    (4608, 3840),
+    (4608 * 30, 128),
+    (4680, 1536),
 )
 
 
-@pytest.mark.parametrize("gpu", ["h100-80gb", "rtx-4090", "t4"])
-def test_a_mean_over_rows_takes_the_workspace_that_the_layout_says(gpu: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "operator", "dtype"),
+    [
+        *[(gpu, "mean", "float32") for gpu in ("h100-80gb", "rtx-4090", "t4")],
+        ("h100-80gb", "sum", "float32"),
+        ("h100-80gb", "sum", "bfloat16"),
+    ],
+)
+def test_a_reduction_of_rows_takes_the_workspace_that_the_layout_says(
+    gpu: str, operator: str, dtype: str, tmp_path: Path
+) -> None:
     """Beside it come the counters of the blocks, 4 bytes for each."""
     out = tmp_path / "bytes.json"
-    rehearse(gpu, "tests.tools.mean_memory", str(out), *(f"{rows}x{columns}" for rows, columns in MATRICES))
+    rehearse(
+        gpu, "tests.tools.mean_memory", str(out), operator, dtype, *(f"{rows}x{columns}" for rows, columns in MATRICES)
+    )
     said = [column_mean_bytes(rows, columns, lookup.gpu(gpu)) for rows, columns in MATRICES]
     assert sum(map(bool, said)) >= 8
     for shape, workspace, taken in zip(MATRICES, said, json.loads(out.read_text()), strict=True):

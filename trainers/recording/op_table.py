@@ -77,7 +77,7 @@ line by line in torch's source is what the two tables below say of reductions, n
 _REDUCTION = (
     "when few outputs are reduced over many inputs, blocks meet in a buffer of a few numbers per block and output "
     "(native/cuda/Reduce.cuh, global_memory_size), up to 140 MiB where a bias's gradient is summed over the tokens: "
-    "not in tapes, as it depends on the card; `planner.layout.optimizer.reduction_workspace` has Adafactor's and CAME's"
+    "not in tapes, as the card decides; `planner.layout.gradient_sums` and `.optimizer.reduction_workspace` have it"
 )
 KNOWN_SMALL = {
     "aten.all": _REDUCTION,

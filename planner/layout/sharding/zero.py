@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.errors import NotEstimatedError
+from planner.layout.gradient_sums import SUM_WORKSPACE
 from planner.layout.run import Run
 from planner.layout.sharding.stage_editor import first_backward
 from planner.tape.program import Stage
@@ -257,7 +258,8 @@ def _as_gradients_come(stage: Stage, run: Run, then: Callable[[list[int]], list[
     for position, (moment, events) in enumerate(stage.stretches):
         woven: list[int] = []
         for event in events:
-            if made and event >= 0 and layers.get(event) != layers[made[0]]:
+            made_next = event >= 0 and run.program.op[event] != SUM_WORKSPACE  # that belongs to the bias's own operator
+            if made and made_next and layers.get(event) != layers[made[0]]:
                 woven += then(made[::-1])
                 made = []
             woven.append(event)

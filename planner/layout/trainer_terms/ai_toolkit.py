@@ -10,7 +10,12 @@ from planner.layout.encoders_vae import BYTES_PER_PARAMETER, alive_after, encode
 from planner.layout.phases import take_sizes
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.trainer_terms.lora_layers import wider_adapters
-from planner.layout.trainer_terms.shared import cache_emptied, modulation_in_8_bits, swap_in_place
+from planner.layout.trainer_terms.shared import (
+    cache_emptied,
+    cache_kept_while_sampling,
+    modulation_in_8_bits,
+    swap_in_place,
+)
 from planner.spec.job import QUANTISED
 from planner.tape.program import Moment, Stage
 
@@ -113,7 +118,7 @@ def _swaps(run: Run) -> bool:
 
 TERMS: tuple[Transform, ...] = (
     *(loaded_on_the_cpu, modulation_in_8_bits("ai-toolkit"), wider_adapters, moved_whole, encoders_at_start),
-    *(swap_in_place, layers_in_turn, cache_emptied),
+    *(swap_in_place, layers_in_turn, cache_emptied, cache_kept_while_sampling),
 )
 """``swap_in_place``: its rings are those of ``layers_in_turn``. ``cache_emptied``: ``flush`` behind every step of
 loading (toolkit/basic.py at 0657f36)."""

@@ -10,6 +10,7 @@ from planner.layout.phases import take_sizes, weights_on_gpu
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins
 from planner.layout.stored_positions import table_in_half
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling
 from planner.tape.program import Moment, Stage
 
 RGB = 3
@@ -122,7 +123,7 @@ def validation_prompts(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     *(tables_cast, cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
-    validation_prompts,
+    *(validation_prompts, cache_kept_while_sampling),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner.layout.encoders_vae import component_bytes
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling
 
 
 def all_at_start(run: Run) -> None:
@@ -37,5 +38,6 @@ TERMS: tuple[Transform, ...] = (
     all_at_start,
     cache_emptied_between_swaps,
     second_transformer,
+    cache_kept_while_sampling,
     bucket_as_backward_begins,  # c2a70d1 is of March 2025, when DeepSpeed was at 0.16
 )

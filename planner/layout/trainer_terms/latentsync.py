@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from planner.layout.run import Run, Transform
 from planner.layout.single_gpu import NCCL_BYTES
-from planner.layout.trainer_terms.shared import steps_by_itself
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling, steps_by_itself
 from planner.tape.program import Stage
 from planner.units import MIB
 
@@ -91,6 +91,7 @@ TERMS: tuple[Transform, ...] = (
     helpers,
     communicator_of_one,
     cache_kept,
+    cache_kept_while_sampling,
     decode_under_autocast,
     copies_of_weights,
 )

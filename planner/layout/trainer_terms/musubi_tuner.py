@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import wider_adapters
-from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
+from planner.layout.trainer_terms.shared import (
+    cache_kept_while_sampling,
+    checkpoints_saved_on_cpu,
+    modulation_in_8_bits,
+    swap_in_place,
+)
 
 
 def modulation_in_16_bits(run: Run) -> None:
@@ -21,6 +26,7 @@ def modulation_in_16_bits(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("musubi-tuner"), wider_adapters, swap_in_place, checkpoints_saved_on_cpu),
+    cache_kept_while_sampling,
 )
 """``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
 utils/model_utils.py ``to_cpu``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from planner.layout.run import Transform
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
+    cache_kept_while_sampling,
     checkpoints_saved_on_cpu,
     modulation_in_8_bits,
     swap_in_place,
@@ -16,6 +17,7 @@ from planner.layout.trainer_terms.shared import (
 
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
+    cache_kept_while_sampling,
 )
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""

@@ -52,6 +52,12 @@ def cache_emptied(run: Run) -> None:
     run.empty_cache.after_load = True
 
 
+def cache_kept_while_sampling(run: Run) -> None:
+    """Nothing empties the allocator's cache between denoising and decoding (diffusers pipelines, ``__call__``;
+    musubi-tuner wan_train_network.py ``do_inference``)."""
+    run.empty_cache.around_decode = False
+
+
 def steps_by_itself(run: Run) -> bool:
     """Whether the trainer's own loop frees or zeroes the gradients, and not an engine, a hook or DDP's buckets."""
     strategy = run.strategy

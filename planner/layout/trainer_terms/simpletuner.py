@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
-from planner.layout.trainer_terms.shared import steps_by_itself
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling, steps_by_itself
 from planner.tape.variants import trained_storage
 
 
@@ -40,4 +40,4 @@ def shift(run: Run) -> None:
     run.work.optimizer_bytes += STEP_BYTES * sum(states) // HALF
 
 
-TERMS: tuple[Transform, ...] = (gradients_zeroed, shift)
+TERMS: tuple[Transform, ...] = (gradients_zeroed, shift, cache_kept_while_sampling)

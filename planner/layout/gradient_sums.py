@@ -1,0 +1,134 @@
+"""The workspace of the sums that make gradients of what is broadcast over tokens: biases, norms, scales, shifts.
+
+Each adds up the rows of a matrix, and where there are many CUDA splits every column over several blocks, which meet in
+a buffer from the caching allocator (`planner.layout.optimizer.reduction_workspace`): 133 MiB for 3840 columns of 4608
+rows on an H100. Recordings on a CPU lack it. A tape does not say what an operator reads, so the rows are worked out of
+the events around the sum.
+
+A linear layer makes the gradients of its input and its weight first, so those two say how many rows there are. Else the
+sum reads a product that is gone behind it, or the newest tensor with its columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from planner.layout.optimizer.reduction_workspace import column_mean_bytes
+from planner.layout.run import Run
+from planner.tape.variants import Precision
+
+PERSISTENT = frozenset({"weight", "gradient", "optimizer", "batch", "workspace"})
+"""Categories of what no sum of a gradient reads."""
+
+SUM_WORKSPACE = "sum over rows"
+"""The operator's name of a workspace."""
+
+NEWEST = 6
+"""Tensors back from the sum among which is what it reads: a gradient that an operator has just passed on."""
+
+
+class Summed(NamedTuple):
+    """What a sum reads."""
+
+    buffer: int
+    """the tensor; of a linear layer the gradient of its input, which has as many rows"""
+
+    weight_gradient: int | None
+    """of a linear layer"""
+
+    number_bytes: int | None
+    """of a number of what it makes, where a cast behind it shows that"""
+
+
+def gradient_sums(run: Run) -> None:
+    """Adds the workspace of each sum in backward: it comes behind the sum's own output, and is gone with the
+    operator."""
+    if run.samples_only:
+        return
+    taken = {made: _workspace(run, made, summed) for made, summed in run.shared(_sums).items()}
+    workspaces = {made: nbytes for made, nbytes in taken.items() if nbytes}
+    if not workspaces:
+        return
+    buffers = {nbytes: run.new(nbytes, "temporary", SUM_WORKSPACE) for nbytes in dict.fromkeys(workspaces.values())}
+    for position, (moment, events) in enumerate(run.step.stretches):
+        if not workspaces.keys().isdisjoint(events):
+            merged: list[int] = []
+            for event in events:
+                merged.append(event)
+                if event in workspaces:
+                    buffer = buffers[workspaces[event]]
+                    merged += [buffer, ~buffer]
+            run.step.stretches[position] = (moment, merged)
+
+
+def _workspace(run: Run, made: int, summed: Summed) -> int:
+    """The workspace in bytes of the sum that made a buffer; 0 where it takes none."""
+    precision = Precision.of(run.job, run.strategy)
+    halved = precision.trained != "fp32" or (summed.weight_gradient is not None and precision.autocast)
+    number_bytes = summed.number_bytes or (2 if halved else 4)
+    columns, rows = run.sizes[made] // number_bytes, run.sizes[summed.buffer] // run.sizes[made]
+    if summed.weight_gradient is not None:
+        rows = run.sizes[summed.buffer] * columns // run.sizes[summed.weight_gradient]
+    return column_mean_bytes(rows, columns, run.facts.gpu)
+
+
+def _sums(run: Run) -> dict[int, Summed]:
+    """What each sum of backward reads that adds up rows, by the buffer that it makes."""
+    operators, categories = run.program.op, run.program.category
+    sums = {buffer for buffer, name in enumerate(operators) if name == "sum" and not _tokens(run, buffer)}
+    live: dict[int, None] = {}
+    found: dict[int, Summed] = {}
+    for moment, events in run.step.stretches if sums else ():
+        if moment.passes != "backward":
+            continue
+        for at, event in enumerate(events):
+            if event < 0:
+                live.pop(~event, None)
+            else:
+                if event in sums and (summed := _summed(run, events, at, live)):
+                    found[event] = summed
+                if categories[event] not in PERSISTENT:
+                    live[event] = None
+    return found
+
+
+def _summed(run: Run, events: list[int], at: int, live: dict[int, None]) -> Summed | None:
+    """What the sum at a place of a stretch reads; None where nothing that backward made has its columns in rows.
+    ``live``: what is there, the newest last."""
+    operators, cast = run.program.op, _cast_bytes(run, events, at)
+    made = [event for event in events[max(0, at - NEWEST) : at] if event >= 0][-2:]
+    if [operators[event] for event in made] == ["mm", "mm"]:
+        return Summed(made[0], made[1], cast)
+    behind = {~event for event in itertools.takewhile(lambda event: event < 0, events[at + 1 :])}
+    gone = [buffer for buffer in reversed(live) if buffer in behind and operators[buffer] == "mul"]
+    others = [buffer for buffer in itertools.islice(reversed(live), NEWEST) if operators[buffer] != "mm"]
+    for buffer in (*gone, *others):
+        if _tokens(run, buffer) and _coefficient(run, buffer) % _coefficient(run, events[at]) == 0:
+            return Summed(buffer, None, cast)
+    return None
+
+
+def _cast_bytes(run: Run, events: list[int], at: int) -> int | None:
+    """Bytes of a number of the sum at a place of a stretch: 4 where it is cast to half its size next, 2 where to twice;
+    None where it is not."""
+    made = _coefficient(run, events[at])
+    following = next((event for event in events[at + 1 : at + 1 + NEWEST] if event >= 0), None)
+    if following is None or run.program.op[following] != "_to_copy" or _tokens(run, following):
+        return None
+    return {made: 4, 4 * made: 2}.get(2 * _coefficient(run, following))
+
+
+def _coefficient(run: Run, buffer: int) -> int:
+    size = run.program.sizes[run.program.buffers[buffer]]
+    return size if isinstance(size, int) else size[1].coefficient
+
+
+def _tokens(run: Run, buffer: int) -> bool:
+    """Whether a buffer's size grows with the clip or the text."""
+    size = run.program.sizes[run.program.buffers[buffer]]
+    if isinstance(size, int):
+        return False
+    tape, monomial = size
+    grown = any(power and name not in ("B", "R") for name, power in zip(tape.atoms, monomial.exponents, strict=True))
+    return grown or any(monomial.inner_exponents)
