@@ -10,6 +10,7 @@ weights with those of a run nobody killed, bit by bit. Needs vplan[train]; two m
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -22,7 +23,6 @@ from pathlib import Path
 EVERY = 2
 STEPS_BETWEEN = 25
 """About as many as a process gets through before it is killed; the run is as many times as long."""
-LONGEST_SECONDS = 4.0
 SAVING_SECONDS = 0.03
 """Longer than this, a checkpoint of this size is written."""
 
@@ -58,15 +58,23 @@ def main(kills: int) -> None:  # noqa: PLR0915 -- one story, with what it needs
             path = output / "metrics.jsonl"
             return path.read_text().count("\n") if path.exists() else 0
 
+        def begun(folder: Path) -> set[int]:
+            """What is being written in a folder, or was when an earlier process was killed: by time of change."""
+            times = set()
+            for path in folder.glob(".partial-*"):
+                with contextlib.suppress(FileNotFoundError):  # finished meanwhile
+                    times.add(path.stat().st_ctime_ns)
+            return times
+
         def killed(written: Path | None) -> bool:
-            """Starts training and kills it: at any moment, or while something is written into a folder; whether it was
-            alive until then."""
+            """Starts training and kills it: a few steps later, or while something is written into a folder, however
+            fast the machine is; whether it was alive until then."""
+            steps, left = losses_so_far() + random.randint(0, STEPS_BETWEEN), begun(written) if written else set()
             process = multiprocessing.get_context("fork").Process(target=train, args=(output,))
             process.start()
-            time.sleep(random.uniform(0.3, LONGEST_SECONDS) if written is None else 0.3)
-            while written is not None and process.is_alive() and not any(written.glob(".partial-*")):
+            while process.is_alive() and not (begun(written) - left if written else losses_so_far() >= steps):
                 time.sleep(0.0005)
-            time.sleep(random.uniform(0, SAVING_SECONDS) if written is not None else 0)
+            time.sleep(random.uniform(0, SAVING_SECONDS))
             process.kill()
             process.join()
             assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
@@ -75,12 +83,13 @@ def main(kills: int) -> None:  # noqa: PLR0915 -- one story, with what it needs
         output.mkdir()
         (root / "alone").mkdir()
         before: dict[str, str] = {}
-        hit, lost, torn, behind = 0, 0, 0, 0
+        hit, lost, torn, behind, remains = 0, 0, 0, 0, set[int]()
         while hit < kills and killed(output / checkpoints.FOLDER if hit % 2 else None):
             hit += 1
             after = finished()
             lost += sum(after.get(name) != manifest for name, manifest in before.items())
-            torn += any((output / checkpoints.FOLDER).glob(".partial-*"))
+            torn += bool(begun(output / checkpoints.FOLDER) - remains)
+            remains |= begun(output / checkpoints.FOLDER)
             behind = max(behind, losses_so_far() - EVERY * len(after))
             before = after
         train(output)
