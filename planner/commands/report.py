@@ -18,6 +18,8 @@ from planner.spec.plan import read_plan
 MOST = 6
 """Plans on one page."""
 
+OF_WHAT = "pass plan.toml files, or the --output of a `vplan train`"
+
 
 @click.command(
     cls=Verb,
@@ -39,6 +41,9 @@ def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None) -
 
     Of a training run, by its OUTPUT folder, the report goes to OUTPUT/report.html, beside the samples that it shows.
     """
+    for path in paths:
+        if not Path(path).expanduser().exists():
+            raise VplanError(f"there is no {quoted(path)}", OF_WHAT)
     if any(Path(path).is_dir() for path in paths):
         _write_run(paths, rows, output)
         return
@@ -64,8 +69,7 @@ def _write_run(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None
     if len(paths) > 1 or rows or output:
         raise VplanError("the report of a run takes nothing but its folder", f"as in `vplan report {folder}`", USAGE)
     if not is_run(folder):
-        fix = "pass plan.toml files, or the --output of a `vplan train`"
-        raise VplanError(f"{quoted(str(folder))} is not the output of a run", fix)
+        raise VplanError(f"{quoted(str(folder))} is not the output of a run", OF_WHAT)
     history = RunHistory(folder)
     history.update()
     click.echo(f"wrote {reports.write_run(history)}", err=True)

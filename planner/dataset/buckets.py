@@ -17,6 +17,7 @@ from random import Random
 from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
+from planner.dataset.captions import Fault
 from planner.dataset.sources import DataSource
 from planner.errors import VplanError
 from planner.spec.job import Bucket, Job
@@ -55,6 +56,15 @@ class Sample(NamedTuple):
     """of its loss"""
 
 
+class TooShortError(VplanError):
+    """No shape of the plan is as short as a clip."""
+
+    def __init__(self, message: str, usable: int) -> None:
+        super().__init__(message, "")
+        self.usable = usable
+        """frames of the clip, at the rate at which it is sampled"""
+
+
 def model_fps(profile: ModelProfile) -> Fraction | None:
     """Frames per second a model was trained at; None for image models."""
     if profile.kind == "image":
@@ -67,16 +77,17 @@ def model_fps(profile: ModelProfile) -> Fraction | None:
 
 def assign(
     clips: Iterable[Clip], profile: ModelProfile, job: Job, source: DataSource
-) -> tuple[tuple[Sample, ...], list[tuple[str, str]], tuple[str, ...]]:
-    """(samples in the order of a source's clips, (name, reason) of clips that no shape takes, what was not used, in
-    words). A VplanError for a resolution that the plan does not have."""
+) -> tuple[tuple[Sample, ...], list[Fault], tuple[str, ...]]:
+    """(samples in the order of a source's clips, clips that no shape takes, what was not used, in words). A VplanError
+    for a resolution that the plan does not have."""
     rate = model_fps(profile) if source.fps is None else Fraction(source.fps).limit_denominator(1001)
     if profile.shape.window and source.frames in ("even", "random"):
         fault = f"{profile.title} trains on all of a clip, window by window, not on {source.frames} frames"
         raise VplanError(fault, "leave out frames, or --frame-sampling")
     groups = [_shapes_of(size, job) for size in source.sizes] or [job.shapes]
     samples: list[Sample] = []
-    unfit = []
+    unfit: list[Fault] = []
+    lengths: set[int] = set()
     for clip in clips:
         step = Fraction(1) if source.frames == "even" else _step(clip, rate)
         made: list[Sample] = []
@@ -94,10 +105,26 @@ def assign(
                     for flip in ((False, True) if source.flip else (False,))
                 ]
         except VplanError as error:
-            unfit.append((clip.name, error.message))
+            unfit.append(Fault(clip.name, error.message))
+            lengths |= {error.usable} if isinstance(error, TooShortError) else set()
             continue
         samples += made
-    return tuple(samples), unfit, _notes(samples, rate, source)
+    fix = _shorter_shapes(lengths, profile, job)
+    return tuple(samples), [fault._replace(fix=fix) for fault in unfit], _notes(samples, rate, source)
+
+
+def _shorter_shapes(lengths: set[int], profile: ModelProfile, job: Job) -> str:
+    """How to plan so that clips of so many frames, too short for all of the plan's shapes, are trained: one more shape
+    for images and one for videos, that of the shortest. Empty where the model takes none so short."""
+    step, least = profile.shape.frame_step, profile.shape.min_frames
+    frames = {length: (length - 1) // step * step + 1 for length in lengths}
+    videos = [count for length, count in frames.items() if length > 1 and count >= least]
+    added = sorted(videos)[:1] + [1] * (1 in lengths and least == 1)
+    if not added:
+        return ""
+    like = min(job.shapes, key=lambda shape: shape.frames)
+    more = [like.replace(frames=count) for count in dict.fromkeys(added)]
+    return f"plan with shapes as short, as --buckets {','.join(map(_printable, (*job.shapes, *more)))}"
 
 
 def _shapes_of(size: tuple[int, int], job: Job) -> tuple[Bucket, ...]:
@@ -157,11 +184,9 @@ def _best(clip: Clip, usable: int, of_plan: Sequence[Bucket]) -> Bucket:
     """The one of the plan's shapes that keeps most of a clip, as the module says."""
     shapes = [shape for shape in of_plan if shape.frames <= usable]
     if not shapes:
-        shortest = min(of_plan, key=lambda shape: shape.frames)
+        shortest = min(shape.frames for shape in of_plan)
         what = "an image" if clip.frames == 1 else f"too short: {usable} frames at the model's rate"
-        added = ",".join([*map(_printable, of_plan), f"1x{shortest.height}x{shortest.width}"])
-        hint = f" (plan with one more: --buckets {added})" if clip.frames == 1 else ""
-        raise VplanError(f"{what}, and the plan's shortest shape has {shortest.frames}{hint}")
+        raise TooShortError(f"{what}, and the plan's shortest shape has {shortest}", usable)
 
     def worth(shape: Bucket) -> tuple[float, float, int]:
         share = _kept_picture(clip, shape) * shape.frames / usable
@@ -202,11 +227,12 @@ def _notes(samples: list[Sample], rate: Fraction | None, source: DataSource) -> 
         used = sum(len(sample.indices) for sample in samples)
         unused = sum(int((s.clip.frames - 1) / _step(s.clip, rate)) + 1 - len(s.indices) for s in cut)
         share = unused / (used + unused)
-        notes.append(f"{len(cut)} clips are longer than their shape: {share:.0%} of all frames are unused")
+        notes.append(f"cut to the length of their shape: {plural(len(cut), 'clip')}, {share:.0%} of all frames unused")
     if cropped := [s for s in samples if _kept_picture(s.clip, s.bucket) < 0.9]:
-        notes.append(f"{len(cropped)} clips lose more than a tenth of their picture to cropping")
+        notes.append(f"cropped by more than a tenth of the picture: {plural(len(cropped), 'file')}")
     if enlarged := [s for s in samples if _enlarged(s.clip, s.bucket) > 1]:
-        notes.append(f"{len(enlarged)} clips are smaller than their shape and are upscaled")
+        notes.append(f"smaller than their shape, so upscaled: {plural(len(enlarged), 'file')}")
     if rate and (slow := [s for s in samples if source.frames != "even" and 0 < s.clip.fps < rate * 9 / 10]):
-        notes.append(f"{len(slow)} clips have fewer than {float(rate):g} frames a second and will look faster")
+        slower = f"under {float(rate):g} frames a second, so faster in training"
+        notes.append(f"{slower}: {plural(len(slow), 'clip')}")
     return tuple(notes)

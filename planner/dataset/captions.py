@@ -26,12 +26,16 @@ MAX_CAPTION = 10_000
 MAX_LINE = 1 << 20
 """Characters of a line in a table. More is a file that is no table, and might not fit into RAM."""
 
+ONE_FOR_ALL = "give all files one caption (--caption TEXT, or caption in a dataset.toml)"
+
 
 class Fault(NamedTuple):
     """A file (or a row of the metadata) that cannot be trained on, and why."""
 
     name: str
     reason: str
+    fix: str = ""
+    """what would help, beside correcting or removing the file"""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -93,7 +97,9 @@ def _from_texts(folder: Folder, names: Sequence[str], tell: Callable[[int], None
         try:
             folder.inside(name)
             if not os.path.lexists(f"{folder.root}/{caption_file}"):
-                raise UnusableError("caption missing: no .txt of its name")
+                fault = Fault(printable(name), "caption missing: no .txt of its name", ONE_FOR_ALL)
+                found.faults.append(fault)
+                continue
             found.texts[name] = _text_of(folder.inside(caption_file))
         except UnusableError as error:
             found.faults.append(Fault(printable(name), str(error)))
@@ -164,7 +170,9 @@ def _rows(table: Path, column: str) -> Iterator[tuple[int, object]]:
                 reader = csv.DictReader(_short_lines(lines, table.name))
                 missing = {"file_name", column} - set(reader.fieldnames or ())
                 if missing:
-                    fix = f"write file_name,{column} in its first line"
+                    fix = (
+                        f"write file_name,{column} in its first line, or name another caption_column in a dataset.toml"
+                    )
                     raise VplanError(f"{table.name} has no column {min(missing)}", fix)
                 yield from ((reader.line_num, row) for row in reader)
                 return

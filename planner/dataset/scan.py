@@ -85,8 +85,7 @@ def read(
         made, unfit, words = assign(found.clips, profile, job, source)
         opening = f"{Path(source.folder).name}/" if len(sources) > 1 else ""
         samples += [sample._replace(clip=sample.clip._replace(name=opening + sample.clip.name)) for sample in made]
-        own = sorted((*found.faults, *(Fault(*fault) for fault in unfit)))
-        faults += [Fault(opening + name, reason) for name, reason in own]
+        faults += [fault._replace(name=opening + fault.name) for fault in sorted((*found.faults, *unfit))]
         notes += [f"{opening} {note}".lstrip() for note in words]
     if faults and not (skip_bad and samples):
         raise refused(faults, len(samples) + len(faults))
@@ -126,7 +125,9 @@ def refused(faults: list[Fault], total: int) -> VplanError:
     """The VplanError that names the first faults and counts the others. ``total``: all samples; not raised here."""
     first_faults = "; ".join(map(str, faults[:MAX_NAMED]))
     more = f"; and {len(faults) - MAX_NAMED} more" if len(faults) > MAX_NAMED else ""
-    fix = "correct or remove them" + (", or leave them out with --skip-bad" if len(faults) < total else "")
+    ways = [*dict.fromkeys(fault.fix for fault in faults if fault.fix), "correct or remove them"]
+    ways += ["leave them out with --skip-bad"] if len(faults) < total else []
+    fix = ", or ".join(ways)
     return VplanError(f"{len(faults)} of {total} samples cannot be used: {first_faults}{more}", fix)
 
 

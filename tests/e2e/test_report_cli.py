@@ -59,6 +59,13 @@ def test_a_browser_runs_the_page_without_a_complaint(shown: Path, tmp_path: Path
     assert complaints == []
 
 
+def test_what_is_neither_a_plan_nor_a_run_is_refused_with_what_both_are(tmp_path: Path) -> None:
+    for path, fault in ((tmp_path / "nowhere", "there is no"), (tmp_path, "is not the output of a run")):
+        done = run("report", str(path))
+        assert done.returncode == 1 and fault in done.stderr
+        assert "pass plan.toml files, or the --output of a `vplan train`" in done.stderr
+
+
 def test_a_page_needs_a_name_of_its_own(shown: Path) -> None:
     plan = str(shown.with_name("full.toml"))
     done = run("report", plan, "-o", plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 from fractions import Fraction
@@ -120,7 +121,7 @@ def test_every_fault_is_named_and_the_rest_is_used_when_asked(tmp_path: Path) ->
     assert refusal(tmp_path).count(": ") >= scan.MAX_NAMED
     found = read(tmp_path, skip_bad=True)
     assert [sample.clip.name for sample in found.samples] == ["good.mp4"]
-    reasons = dict(found.skipped)
+    reasons = {fault.name: fault.reason for fault in found.skipped}
     assert reasons["no caption.mp4"] == "caption missing: no .txt of its name"
     assert reasons["blank.mp4"].startswith("caption missing")
     assert "UTF-8" in reasons["latin.mp4"]
@@ -155,7 +156,7 @@ def test_faults_of_a_table(tmp_path: Path) -> None:
     ]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "data" / "metadata.jsonl").write_text("\n".join([*lines, "{broken"]))
-    reasons = dict(scan.scan(DataSource(folder=str(tmp_path / "data"))).faults)
+    reasons = {f.name: f.reason for f in scan.scan(DataSource(folder=str(tmp_path / "data"))).faults}
     assert "several rows" in reasons["1.mp4"]
     assert "points outside" in reasons["../outside.mp4"]
     assert "points outside" in reasons["3.mp4"]
@@ -342,10 +343,11 @@ def test_notes_say_what_is_not_used() -> None:
     _, _, notes = buckets.assign(many, WAN, job(17, 480, 832), DataSource(folder="clips"))
     text = " ".join(notes)
     assert "4 of 17x480x832" in text
-    assert "4 clips are longer than their shape: 79% of all frames" in text
-    assert "1 clips lose more than a tenth" in text
+    assert "cut to the length of their shape: 4 clips, 79% of all frames unused" in text
+    assert "cropped by more than a tenth of the picture: 1 file" in text
     assert "upscaled" in text
-    assert "1 clips have fewer than 16 frames a second" in text
+    assert "under 16 frames a second, so faster in training: 1 clip" in text
+    assert not re.search(r"\b1 (clips|files|samples)\b", text)
 
 
 def test_reading_twice_is_the_same(tmp_path: Path) -> None:

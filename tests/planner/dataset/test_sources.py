@@ -149,11 +149,37 @@ def test_an_image_beside_videos_needs_a_shape_of_one_frame(tmp_path: Path) -> No
     tiny.write_image(tmp_path / "photo.png")
     (tmp_path / "photo.txt").write_text("a photo")
     source = [DataSource(folder=str(tmp_path))]
-    message = r"photo\.png: an image, and the plan's shortest shape has 9 .*--buckets 9x48x64,1x48x64"
-    with pytest.raises(VplanError, match=message):
+    with pytest.raises(VplanError, match=r"photo\.png: an image, and the plan's shortest shape has 9") as caught:
         scan.read(source, WAN, job())
+    assert "plan with shapes as short, as --buckets 9x48x64,1x48x64, or correct" in caught.value.fix
     found = scan.read(source, WAN, job((9, 48, 64), (1, 48, 64)))
     assert Counter(sample.bucket.frames for sample in found.samples) == {9: 2, 1: 1}
+
+
+def test_every_refusal_names_the_shapes_or_the_option_that_would_take_the_files(tmp_path: Path) -> None:
+    """One for images and one for videos, as long as the shortest of them; none that the model cannot take."""
+    for number, frames in enumerate((12, 18, 7)):
+        tiny.write_video(tmp_path / f"{number}.mp4", frames)
+        (tmp_path / f"{number}.txt").write_text("a clip")
+    source = [DataSource(folder=str(tmp_path))]
+    with pytest.raises(VplanError, match="3 of 3 samples") as caught:
+        scan.read(source, WAN, job((81, 48, 64)))
+    assert caught.value.fix == "plan with shapes as short, as --buckets 81x48x64,5x48x64, or correct or remove them"
+    assert len(scan.read(source, WAN, job((81, 48, 64), (5, 48, 64))).samples) == 3
+    tiny.write_image(tmp_path / "photo.png")
+    with pytest.raises(VplanError, match="no \\.txt of its name") as caught:
+        scan.read(source, WAN, job((81, 48, 64)))
+    assert "--caption TEXT" in caught.value.fix
+    captioned = [source[0].replace(caption="a photo")]
+    with pytest.raises(VplanError) as caught:
+        scan.read(captioned, WAN, job((81, 48, 64)))
+    assert "--buckets 81x48x64,5x48x64,1x48x64" in caught.value.fix
+    long = WAN.replace(shape=WAN.shape.replace(min_frames=9))
+    with pytest.raises(VplanError) as caught:
+        scan.read([captioned[0]], long, job((81, 48, 64)))
+    assert "--buckets 81x48x64,9x48x64," in caught.value.fix and "1x48x64," not in caught.value.fix.replace(
+        "81x48x64,", ""
+    )
 
 
 def test_captions_of_a_column_of_a_table_for_all_and_with_a_trigger(tmp_path: Path) -> None:
