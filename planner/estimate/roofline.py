@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import GpuProfile
-from planner.estimate.work import KERNELS, Kind, StepWork, Work
+from planner.estimate.work import KERNELS, Attention, Kind, StepWork, Work
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 
@@ -72,6 +72,8 @@ times faster than cuDNN 9.13 (its abstract); backward, and small heads, in H100'
 EFFICIENT = (0.82, 0.53)
 """Memory-efficient attention over FlashAttention-2: 43.4 of 53.1 and 27.4 of 51.9 TFLOP/s on one card
 (Dao-AILab/flash-attention#416, 4096 tokens)."""
+
+EFFICIENT_KERNELS = ("efficient", "xformers")
 
 MATH = (0.15, 0.18)
 """Standard attention: H100 0.14 and 0.18 (arXiv 2407.08608), RTX A5000 0.17 and 0.18 (gpu-mode/ring-attention#10)."""
@@ -136,16 +138,17 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
     """
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
-    launch_seconds, size = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS, work.head_size
+    launch_seconds = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS
+    reached = attention_efficiency(gpu, strategy, job, work.attention)
     turns = [
         KernelBatch.of(
-            part, strategy, _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel, launch_seconds
+            part, strategy, _kernel_seconds(part, gpu, strategy, reached) / strategy.context_parallel, launch_seconds
         )
         for part in (work.forward, backward)
     ] * strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else machine.world
-        stepping = _kernel_seconds(work.optimizer, gpu, strategy, job, size) / share
+        stepping = _kernel_seconds(work.optimizer, gpu, strategy, reached) / share
         turns.append(KernelBatch.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS))
     hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
     waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
@@ -193,7 +196,10 @@ def _transfer_seconds(host_bytes: int, gpu_bytes: int, gpu: GpuProfile, machine:
     return host_bytes / _host_rate(gpu, machine) + between
 
 
-def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, job: Job, head_size: int) -> float:
+def _kernel_seconds(
+    work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, attention: Mapping[int, float]
+) -> float:
+    """``attention``: its efficiency, by whether it computes in 16 bits."""
     bandwidth = COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9
     seconds = 0.0
     for (kind, half), amount in work.items():
@@ -202,7 +208,8 @@ def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strate
         nbytes: float = amount.nbytes
         if kind == "pointwise":
             nbytes *= _left_by_fusion(work, strategy)
-        rate = peak_flops(gpu, strategy, kind, half) * efficiency(gpu, strategy, job, kind, half, head_size)
+        reached = attention[half] if kind == "attention" else efficiency(gpu, kind, half)
+        rate = peak_flops(gpu, strategy, kind, half) * reached
         seconds += max(amount.flops / rate, nbytes / bandwidth)
     return seconds
 
@@ -231,43 +238,38 @@ def peak_flops(gpu: GpuProfile, strategy: Strategy, kind: str, half: int) -> flo
     return fp32 * 1e12
 
 
-def efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, kind: str, half: int = 1, head_size: int = 128) -> float:
-    """The part of the peak rate that kernels of a kind reach on a card, 0 to 1."""
-    if kind == "attention":
-        return attention_efficiency(gpu, strategy, job, half, head_size)
+def efficiency(gpu: GpuProfile, kind: str, half: int = 1) -> float:
+    """The part of the peak rate that kernels of a kind, other than attention, reach on a card, 0 to 1."""
     return matmul_efficiency(gpu) if kind == "matmul" and half else DEFAULT_EFFICIENCY
 
 
-def attention_efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, half: int, head_size: int) -> float:
-    """The part of the peak rate that attention reaches, forward and backward mixed by their FLOPs: backward does five
-    products where forward does two."""
-    forward, backward = _attention_passes(gpu, strategy, half, head_size)
-    if job.method == "sample":
-        return forward
+def attention_efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, attention: Attention) -> Mapping[int, float]:
+    """The part of the peak rate that attention reaches in 32 bits and in 16 (by 0 and 1), forward and backward mixed by
+    their FLOPs: backward does five products where forward does two."""
     runs = 1 if strategy.gradient_checkpointing == "none" else 2
-    return (runs + 2.5) / (runs / forward + 2.5 / backward)
+    reached = {}
+    for half in (0, 1):
+        forward, backward = _attention_passes(gpu, attention, half)
+        mixed = (runs + 2.5) / (runs / forward + 2.5 / backward)
+        reached[half] = forward if job.method == "sample" else mixed
+    return reached
 
 
-def _attention_passes(gpu: GpuProfile, strategy: Strategy, half: int, head_size: int) -> tuple[float, float]:
-    """(forward, backward) efficiency of the kernel that runs.
-
-    torch 2.13 asks cuDNN (from 9.15.1) first on 9.x and 10.x (sdp_utils.cpp, check_prefer_cudnn_attention), else flash,
-    which needs 8.0 and a half format.
-    """
-    if gpu.attention_tflops and half and strategy.attention == "sdpa":
+def _attention_passes(gpu: GpuProfile, attention: Attention, half: int) -> tuple[float, float]:
+    """(forward, backward) efficiency of the kernel that runs; in 32 bits only the memory-efficient kernel does."""
+    major, _ = gpu.capability
+    size = int(attention.head_size <= SMALL_HEAD)
+    flash = FLASH_2.get(major, FLASH_2_MMA)[size]
+    if attention.kernel == "math":
+        return MATH
+    if not half or attention.kernel in EFFICIENT_KERNELS:
+        return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
+    if gpu.attention_tflops and attention.kernel == attention.plain:
         forward, backward = (rate / gpu.bf16_tflops for rate in gpu.attention_tflops)
         return forward, backward
-    major, _ = gpu.capability
-    size = int(head_size <= SMALL_HEAD)
-    flash = FLASH_2.get(major, FLASH_2_MMA)[size]
-    requested = strategy.attention
-    if requested == "math":
-        return MATH
-    if major < 8 or not half or requested in ("efficient", "xformers"):
-        return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
-    if requested == "flash-3" and major == 9:
+    if attention.kernel == "flash-3" and major == 9:
         return FLASH_3[size]
-    if requested in ("sdpa", "cudnn") and major in CUDNN:
+    if attention.kernel == "cudnn" and major in CUDNN:
         return CUDNN[major][size]
     return flash
 

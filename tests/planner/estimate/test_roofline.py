@@ -7,8 +7,8 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
-from planner.estimate.roofline import Traffic, efficiency, peak_flops, step_seconds
-from planner.estimate.work import StepWork, Work, step_work, symbolic_work, total_flops, work_of
+from planner.estimate.roofline import Traffic, attention_efficiency, efficiency, peak_flops, step_seconds
+from planner.estimate.work import Attention, StepWork, Work, step_work, symbolic_work, total_flops, work_of
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.spec.configuration import Configuration
@@ -226,7 +226,8 @@ adapter."""
 
 def test_small_heads_are_slower_where_that_was_measured():
     for card, slower in ((H100, True), (RTX4090, False)):
-        of_64, of_128 = (efficiency(card, Strategy(), JOB, "attention", 1, size) for size in (64, 128))
+        kernel = "cudnn" if card is H100 else "flash"
+        of_64, of_128 = (attention_reaches(card, kernel, size) for size in (64, 128))
         assert (of_64 < 0.8 * of_128) is slower
     sizes = {name: lookup.model(name).head_size for name in ("sd3.5-medium", "wan2.1-t2v-14b", "sd1.5", "sdxl")}
     assert sizes == {"sd3.5-medium": 64, "wan2.1-t2v-14b": 128, "sd1.5": 40, "sdxl": 64}
@@ -285,6 +286,10 @@ def test_peak_rates_follow_the_dtype_that_runs():
 FORWARD_ONLY = Job(model="m", method="sample", frames=1, height=64, width=64)
 
 
+def attention_reaches(card, kernel, head_size=128, job=JOB, half=1, **strategy):
+    return attention_efficiency(card, Strategy(**strategy), job, Attention(head_size, kernel))[half]
+
+
 @pytest.mark.parametrize(
     ("card", "attention", "of_128", "of_64"),
     [
@@ -298,18 +303,15 @@ FORWARD_ONLY = Job(model="m", method="sample", frames=1, height=64, width=64)
     ],
 )
 def test_attention_reaches_in_forward_what_was_published(card, attention, of_128, of_64):
-    rates = [
-        efficiency(lookup.gpu(card), Strategy(attention=attention), FORWARD_ONLY, "attention", 1, size)
-        for size in (128, 64)
-    ]
+    rates = [attention_reaches(lookup.gpu(card), attention, size, FORWARD_ONLY) for size in (128, 64)]
     assert rates == pytest.approx([of_128, of_64], rel=0.015)
 
 
 def test_backward_of_attention_is_five_products_to_forward_s_two():
     """H100's cuDNN: 0.60 forward and 0.52 backward of the peak rate; a checkpointed block runs forward twice."""
-    assert efficiency(H100, Strategy(), JOB, "attention") == pytest.approx(3.5 / (1 / 0.60 + 2.5 / 0.52))
-    full = Strategy(gradient_checkpointing="full")
-    assert efficiency(H100, full, JOB, "attention") == pytest.approx(4.5 / (2 / 0.60 + 2.5 / 0.52))
+    assert attention_reaches(H100, "cudnn") == pytest.approx(3.5 / (1 / 0.60 + 2.5 / 0.52))
+    full = attention_reaches(H100, "cudnn", gradient_checkpointing="full")
+    assert full == pytest.approx(4.5 / (2 / 0.60 + 2.5 / 0.52))
 
 
 def test_matmuls_reach_what_was_published():
@@ -321,23 +323,46 @@ def test_matmuls_reach_what_was_published():
         "rtx4090": 0.96,
         "l40s": 0.75,
     }
-    reached = {name: efficiency(lookup.gpu(name), Strategy(), JOB, "matmul") for name in cards}
+    reached = {name: efficiency(lookup.gpu(name), "matmul") for name in cards}
     assert reached == pytest.approx(cards, rel=0.002)
-    assert efficiency(H100, Strategy(), JOB, "convolution") == 0.75
+    assert efficiency(H100, "convolution") == 0.75
 
 
 def test_attention_kernels_rank_as_published():
-    def reached(gpu, **strategy):
-        return efficiency(gpu, Strategy(**strategy), JOB, "attention")
-
-    order = [reached(H100, attention=name) for name in ("flash-3", "cudnn", "flash", "efficient", "math")]
+    order = [attention_reaches(H100, name) for name in ("flash-3", "cudnn", "flash", "efficient", "math")]
     assert order == sorted(order, reverse=True)
-    assert reached(H100) == reached(H100, attention="cudnn")
-    assert reached(RTX4090) == reached(RTX4090, attention="flash") == reached(RTX4090, attention="flash-3")
-    assert reached(T4) == reached(T4, attention="efficient")
-    assert reached(H100, gradient_checkpointing="full") > reached(H100)
-    sample = Job(model="m", method="sample", frames=1, height=64, width=64)
-    assert efficiency(H100, Strategy(), sample, "attention") == pytest.approx(0.6)
+    assert attention_reaches(RTX4090, "flash") == attention_reaches(RTX4090, "flash-3")
+    assert attention_reaches(H100, "cudnn", half=0) == attention_reaches(H100, "efficient")
+    assert attention_reaches(H100, "cudnn", gradient_checkpointing="full") > attention_reaches(H100, "cudnn")
+    assert attention_reaches(H100, "cudnn", job=FORWARD_ONLY) == pytest.approx(0.6)
+
+
+def test_a_measured_rate_is_that_of_the_kernel_that_was_measured():
+    """`vplan calibrate` measures attention without masks: cuDNN on an H100, which other kernels leave as it was."""
+    card = H100.replace(attention_tflops=(500.0, 400.0))
+    measured = attention_efficiency(card, Strategy(), FORWARD_ONLY, Attention(128, "cudnn", "cudnn"))[1]
+    assert measured == pytest.approx(500 / H100.bf16_tflops)
+    masked = attention_efficiency(card, Strategy(), FORWARD_ONLY, Attention(128, "efficient", "cudnn"))[1]
+    assert masked == attention_reaches(H100, "efficient", job=FORWARD_ONLY)
+
+
+MASKED = "hunyuan-video"
+UNMASKED = "wan2.1-t2v-1.3b"
+
+
+@pytest.mark.parametrize(("model", "os", "named"), [(MASKED, "linux", "efficient"), (UNMASKED, "windows", "efficient")])
+def test_attention_is_timed_as_the_kernel_that_the_answer_names(model, os, named):
+    """Masks and Windows leave the memory-efficient kernel, which is as slow unasked as when it is asked for."""
+    job = job_for(lookup.model(model), {})
+
+    def told(**strategy):
+        machine = Machine(gpu="rtx4090", host_ram=2**37, os=os)
+        configuration = Configuration.of(job, Strategy(gradient_checkpointing="full", **strategy), machine)
+        return estimate(configuration, load_facts(configuration))
+
+    unasked = told()
+    assert unasked.attention_kernel == named
+    assert unasked.step_seconds == told(attention=named).step_seconds
 
 
 @pytest.mark.parametrize("name", lookup.gpu_names())
@@ -346,7 +371,9 @@ def test_every_card_has_a_finite_time(name):
     everything = StepWork({(kind, half): Work(10**15, 10**12) for kind in KINDS[:-1] for half in (0, 1)})
     assert 0 < seconds(everything, card).total < 3600
     for kind, half in everything.passes:
-        assert 0 < efficiency(card, Strategy(), JOB, kind, half) < 1
+        assert 0 < efficiency(card, kind, half) < 1
+    for kernel in ("cudnn", "flash", "efficient", "math"):
+        assert all(0 < attention_reaches(card, kernel, half=half) < 1 for half in (0, 1))
 
 
 def test_a_compiler_removes_pointwise_traffic_and_never_adds_any():
