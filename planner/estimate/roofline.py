@@ -1,8 +1,8 @@
 """Seconds of a training step: what the tape counted, against what the card can do (a roofline, no measurement needed).
 
-Every efficiency below is a published measurement of that kind of kernel on that kind of card; none is fitted to a step
-time. A step's kernels are slower than those measured
-alone, see `ROOFLINE_USUAL`; a trainer's Python and data loading are not in here.
+Every efficiency below is a published measurement of that kind of kernel on that kind of card: sustained, over the data
+sheet's rate, which is at the boost clock. The one constant that is fitted to published step times is `LAUNCH_SECONDS`.
+A step's kernels are slower than those measured alone, see `ROOFLINE_USUAL`; a trainer's data loading is not in here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ ROOFLINE_LEAST, ROOFLINE_USUAL = 0.79, 0.825
 """The part of a real step that its kernels' roofline was, at the least and in the middle: 0.79 to 0.86 over the
 configurations of torchtitan (pytorch/torchtitan#3828)."""
 
-LAUNCH_SECONDS, SLOW_LAUNCH_SECONDS = 42e-6, 66e-6
-"""CPU time of one operator of a model's forward or backward with all the Python around it, at its best and on a busy
-machine: a diffusers transformer with peft adapters under autocast, at toy width on one core of a 2.5 GHz Xeon: 42 to 66
-us without checkpointing, 53 to 73 with (tests/benchmarks/launches.py)."""
+LAUNCH_SECONDS = 34e-6
+"""CPU time of one operator of a model's forward or backward with all the Python around it. Fitted: to half of the
+published step times (profiles/measurements/step_times, by hash of their id; docs/accuracy.md has both halves). Ours at
+toy width on one core take 22 us (AMD EPYC) to 42 (2.5 GHz Xeon) (tests/benchmarks/launches.py)."""
+
+RECOMPUTED_LAUNCHES = 1.7
+"""The same of an operator that a checkpoint runs again, over one that it does not: backward's other operators come from
+C++, these from Python inside of it, with autograd on. 1.66 and 1.8 on those two (tests/benchmarks/launches.py)."""
+
+SLOW_LAUNCHES = 66 / 42
+"""A busy machine's launches over those at its best (tests/benchmarks/launches.py, on the Xeon)."""
 
 COMPILED_LAUNCH_SECONDS = 7e-6
 """The same where a compiler has traced the Python away: fitted on H100 steps (meta-pytorch/autoparallel#146)."""
@@ -99,8 +106,13 @@ DISK_BYTES_PER_SECOND = 3.2e9
 class Traffic(NamedTuple):
     """What one whole step (all accumulated micro-batches) moves over links for one GPU, bytes."""
 
-    host_bytes: int = 0
-    """over its link to host RAM, the fuller of both directions, while kernels run"""
+    host_forward_bytes: int = 0
+    """over its link to host RAM while one micro-batch's forward runs, the fuller of both directions: there is a copy
+    engine for each"""
+    host_backward_bytes: int = 0
+    """the same of its backward"""
+    host_beside: float = 1.0
+    """the part of a pass that these copies can run beside: swapped blocks come while swapped blocks compute"""
     gpu_bytes: int = 0
     """sent to other GPUs while kernels run; in a ring (n-1)/n of a tensor per reduce-scatter or all-gather, twice that
     per all-reduce"""
@@ -134,27 +146,34 @@ class Seconds(NamedTuple):
 def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, traffic: Traffic) -> Seconds:
     """Seconds of one optimizer step: kernels, their launches and transfers.
 
-    The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it.
+    The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it; and for
+    copies from host RAM where they take longer than the blocks of the same pass that they run beside.
     """
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
     launch_seconds = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS
+    again = (RECOMPUTED_LAUNCHES - 1) * work.recomputed if strategy.compile == "none" else 0.0
     reached = attention_efficiency(gpu, strategy, job, work.attention)
-    turns = [
-        KernelBatch.of(
-            part, strategy, _kernel_seconds(part, gpu, strategy, reached) / strategy.context_parallel, launch_seconds
-        )
-        for part in (work.forward, backward)
-    ] * strategy.gradient_accumulation
+    turns = []
+    for part, extra, nbytes in (
+        (work.forward, 0.0, traffic.host_forward_bytes),
+        (backward, again, traffic.host_backward_bytes),
+    ):
+        kernels = _kernel_seconds(part, gpu, strategy, reached) / strategy.context_parallel
+        kernels += nbytes / (COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9)  # copies take the card's bandwidth too
+        turn = KernelBatch.of(part, strategy, kernels, launch_seconds, extra)
+        turns.append(turn._replace(copies=nbytes / _host_rate(gpu, machine), beside=traffic.host_beside))
+    turns *= strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else machine.world
         stepping = _kernel_seconds(work.optimizer, gpu, strategy, reached) / share
         turns.append(KernelBatch.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS))
-    hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
+    copied = strategy.gradient_accumulation * (traffic.host_forward_bytes + traffic.host_backward_bytes)
+    hidden = _transfer_seconds(copied, traffic.gpu_bytes, gpu, machine)
     waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
     total = max(_busy_seconds(turns, ROOFLINE_USUAL, 1.0), hidden) + waiting + host
-    slow = _busy_seconds(turns, ROOFLINE_LEAST, SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS)
+    slow = _busy_seconds([turn._replace(copies=0.0) for turn in turns], ROOFLINE_LEAST, SLOW_LAUNCHES)
     compute, launch = sum(turn.kernels for turn in turns), sum(turn.launches for turn in turns)
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
 
@@ -167,15 +186,22 @@ class KernelBatch(NamedTuple):
     gaps: float
     """between them on the GPU"""
     launches: float
+    copies: float = 0.0
+    """over the link to host RAM"""
+    beside: float = 1.0
+    """part of the batch that copies can run beside"""
 
     @classmethod
-    def of(cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, launch_seconds: float) -> KernelBatch:
-        """The turn of some work whose kernels take so long together, and a launch ``launch_seconds``."""
+    def of(
+        cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, launch_seconds: float, extra: float = 0.0
+    ) -> KernelBatch:
+        """The turn of some work whose kernels take so long together, and a launch ``launch_seconds``; ``extra``: how
+        many launches more take as long as what slow ones take longer."""
         recorded = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
         launches = recorded * _left_by_fusion(work, strategy)
         if strategy.compile == "cudagraphs":  # one launch replays the whole graph
             return cls(kernels, GRAPH_GAP_SECONDS * launches, 0.0)
-        return cls(kernels, GAP_SECONDS * launches, launch_seconds * launches)
+        return cls(kernels, GAP_SECONDS * launches, launch_seconds * (launches + extra))
 
 
 def _busy_seconds(turns: Sequence[KernelBatch], reached: float, slower: float) -> float:
@@ -187,6 +213,7 @@ def _busy_seconds(turns: Sequence[KernelBatch], reached: float, slower: float) -
         begin = max(launched, done)
         launched += turn.launches * slower
         done = max(begin + turn.kernels / reached + turn.gaps, launched)
+        done += max(0.0, turn.copies - turn.beside * (done - begin))
     return done
 
 

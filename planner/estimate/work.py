@@ -60,6 +60,8 @@ class StepWork(NamedTuple):
     forward: Mapping[Kind, Work] = {}
     """what of the passes is forward; nothing: not told apart"""
     attention: Attention = Attention()
+    recomputed: int = 0
+    """launches of the passes that are forward's, again, inside backward"""
 
 
 Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
@@ -72,7 +74,23 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
     optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
     own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, run.work.optimizer_bytes)}
-    return StepWork(both, add_work(optimizer, own), forward, attention_of(run))
+    return StepWork(both, add_work(optimizer, own), forward, attention_of(run), recomputed_launches(run))
+
+
+def recomputed_launches(run: Run) -> int:
+    """Launches of the checkpointed blocks' forward, which one backward runs again."""
+    strategy, facts = run.strategy, run.facts
+    if run.samples_only or strategy.gradient_checkpointing == "none":
+        return 0
+    share = len(run.checkpointed) / facts.model.blocks if run.checkpointed else 1.0
+    tape = facts.checkpointed or facts.step
+    found = evaluate_work(_forward_of_blocks(tape, main_piece(tape)), tape.values(run.grid))
+    return round(share * sum(amount.flops for (kind, _), amount in found.items() if kind == KERNELS))
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_of_blocks(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
+    return symbolic_work(tape, piece, only=lambda block: block is not None, passes="forward")
 
 
 def attention_of(run: Run) -> Attention:
