@@ -22,11 +22,11 @@ configurations of torchtitan (pytorch/torchtitan#3828)."""
 LAUNCH_SECONDS = 34e-6
 """CPU time of one operator of a model's forward or backward with all the Python around it. Fitted: to half of the
 published step times (profiles/measurements/step_times, by hash of their id; docs/accuracy.md has both halves). Ours at
-toy width on one core take 22 us (AMD EPYC) to 42 (2.5 GHz Xeon) (tests/benchmarks/launches.py)."""
+toy width on one core take 22 to 25 us (AMD EPYC) and 42 (2.5 GHz Xeon) (tests/benchmarks/launches.py)."""
 
 RECOMPUTED_LAUNCHES = 1.7
 """The same of an operator that a checkpoint runs again, over one that it does not: backward's other operators come from
-C++, these from Python inside of it, with autograd on. 1.66 and 1.8 on those two (tests/benchmarks/launches.py)."""
+C++, these from Python inside of it, with autograd on. 1.6 to 2.0 and 1.8 on the two (tests/benchmarks/launches.py)."""
 
 SLOW_LAUNCHES = 66 / 42
 """A busy machine's launches over those at its best (tests/benchmarks/launches.py, on the Xeon)."""
