@@ -59,6 +59,7 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
         "vplan accuracy",
         "vplan accuracy runs.jsonl --json",
         "vplan accuracy --only cogvideox",
+        "vplan accuracy --seconds",
         "vplan accuracy --history history.json",
     ),
 )
@@ -71,7 +72,8 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 @click.option("--only", "text", metavar="TEXT", help="Only rows with TEXT in their id or model.")
 @click.option(
     "--calibrated",
-    is_flag=True,
+    "what",
+    flag_value="calibrated",
     help="Estimate our own rows with the context and speeds that `vplan calibrate` measured.",
 )
 @click.option(
@@ -82,13 +84,14 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 @click.option(
     "--least", metavar="SIZE", default="1MiB", show_default=True, help="With --history: ignore smaller events."
 )
+@click.option("--seconds", "what", flag_value="seconds", help="Compare published step times instead of memory.")
 @report_option
 @json_option
 def command(
     files: Sequence[str],
     allocator: str | None,
     text: str | None,
-    calibrated: bool,
+    what: str | None,
     history: str | None,
     least: str,
     report: str | None,
@@ -104,7 +107,17 @@ def command(
     Rehearsed rows (`--runner rehearse`) are reported apart.
 
     --history finds the cause of an error: the first event where a recorded run and its tape differ.
+
+    --seconds compares the step times that others published: what is left out, and why, is listed too.
     """
+    if what == "seconds":
+        if files or report or history is not None:
+            raise VplanError(
+                "--seconds compares the bundled step times only", "leave out FILE, --report, --history", USAGE
+            )
+        from planner.commands._shared.step_times import compare_seconds
+
+        return compare_seconds(text, _estimator({})[0], as_json)
     if history is not None:
         from planner.commands._shared.allocator_diff import differences
 
@@ -117,7 +130,7 @@ def command(
     rows += _published(files or [*shipped(), *shipped_rehearsals()], allocator)
     if text is not None:
         rows = only(rows, text)
-    predict, after_step = _estimator(_cards(own) if calibrated else {})
+    predict, after_step = _estimator(_cards(own) if what == "calibrated" else {})
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         compared = compare(progress, predict, after_step)
     rehearsed = [entry for entry in compared if entry.row.taken == "rehearsed"]

@@ -1,8 +1,8 @@
 """Seconds of a training step: what the tape counted, against what the card can do (a roofline, no measurement needed).
 
-Every efficiency below is a published measurement of that kind of kernel on that kind of card; none is fitted to a step
-time. A step's kernels are slower than those measured
-alone, see `ROOFLINE_USUAL`; a trainer's Python and data loading are not in here.
+Every efficiency below is a published measurement of that kind of kernel on that kind of card: sustained, over the data
+sheet's rate, which is at the boost clock. The one constant that is fitted to published step times is `LAUNCH_SECONDS`.
+A step's kernels are slower than those measured alone, see `ROOFLINE_USUAL`; a trainer's data loading is not in here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import GpuProfile
-from planner.estimate.work import KERNELS, Kind, StepWork, Work
+from planner.estimate.work import KERNELS, Attention, Kind, StepWork, Work
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 
@@ -19,10 +19,17 @@ ROOFLINE_LEAST, ROOFLINE_USUAL = 0.79, 0.825
 """The part of a real step that its kernels' roofline was, at the least and in the middle: 0.79 to 0.86 over the
 configurations of torchtitan (pytorch/torchtitan#3828)."""
 
-LAUNCH_SECONDS, SLOW_LAUNCH_SECONDS = 42e-6, 66e-6
-"""CPU time of one operator of a model's forward or backward with all the Python around it, at its best and on a busy
-machine: a diffusers transformer with peft adapters under autocast, at toy width on one core of a 2.5 GHz Xeon: 42 to 66
-us without checkpointing, 53 to 73 with (tests/benchmarks/launches.py)."""
+LAUNCH_SECONDS = 34e-6
+"""CPU time of one operator of a model's forward or backward with all the Python around it. Fitted: to half of the
+published step times (profiles/measurements/step_times, by hash of their id; docs/accuracy.md has both halves). Ours at
+toy width on one core take 22 to 25 us (AMD EPYC) and 42 (2.5 GHz Xeon) (tests/benchmarks/launches.py)."""
+
+RECOMPUTED_LAUNCHES = 1.7
+"""The same of an operator that a checkpoint runs again, over one that it does not: backward's other operators come from
+C++, these from Python inside of it, with autograd on. 1.6 to 2.0 and 1.8 on the two (tests/benchmarks/launches.py)."""
+
+SLOW_LAUNCHES = 66 / 42
+"""A busy machine's launches over those at its best (tests/benchmarks/launches.py, on the Xeon)."""
 
 COMPILED_LAUNCH_SECONDS = 7e-6
 """The same where a compiler has traced the Python away: fitted on H100 steps (meta-pytorch/autoparallel#146)."""
@@ -73,6 +80,8 @@ EFFICIENT = (0.82, 0.53)
 """Memory-efficient attention over FlashAttention-2: 43.4 of 53.1 and 27.4 of 51.9 TFLOP/s on one card
 (Dao-AILab/flash-attention#416, 4096 tokens)."""
 
+EFFICIENT_KERNELS = ("efficient", "xformers")
+
 MATH = (0.15, 0.18)
 """Standard attention: H100 0.14 and 0.18 (arXiv 2407.08608), RTX A5000 0.17 and 0.18 (gpu-mode/ring-attention#10)."""
 
@@ -97,8 +106,13 @@ DISK_BYTES_PER_SECOND = 3.2e9
 class Traffic(NamedTuple):
     """What one whole step (all accumulated micro-batches) moves over links for one GPU, bytes."""
 
-    host_bytes: int = 0
-    """over its link to host RAM, the fuller of both directions, while kernels run"""
+    host_forward_bytes: int = 0
+    """over its link to host RAM while one micro-batch's forward runs, the fuller of both directions: there is a copy
+    engine for each"""
+    host_backward_bytes: int = 0
+    """the same of its backward"""
+    host_beside: float = 1.0
+    """the part of a pass that these copies can run beside: swapped blocks come while swapped blocks compute"""
     gpu_bytes: int = 0
     """sent to other GPUs while kernels run; in a ring (n-1)/n of a tensor per reduce-scatter or all-gather, twice that
     per all-reduce"""
@@ -132,26 +146,34 @@ class Seconds(NamedTuple):
 def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, traffic: Traffic) -> Seconds:
     """Seconds of one optimizer step: kernels, their launches and transfers.
 
-    The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it.
+    The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it; and for
+    copies from host RAM where they take longer than the blocks of the same pass that they run beside.
     """
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
-    launch_seconds, size = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS, work.head_size
-    turns = [
-        KernelBatch.of(
-            part, strategy, _kernel_seconds(part, gpu, strategy, job, size) / strategy.context_parallel, launch_seconds
-        )
-        for part in (work.forward, backward)
-    ] * strategy.gradient_accumulation
+    launch_seconds = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS
+    again = (RECOMPUTED_LAUNCHES - 1) * work.recomputed if strategy.compile == "none" else 0.0
+    reached = attention_efficiency(gpu, strategy, job, work.attention)
+    turns = []
+    for part, extra, nbytes in (
+        (work.forward, 0.0, traffic.host_forward_bytes),
+        (backward, again, traffic.host_backward_bytes),
+    ):
+        kernels = _kernel_seconds(part, gpu, strategy, reached) / strategy.context_parallel
+        kernels += nbytes / (COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9)  # copies take the card's bandwidth too
+        turn = KernelBatch.of(part, strategy, kernels, launch_seconds, extra)
+        turns.append(turn._replace(copies=nbytes / _host_rate(gpu, machine), beside=traffic.host_beside))
+    turns *= strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else machine.world
-        stepping = _kernel_seconds(work.optimizer, gpu, strategy, job, size) / share
+        stepping = _kernel_seconds(work.optimizer, gpu, strategy, reached) / share
         turns.append(KernelBatch.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS))
-    hidden = _transfer_seconds(traffic.host_bytes, traffic.gpu_bytes, gpu, machine)
+    copied = strategy.gradient_accumulation * (traffic.host_forward_bytes + traffic.host_backward_bytes)
+    hidden = _transfer_seconds(copied, traffic.gpu_bytes, gpu, machine)
     waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
     total = max(_busy_seconds(turns, ROOFLINE_USUAL, 1.0), hidden) + waiting + host
-    slow = _busy_seconds(turns, ROOFLINE_LEAST, SLOW_LAUNCH_SECONDS / LAUNCH_SECONDS)
+    slow = _busy_seconds([turn._replace(copies=0.0) for turn in turns], ROOFLINE_LEAST, SLOW_LAUNCHES)
     compute, launch = sum(turn.kernels for turn in turns), sum(turn.launches for turn in turns)
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
 
@@ -164,15 +186,22 @@ class KernelBatch(NamedTuple):
     gaps: float
     """between them on the GPU"""
     launches: float
+    copies: float = 0.0
+    """over the link to host RAM"""
+    beside: float = 1.0
+    """part of the batch that copies can run beside"""
 
     @classmethod
-    def of(cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, launch_seconds: float) -> KernelBatch:
-        """The turn of some work whose kernels take so long together, and a launch ``launch_seconds``."""
+    def of(
+        cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, launch_seconds: float, extra: float = 0.0
+    ) -> KernelBatch:
+        """The turn of some work whose kernels take so long together, and a launch ``launch_seconds``; ``extra``: how
+        many launches more take as long as what slow ones take longer."""
         recorded = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
         launches = recorded * _left_by_fusion(work, strategy)
         if strategy.compile == "cudagraphs":  # one launch replays the whole graph
             return cls(kernels, GRAPH_GAP_SECONDS * launches, 0.0)
-        return cls(kernels, GAP_SECONDS * launches, launch_seconds * launches)
+        return cls(kernels, GAP_SECONDS * launches, launch_seconds * (launches + extra))
 
 
 def _busy_seconds(turns: Sequence[KernelBatch], reached: float, slower: float) -> float:
@@ -184,6 +213,7 @@ def _busy_seconds(turns: Sequence[KernelBatch], reached: float, slower: float) -
         begin = max(launched, done)
         launched += turn.launches * slower
         done = max(begin + turn.kernels / reached + turn.gaps, launched)
+        done += max(0.0, turn.copies - turn.beside * (done - begin))
     return done
 
 
@@ -193,7 +223,10 @@ def _transfer_seconds(host_bytes: int, gpu_bytes: int, gpu: GpuProfile, machine:
     return host_bytes / _host_rate(gpu, machine) + between
 
 
-def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, job: Job, head_size: int) -> float:
+def _kernel_seconds(
+    work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, attention: Mapping[int, float]
+) -> float:
+    """``attention``: its efficiency, by whether it computes in 16 bits."""
     bandwidth = COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9
     seconds = 0.0
     for (kind, half), amount in work.items():
@@ -202,7 +235,8 @@ def _kernel_seconds(work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strate
         nbytes: float = amount.nbytes
         if kind == "pointwise":
             nbytes *= _left_by_fusion(work, strategy)
-        rate = peak_flops(gpu, strategy, kind, half) * efficiency(gpu, strategy, job, kind, half, head_size)
+        reached = attention[half] if kind == "attention" else efficiency(gpu, kind, half)
+        rate = peak_flops(gpu, strategy, kind, half) * reached
         seconds += max(amount.flops / rate, nbytes / bandwidth)
     return seconds
 
@@ -231,43 +265,38 @@ def peak_flops(gpu: GpuProfile, strategy: Strategy, kind: str, half: int) -> flo
     return fp32 * 1e12
 
 
-def efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, kind: str, half: int = 1, head_size: int = 128) -> float:
-    """The part of the peak rate that kernels of a kind reach on a card, 0 to 1."""
-    if kind == "attention":
-        return attention_efficiency(gpu, strategy, job, half, head_size)
+def efficiency(gpu: GpuProfile, kind: str, half: int = 1) -> float:
+    """The part of the peak rate that kernels of a kind, other than attention, reach on a card, 0 to 1."""
     return matmul_efficiency(gpu) if kind == "matmul" and half else DEFAULT_EFFICIENCY
 
 
-def attention_efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, half: int, head_size: int) -> float:
-    """The part of the peak rate that attention reaches, forward and backward mixed by their FLOPs: backward does five
-    products where forward does two."""
-    forward, backward = _attention_passes(gpu, strategy, half, head_size)
-    if job.method == "sample":
-        return forward
+def attention_efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, attention: Attention) -> Mapping[int, float]:
+    """The part of the peak rate that attention reaches in 32 bits and in 16 (by 0 and 1), forward and backward mixed by
+    their FLOPs: backward does five products where forward does two."""
     runs = 1 if strategy.gradient_checkpointing == "none" else 2
-    return (runs + 2.5) / (runs / forward + 2.5 / backward)
+    reached = {}
+    for half in (0, 1):
+        forward, backward = _attention_passes(gpu, attention, half)
+        mixed = (runs + 2.5) / (runs / forward + 2.5 / backward)
+        reached[half] = forward if job.method == "sample" else mixed
+    return reached
 
 
-def _attention_passes(gpu: GpuProfile, strategy: Strategy, half: int, head_size: int) -> tuple[float, float]:
-    """(forward, backward) efficiency of the kernel that runs.
-
-    torch 2.13 asks cuDNN (from 9.15.1) first on 9.x and 10.x (sdp_utils.cpp, check_prefer_cudnn_attention), else flash,
-    which needs 8.0 and a half format.
-    """
-    if gpu.attention_tflops and half and strategy.attention == "sdpa":
+def _attention_passes(gpu: GpuProfile, attention: Attention, half: int) -> tuple[float, float]:
+    """(forward, backward) efficiency of the kernel that runs; in 32 bits only the memory-efficient kernel does."""
+    major, _ = gpu.capability
+    size = int(attention.head_size <= SMALL_HEAD)
+    flash = FLASH_2.get(major, FLASH_2_MMA)[size]
+    if attention.kernel == "math":
+        return MATH
+    if not half or attention.kernel in EFFICIENT_KERNELS:
+        return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
+    if gpu.attention_tflops and attention.kernel == attention.plain:
         forward, backward = (rate / gpu.bf16_tflops for rate in gpu.attention_tflops)
         return forward, backward
-    major, _ = gpu.capability
-    size = int(head_size <= SMALL_HEAD)
-    flash = FLASH_2.get(major, FLASH_2_MMA)[size]
-    requested = strategy.attention
-    if requested == "math":
-        return MATH
-    if major < 8 or not half or requested in ("efficient", "xformers"):
-        return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
-    if requested == "flash-3" and major == 9:
+    if attention.kernel == "flash-3" and major == 9:
         return FLASH_3[size]
-    if requested in ("sdpa", "cudnn") and major in CUDNN:
+    if attention.kernel == "cudnn" and major in CUDNN:
         return CUDNN[major][size]
     return flash
 

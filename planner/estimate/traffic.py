@@ -13,18 +13,22 @@ from planner.spec.job import SPLIT
 
 
 def traffic(run: Run) -> Traffic:
-    """The traffic of one optimizer step. Swap, checkpoint offload and gathering copy beside the kernels; an optimizer
-    in host RAM takes gradients out and weights back while nothing else runs, and DeepSpeed's stages 1 and 2 send
-    nothing beside backward unless they are told to (``overlap_comm`` is on in stage 3 only, runtime/zero/config.py)."""
+    """The traffic of one optimizer step.
+
+    Swap, checkpoint offload and gathering copy beside the kernels, the first two through one copy engine each way:
+    swapped weights only ever come, while checkpoints go in forward and come back in backward. An optimizer in host RAM
+    takes gradients out and weights back while nothing else runs, and DeepSpeed's stages 1 and 2 send nothing beside
+    backward unless they are told to (``overlap_comm`` is on in stage 3 only, runtime/zero/config.py).
+    """
     strategy, world = run.strategy, run.machine.world
     accumulation = strategy.gradient_accumulation
     gradients = run.total_bytes(run.named("gradient").values())
-    host = gpu = host_waiting = gpu_waiting = parameters = 0
-    passes = 1 if run.samples_only else 2
+    coming = gpu = host_waiting = gpu_waiting = parameters = 0
+    beside = 1.0
+    offloaded = offloaded_bytes(run)
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
-        swapped = sum(map(run.total_bytes, run.swapped_blocks.values()))
-        host += passes * accumulation * swapped
-    host += accumulation * offloaded_bytes(run)
+        coming += sum(map(run.total_bytes, run.swapped_blocks.values()))
+        beside = 1.0 if offloaded else strategy.swap_blocks / run.facts.model.blocks
     split = world if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
         host_waiting = 2 * gradients // split
@@ -38,11 +42,20 @@ def traffic(run: Run) -> Traffic:
     if (parts := strategy.context_parallel) > 1:  # attention waits for what it is sent
         gpu_waiting += accumulation * run.work.exchanged_bytes * (parts - 1) // parts
     if strategy.offload_params != "none":
-        host += 2 * accumulation * HALF * sum(run.elements.values()) // world
+        coming += HALF * sum(run.elements.values()) // world
     if run.samples_only and strategy.group_offload != "none":
         # With a stream the weights stay in host RAM and are fetched ahead; without one they come and go, and all waits.
         weights = run.total_bytes(run.named("weight").values())
-        host += weights if strategy.group_offload_stream else 0
+        coming += weights if strategy.group_offload_stream else 0
         host_waiting += 0 if strategy.group_offload_stream else 2 * weights
     host_waiting += exchanged_bytes(run)
-    return Traffic(host, gpu, host_waiting, gpu_waiting, parameters, nvme.drive_traffic_bytes(run))
+    return Traffic(
+        host_forward_bytes=max(coming, offloaded),
+        host_backward_bytes=0 if run.samples_only else coming + offloaded,
+        host_beside=beside,
+        gpu_bytes=gpu,
+        host_waiting_bytes=host_waiting,
+        gpu_waiting_bytes=gpu_waiting,
+        host_parameters=parameters,
+        disk_bytes=nvme.drive_traffic_bytes(run),
+    )

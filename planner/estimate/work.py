@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from planner.layout import attention_kernel
 from planner.layout.run import Run, main_piece
 from planner.spec.job import Strategy
 from planner.tape.format import KINDS, Tape
@@ -39,6 +40,16 @@ Choice = Callable[[Block | None], bool]
 """Whether a block (module list, index) counts, or (None) what is outside the blocks."""
 
 
+class Attention(NamedTuple):
+    """A model's attention as a machine runs it."""
+
+    head_size: int = 128
+    kernel: str = "flash"
+    """as `planner.layout.attention_kernel.kernel` names it"""
+    plain: str = "flash"
+    """that would run without masks: the one that `vplan calibrate` measures"""
+
+
 class StepWork(NamedTuple):
     """The work of one training step on one GPU, by kind of operator."""
 
@@ -48,8 +59,9 @@ class StepWork(NamedTuple):
     """one optimizer step over all trained parameters"""
     forward: Mapping[Kind, Work] = {}
     """what of the passes is forward; nothing: not told apart"""
-    head_size: int = 128
-    """of the model's attention"""
+    attention: Attention = Attention()
+    recomputed: int = 0
+    """launches of the passes that are forward's, again, inside backward"""
 
 
 Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
@@ -62,7 +74,30 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
     optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
     own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, run.work.optimizer_bytes)}
-    return StepWork(both, add_work(optimizer, own), forward, run.facts.model.head_size)
+    return StepWork(both, add_work(optimizer, own), forward, attention_of(run), recomputed_launches(run))
+
+
+def recomputed_launches(run: Run) -> int:
+    """Launches of the checkpointed blocks' forward, which one backward runs again."""
+    strategy, facts = run.strategy, run.facts
+    if run.samples_only or strategy.gradient_checkpointing == "none":
+        return 0
+    share = len(run.checkpointed) / facts.model.blocks if run.checkpointed else 1.0
+    tape = facts.checkpointed or facts.step
+    found = evaluate_work(_forward_of_blocks(tape, main_piece(tape)), tape.values(run.grid))
+    return round(share * sum(amount.flops for (kind, _), amount in found.items() if kind == KERNELS))
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_of_blocks(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
+    return symbolic_work(tape, piece, only=lambda block: block is not None, passes="forward")
+
+
+def attention_of(run: Run) -> Attention:
+    """The attention of a run."""
+    machine, gpu = run.machine, run.facts.gpu
+    kernel = attention_kernel.kernel(run.strategy, machine, gpu, run.facts.step.ops)
+    return Attention(run.facts.model.head_size, kernel, attention_kernel.plain_kernel(machine, gpu))
 
 
 def passes_work(run: Run) -> Passes:

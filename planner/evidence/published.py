@@ -282,7 +282,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
     job, strategy, machine = (_said(fields) for fields in (line.job, line.strategy, line.machine))
     unsupported = _take_unknown(job, Job) or _take_unknown(strategy, Strategy) if published else None
     if published:
-        _fill(line.implementation, job, strategy)
+        fill_defaults(line.implementation, job, strategy)
         if expandable_segments is not None and line.strategy.get("expandable_segments") is None:
             strategy["expandable_segments"] = expandable_segments
         if "adapter_dtype" in strategy and _published_by(line.source, HALF_ADAPTERS):
@@ -364,7 +364,7 @@ def _unlisted(value: object, values: tuple[str, ...]) -> bool:
     return isinstance(value, str) and value not in values
 
 
-def _fill(implementation: str, job: dict[str, Any], strategy: dict[str, Any]) -> None:
+def fill_defaults(implementation: str, job: dict[str, Any], strategy: dict[str, Any]) -> None:
     """Fill in what a published row does not say as its trainer would have done it."""
     model = str(job.get("model", "")).lower()
     for default in DEFAULTS:

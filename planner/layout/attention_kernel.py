@@ -14,6 +14,7 @@ from planner.errors import NotEstimatedError
 from planner.layout.run import Run
 from planner.spec.job import Machine, Strategy
 
+FLASH = "_scaled_dot_product_flash_attention"
 FLASH_FROM = (8, 0)
 """FlashAttention-2 needs Ampere or newer (torch SDPA: sm80 or later)."""
 
@@ -31,13 +32,15 @@ def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Col
         raise NotEstimatedError(fault, "use --attention sdpa, which lets torch choose for each")
     if strategy.attention != "sdpa":
         return str(strategy.attention)
+    plain = plain_kernel(machine, gpu)
+    return "efficient" if plain == "flash" and FLASH not in operators else plain
+
+
+def plain_kernel(machine: Machine, gpu: GpuProfile) -> str:
+    """The kernel that torch chooses where there is no mask."""
     if gpu.capability[0] in (9, 10):
         return "cudnn"
-    if "_scaled_dot_product_flash_attention" not in operators:
-        return "efficient"
-    if gpu.capability < FLASH_FROM or machine.os == "windows":
-        return "efficient"
-    return "flash"
+    return "efficient" if gpu.capability < FLASH_FROM or machine.os == "windows" else "flash"
 
 
 def workspaces(name: str) -> tuple[str, ...]:

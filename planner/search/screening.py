@@ -17,7 +17,7 @@ from planner.estimate.estimate import outside_bytes
 from planner.estimate.roofline import Traffic, step_seconds
 from planner.estimate.stages import replay_encoding
 from planner.estimate.traffic import traffic
-from planner.estimate.work import StepWork, step_work
+from planner.estimate.work import StepWork, attention_of, step_work
 from planner.layout.phases import encoding_runs
 from planner.layout.run import Facts, Run
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
@@ -94,7 +94,7 @@ class Screen:
             runs = [Run(configuration, facts, where) for where in shapes]
         else:  # which blocks are checkpointed is known once it is laid out
             runs = [self.run_cache.untransformed(configuration, facts, where) for where in shapes]
-        works = [StepWork(self.run_cache.passes(run)[0]) for run in runs]
+        works = [StepWork(self.run_cache.passes(run)[0], attention=attention_of(run)) for run in runs]
         return max(step_seconds(configuration, work, facts.gpu, Traffic()).total for work in works)
 
     def floor_bytes(self, configuration: Configuration) -> int:

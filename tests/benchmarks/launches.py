@@ -4,7 +4,8 @@ launches.
     python -m tests.benchmarks.launches
 
 Runs Wan 1.3B at full depth and toy width on one CPU thread, where the arithmetic is next to nothing, and divides the
-time of forward and backward by the launches its tape counts. Needs vplan[train]; half a minute.
+time of forward and backward by the launches its tape counts; what a checkpoint runs again is told apart by the launches
+and the time that checkpointing adds to backward. Needs vplan[train]; half a minute.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from planner.catalog import lookup
 from planner.estimate.work import KERNELS, work_of
 from planner.layout.inputs import tape
 from planner.spec.job import Job, Strategy
+from planner.tape.format import Tape
 from trainers.families import family
 from trainers.step import step
 
@@ -37,8 +39,8 @@ def fill(_: str, weight: torch.Tensor) -> None:
     weight.normal_(0, 0.02)
 
 
-def seconds_per_launch(checkpointing: str) -> float:
-    """The fastest of a few steps, per launch."""
+def seconds_and_launches(checkpointing: str) -> dict[str, tuple[float, int]]:
+    """The fastest forward and backward of a few steps, and the launches of each."""
     known = lookup.model(MODEL)
     profile = known.replace(config={**known.config, **TOY})
     job = Job(model=MODEL, frames=9, height=64, width=64, lora_rank=SHAPE["R"], lora_targets=known.lora.targets)
@@ -50,17 +52,29 @@ def seconds_per_launch(checkpointing: str) -> float:
     taken = []
     for _ in range(STEPS):
         begin = time.process_time()
-        step.forward(trainee, kind, batch, strategy).backward()
-        taken.append(time.process_time() - begin)
+        loss = step.forward(trainee, kind, batch, strategy)
+        between = time.process_time()
+        loss.backward()
+        taken.append((between - begin, time.process_time() - between))
     found = tape(MODEL, f"step-lora-half-fp32-autocast-{checkpointing}-one")
-    work = work_of(found, "step", {**SHAPE, **found.regime})
-    return min(taken) / sum(amount.flops for (name, _), amount in work.items() if name == KERNELS)
+    seconds = dict(zip(("forward", "backward"), map(min, zip(*taken, strict=True)), strict=True))
+    return {passes: (seconds[passes], launches(found, passes)) for passes in seconds}
+
+
+def launches(found: Tape, passes: str) -> int:
+    """The launches of one pass."""
+    work = work_of(found, "step", {**SHAPE, **found.regime}, passes=passes)
+    return sum(amount.flops for (name, _), amount in work.items() if name == KERNELS)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    for checkpointing in ("none", "full"):
-        print(f"checkpointing {checkpointing}: {1e6 * seconds_per_launch(checkpointing):.0f} us an operator")
+    none, full = (seconds_and_launches(checkpointing) for checkpointing in ("none", "full"))
+    for name, passes in (("none", none), ("full", full)):
+        seconds, count = (sum(side) for side in zip(*passes.values(), strict=True))
+        print(f"checkpointing {name}: {1e6 * seconds / count:.0f} us an operator")
+    added, more = (after - before for before, after in zip(none["backward"], full["backward"], strict=True))
+    print(f"run again by a checkpoint: {1e6 * added / more:.0f} us an operator")
 
 
 if __name__ == "__main__":

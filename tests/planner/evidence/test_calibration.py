@@ -15,7 +15,8 @@ from planner.catalog.plan_id import row_id
 from planner.commands import calibrate as verb
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.estimate.roofline import COPY_EFFICIENCY, efficiency
+from planner.estimate.roofline import COPY_EFFICIENCY, attention_efficiency, efficiency
+from planner.estimate.work import Attention
 from planner.evidence import calibration
 from planner.evidence import from_ledger as learning
 from planner.evidence.calibration import Calibration, Rates, calibrated
@@ -139,10 +140,10 @@ def test_what_was_calibrated_takes_the_place_of_what_is_listed(monkeypatch: pyte
 
 def test_kernels_run_at_the_rates_that_were_measured() -> None:
     card = calibrated(lookup.gpu("rtx4090"), FOUND)
-    strategy = Strategy(autocast="bf16")
-    assert card.bf16_tflops * efficiency(card, strategy, JOB, "matmul") == pytest.approx(150)
+    assert card.bf16_tflops * efficiency(card, "matmul") == pytest.approx(150)
     sampled = JOB.replace(method="sample")
-    assert card.bf16_tflops * efficiency(card, strategy, sampled, "attention") == pytest.approx(110)
+    reached = attention_efficiency(card, Strategy(autocast="bf16"), sampled, Attention())
+    assert card.bf16_tflops * reached[1] == pytest.approx(110)
     assert COPY_EFFICIENCY * card.bandwidth_gbs == pytest.approx(900)
     assert card.link_gbs == 24
 

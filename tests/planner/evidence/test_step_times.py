@@ -1,0 +1,84 @@
+"""Published step times: the rows, how errors are summed up, and how close the estimates are today."""
+
+import re
+
+import pytest
+
+import profiles
+from planner.catalog import lookup
+from planner.estimate.estimate import estimate
+from planner.evidence.accuracy import Prediction
+from planner.evidence.jsonl import rows_by_id
+from planner.evidence.step_times import (
+    FITTED,
+    JUDGING,
+    StepTime,
+    TimedCell,
+    answer,
+    compare,
+    far_off,
+    left_out,
+    rank_correlation,
+    shipped,
+    summary,
+)
+from planner.layout.inputs import load_facts
+
+CELLS = shipped()
+
+
+def cell(seconds, told, name="a", gpu="l40s", reason=None):
+    published = StepTime(
+        id=name, implementation="vplan", step_seconds=seconds, job={}, strategy={}, machine={"gpu": gpu}
+    )
+    return TimedCell(published=published, seconds=told, left_out=reason)
+
+
+def test_every_row_says_where_it_comes_from_and_what_is_left_out_why():
+    rows = [row for path in (profiles.MEASUREMENTS / "step_times").glob("*.jsonl") for row in rows_by_id(path).values()]
+    assert len(rows) == len(CELLS) == 277
+    for row in rows:
+        assert re.fullmatch("[0-9a-f]{40}", row["source"]["commit"])
+        assert row["source"]["repo"] and row["source"]["where"]
+        assert lookup.gpu(row["machine"]["gpu"])
+    assert sum(one.left_out is None for one in CELLS) == 80
+
+
+def test_errors_are_summed_up_over_what_is_compared():
+    cells = [cell(1.0, 1.1), cell(2.0, 1.0, "b"), cell(4.0, 4.0, "c", "h100-80gb"), cell(1.0, None, "d", reason="no")]
+    found = summary(cells)
+    assert (found["n"], found["of"]) == (3, 4)
+    assert found["median_abs_pct"] == pytest.approx(10)
+    assert found["max_abs_pct"] == found["p90_abs_pct"] == pytest.approx(50)
+    assert found["within_20_pct"] == pytest.approx(200 / 3)
+    assert found["rank_correlation"] == pytest.approx(0.5)
+    assert [one.published.id for one in far_off(cells)] == ["b"]
+    assert left_out(cells) == {"no": 1}
+    assert answer(cells)["by_gpu"]["h100-80gb"]["n"] == 1
+    assert summary([cells[-1]])["median_abs_pct"] is None
+
+
+def test_equal_values_share_their_rank():
+    assert rank_correlation([(1, 10), (1, 20), (2, 30), (3, 40)]) == pytest.approx(0.9486833)
+    assert rank_correlation([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1)
+
+
+def test_the_halves_are_told_apart_by_hash_alone():
+    halves = [one.half for one in CELLS]
+    assert {FITTED, JUDGING} == set(halves)
+    assert 0.4 < halves.count(JUDGING) / len(halves) < 0.6
+
+
+def test_published_steps_are_met_as_closely_as_the_documentation_says():
+    def predict(configuration, trainer):
+        return Prediction.of(estimate(configuration, load_facts(configuration), trainer))
+
+    cells = compare(CELLS, predict)
+    found = answer(cells)
+    whole, judging = found["summary"], found["halves"][JUDGING]
+    assert whole["n"] == 72
+    assert whole["median_abs_pct"] < 8 and judging["median_abs_pct"] < 8
+    assert whole["within_20_pct"] > 80
+    assert all(part["rank_correlation"] > 0.97 for part in found["by_gpu"].values())
+    explained = ("st-hv15-bf16", "st-qwen-bf16", "st-wan14b-bf16")
+    assert all(one.published.id.startswith(explained) for one in far_off(cells))

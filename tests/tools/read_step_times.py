@@ -1,0 +1,242 @@
+"""Reads the step times that SimpleTuner prints, into profiles/measurements/step_times/simpletuner.jsonl.
+
+    python -m tests.tools.read_step_times CHECKOUT
+
+CHECKOUT is a clone of bghira/SimpleTuner; the rows name its commit. Each cell of a family that the catalog knows is a
+row; what the settings of `vplan` cannot express is a row too, with the reason that it is left out.
+
+A cell's own print says neither the shape nor the number of tokens. Shapes follow from the example's configuration and
+the trainer's rounding to 64 pixels (helpers/multiaspect/image.py ``calculate_new_size_by_pixel_area``), and for clips,
+whose dataset has some aspect, from the printed *memory*, never from the seconds: 704x384 gives Wan 2.1 1.3B and 14B
+with checkpointed blocks in host RAM 4.7 and 16.3 GiB, as printed; 640x448 gives 5.0 and 17.3.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+OUT = Path(__file__).parents[2] / "profiles" / "measurements" / "step_times" / "simpletuner.jsonl"
+SWEEP, KREA = "documentation/experimental/SEGMENTED_CHECKPOINTING.md", "documentation/quickstart/KREA2.md"
+CARDS = {"H100": "h100-80gb", "L40S": "l40s"}
+
+
+class Family(NamedTuple):
+    """One family of the sweep: the job of its example, and what of its strategy the modes do not say."""
+
+    key: str
+    job: dict[str, Any]
+    blocks: int
+    strategy: dict[str, Any] = {}
+    segments: bool = True
+    """the trainer has its segmented checkpointing; else it checkpoints every block whatever is asked"""
+    left_out: str | None = None
+    note: str | None = None
+
+
+CLIP = {"height": 384, "width": 704, "lora_rank": 16}
+LION = {"optimizer": "lion"}
+NO_DROPOUT = "its adapters' dropout of 0.1 is on no tape of this model and is left out"
+STREAMED = (
+    "its blocks modulate in 16 bits where those of diffusers compute in fp32 (helpers/models/wan/transformer.py); "
+    "RamTorch streams the weights of all blocks from host RAM, each layer's as it is used; here as block swap, which "
+    "moves them once forward and once backward"
+)
+FAMILIES = {
+    "HunyuanVideo": Family(
+        "hv15",
+        {"model": "hunyuan-video-1.5", "frames": 45, "batch_size": 2, **CLIP},
+        54,
+        note="attention is FlexAttention with a score function that reads the mask twice for each score "
+        "(helpers/models/hunyuanvideo/modules/attention.py), for which no speed is published; " + NO_DROPOUT,
+    ),
+    "Krea 2": Family(
+        "krea2",
+        {"model": "krea-2", "frames": 1, "height": 512, "width": 512, "lora_rank": 64},
+        28,
+        {"attention": "cudnn", **LION},
+        left_out="blocks compiled with CUDA graphs, which take as long with checkpointing as without",
+        note=NO_DROPOUT,
+    ),
+    "LTXVideo 0.9.5": Family(
+        "ltx095",
+        {"model": "ltx-video-2b", "frames": 41, "text_tokens": 226, **CLIP},
+        28,
+        note=NO_DROPOUT,
+    ),
+    "LTXVideo2 2.3": Family("ltx23", {"model": "ltx-2"}, 48, left_out="LTX-2.3 is another model than LTX-2"),
+    "Qwen Image": Family(
+        "qwen",
+        {"model": "qwen-image", "frames": 1, "height": 1024, "width": 1024, "lora_rank": 8, "text_tokens": 32},
+        60,
+        LION,
+        segments=False,
+        note="no cause is known; the one prompt is a single character, and is not padded; " + NO_DROPOUT,
+    ),
+    "SD 1.x": Family("sd15", {"model": "sd1.5", "frames": 1, "height": 512, "width": 512, "lora_rank": 16}, 0),
+    "SD3": Family(
+        "sd3",
+        {
+            "model": "sd3.5-medium",
+            "frames": 1,
+            "height": 1024,
+            "width": 1024,
+            "batch_size": 3,
+            "lora_rank": 128,
+            "lora_targets": ["to_q", "to_k", "to_v", "to_out.0"],
+        },
+        24,
+    ),
+    "SDXL": Family("sdxl", {"model": "sdxl"}, 0, left_out="LyCORIS LoKr is no adapter of ours"),
+    "Wan 2.1 T2V 1.3B": Family(
+        "wan1.3b",
+        {"model": "wan2.1-t2v-1.3b", "frames": 81, **CLIP},
+        30,
+        {"swap_blocks": 29},
+        note=f"{STREAMED}; {NO_DROPOUT}",
+    ),
+    "Wan 2.1 T2V 14B": Family(
+        "wan14b",
+        {"model": "wan2.1-t2v-14b", "frames": 81, **CLIP},
+        40,
+        {"swap_blocks": 39},
+        note=f"{STREAMED}; {NO_DROPOUT}",
+    ),
+    "Z-Image Turbo": Family(
+        "z-image",
+        {"model": "z-image", "frames": 1, "height": 512, "width": 512, "lora_rank": 64, "text_tokens": 32},
+        30,
+        LION,
+        note="the prompt is a single character and padded to 32 tokens; the example's images are 512x512, whatever the "
+        "page's heading says; " + NO_DROPOUT,
+    ),
+}
+
+PRECISIONS = {
+    "bf16": ({"weights_dtype": "bf16"}, None),
+    "fp8wo-torchao": ({"weights_dtype": "fp8", "adapter_dtype": "fp32"}, None),
+    "int8-torchao": ({"weights_dtype": "int8", "adapter_dtype": "fp32"}, None),
+    "fp8-torchao": ({}, "multiplies in fp8, with activations quantized in each step; ours stores in fp8 alone"),
+    "int8-sdnq-hadamard": ({}, "multiplies in int8, with rotated activations; ours stores in int8 alone"),
+}
+OFFLOADED = "keeps what attention saves in host RAM, and recomputes the rest; ours offloads blocks' inputs"
+
+
+def main() -> int:
+    """Writes the rows anew; prints how many there are, and how many can be compared."""
+    checkout = Path(sys.argv[1])
+    rows = [row for path, read in ((SWEEP, sweep), (KREA, krea)) for row in read(page(checkout, path))]
+    commit = git(checkout, "rev-parse", "HEAD").strip()
+    for row in rows:
+        row["source"]["commit"] = commit
+    OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{len(rows)} cells, {sum(row['left_out'] is None for row in rows)} of them comparable")
+    return 0
+
+
+def git(checkout: Path, *command: str) -> str:
+    """What a git command prints."""
+    return subprocess.run(["git", "-C", str(checkout), *command], check=True, capture_output=True, text=True).stdout
+
+
+def page(checkout: Path, path: str) -> str:
+    """A page of the documentation, as committed."""
+    return git(checkout, "show", f"HEAD:{path}")
+
+
+def sweep(text: str) -> Iterator[dict[str, Any]]:
+    """The sweep's cells, family by family."""
+    for section in text.split("\n### ")[1:]:
+        title, _, body = section.partition("\n")
+        family = FAMILIES.get(title.strip())
+        if family is None:
+            continue
+        for line in body.splitlines():
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            uncompiled = len(cells) == 3 and family.key == "krea2"
+            cells = ["bf16", *cells] if uncompiled else cells
+            if len(cells) != 4 or cells[0] not in PRECISIONS:
+                continue
+            precision, mode, *timed = cells
+            for card, cell in zip(CARDS, timed, strict=True):
+                if found := re.fullmatch(r"([\d.]+) / ([\d.]+)", cell):
+                    known = family._replace(left_out=None) if uncompiled else family
+                    name = f"st-{family.key}{'-eager' if uncompiled else ''}-{precision}-{mode}-{card.lower()}"
+                    yield row(name, known, (precision, mode, card), (float(found[1]), float(found[2])), SWEEP)
+
+
+def row(
+    name: str, family: Family, cell: tuple[str, str, str], printed: tuple[float, float], where: str
+) -> dict[str, Any]:
+    """One cell as a row. ``cell``: precision, mode and card; ``printed``: seconds and GiB."""
+    precision, mode, card = cell
+    stored, unlike = PRECISIONS[precision]
+    checkpointing, refused = checkpointed(family, mode)
+    undropped = {"lora_dropout": 0.0} if NO_DROPOUT in (family.note or "") else {}
+    return {
+        "id": name,
+        "job": {"method": "lora", "batch_size": 1, **undropped, **family.job},
+        "strategy": {**TRAINED, **stored, **checkpointing, **family.strategy},
+        "machine": {"gpu": CARDS[card], "gpus": 1},
+        "step_seconds": printed[0],
+        "peak_gib": printed[1],
+        "settings": f"{precision}, {mode}",
+        "implementation": "simpletuner",
+        "left_out": family.left_out or unlike or refused,
+        "note": family.note,
+        "source": {"repo": "bghira/SimpleTuner", "where": where},
+    }
+
+
+TRAINED = {
+    "autocast": "bf16",
+    "adapter_dtype": "bf16",
+    "optimizer": "adamw",
+    "text_encoder": "cached",
+    "vae": "cached",
+}
+
+
+def checkpointed(family: Family, mode: str) -> tuple[dict[str, Any], str | None]:
+    """The checkpointing of a mode as ours, for its seconds: what is computed again, in whatever segments; and why not.
+
+    ``interval2`` recomputes every block, two under one checkpoint; ``seg2-stride4`` two of every four.
+    """
+    if "offload" in mode:
+        return {}, OFFLOADED
+    if mode == "none":
+        reason = "streams weights without checkpointing, which our block swap refuses"
+        return {"gradient_checkpointing": "none"}, reason if "swap_blocks" in family.strategy else None
+    if mode in ("layer", "interval2") or not family.segments:
+        return {"gradient_checkpointing": "full"}, None
+    assert mode == "seg2-stride4", mode
+    half = sum(block % 4 < 2 for block in range(family.blocks))
+    reason = "streams the weights of blocks that are not checkpointed, which our block swap refuses"
+    some = {"gradient_checkpointing": "partial", "checkpointed_blocks": half}
+    return some, reason if "swap_blocks" in family.strategy else None
+
+
+def krea(text: str) -> Iterator[dict[str, Any]]:
+    """The cells of Krea 2's own page, all on an H100 with every block checkpointed."""
+    for section in text.split("\n### ")[1:]:
+        compiled = "compile" in (title := section.partition("\n")[0]) and "off" not in title
+        for line in section.splitlines():
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|") if cell.strip() != "ok"]
+            if len(cells) != 5 or cells[0] not in PRECISIONS or cells[3] == "OOM":
+                continue
+            precision, side, batch = cells[0], int(cells[1]), int(cells[2])
+            family = FAMILIES["Krea 2"]
+            job = {**family.job, "height": side, "width": side, "batch_size": batch}
+            known = family._replace(job=job, left_out=family.left_out if compiled else None)
+            seconds, memory = float(cells[3]), float(cells[4].removesuffix("GiB"))
+            name = f"st-krea2-page{'-compiled' if compiled else ''}-{precision}-{side}-b{batch}-h100"
+            yield row(name, known, (precision, "layer", "H100"), (seconds, memory), KREA)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
