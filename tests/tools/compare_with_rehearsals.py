@@ -4,19 +4,32 @@
 
 Of each family the smallest model of the grid `all-models`, with a plan of its own there that trains a LoRA with
 checkpointing on one H100: rehearsed as `vplan probe` runs it, and every allocation and free of a MiB and more held
-against the tape, laid out for the same plan. A line for each phase has the events of both, how many places differ, and
-the first that does. FOLDER keeps the histories, which `vplan accuracy --history FILE --least 512B` shows in full.
+against the tape, laid out for the same plan. Frees that follow each other count in any order: Python frees the locals
+of a function in the order of their slots, and what remains is where memory differs at all. A line for each phase has
+the events of both, how many places differ (20+: it stops there), and the first that does. FOLDER keeps the histories,
+which `vplan accuracy --history FILE` shows with their order; one that is there is not made anew.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import profiles
 from planner.catalog import lookup
-from planner.evidence.allocator_history import LEAST_BYTES, Difference, Event, PhaseComparison, compare, read_history
+from planner.evidence.allocator_history import (
+    LEAST_BYTES,
+    MOST,
+    Difference,
+    Event,
+    PhaseComparison,
+    compare_phase,
+    laid_out,
+    on_tape,
+    read_history,
+)  # fmt: skip
 from planner.probe.grid_file import GridEntry, read_grid
 from planner.probe.grid_schedule import candidate
 from planner.probe.probe import TIME_LIMIT
@@ -43,17 +56,36 @@ def plans() -> dict[str, GridEntry]:
 
 def compared(entry: GridEntry, runner: RehearsalRunner) -> Iterator[PhaseComparison]:
     """The phases of a rehearsed plan beside its tape; a RuntimeError where the run fails."""
-    machine = Machine(gpu="h100-80gb", torch=torch_release(runner.interpreter))
     assert runner.history is not None
+    if not Path(runner.history).exists():
+        _rehearse(entry, runner)
+    history = read_history(runner.history)
+    tape = on_tape(laid_out(history.plan), LEAST_BYTES)
+    for phase in dict.fromkeys(name for name, _ in history.phases):
+        if phase in tape:
+            yield compare_phase(phase, _ordered(tape[phase]), _ordered(history.of(phase, LEAST_BYTES)))
+
+
+def _ordered(events: Iterable[Event]) -> list[Event]:
+    """The same events, with frees that follow each other from the largest to the smallest."""
+    ordered: list[Event] = []
+    for kind, group in itertools.groupby(events, key=lambda event: event.kind):
+        together = list(group)
+        ordered += together if kind == "alloc" else sorted(together, key=lambda event: -event.nbytes)
+    return ordered
+
+
+def _rehearse(entry: GridEntry, runner: RehearsalRunner) -> None:
+    machine = Machine(gpu="h100-80gb", torch=torch_release(runner.interpreter))
     row = runner.run(candidate(entry, machine).plan, steps=1, time_limit=TIME_LIMIT)
     if row.measured.outcome != "ok":
         raise RuntimeError(f"{entry.title}: {row.measured.outcome}")
-    yield from compare(read_history(runner.history), LEAST_BYTES)
 
 
 def said(phase: PhaseComparison) -> str:
     """One line of Markdown's table."""
-    counts = f"| {phase.events} | {phase.tape_events} | {len(phase.differences)}{'+' if phase.parted else ''} |"
+    more = "+" if phase.parted or len(phase.differences) == MOST else ""
+    counts = f"| {phase.events} | {phase.tape_events} | {len(phase.differences)}{more} |"
     peaks = f" {phase.tape_peak_bytes / MIB:.1f} | {phase.peak_bytes / MIB:.1f} |"
     return f"| {phase.phase} {counts}{peaks} {_first(phase.differences[0]) if phase.differences else ''} |"
 

@@ -97,7 +97,7 @@ CASES = {
         "adamw-foreach", gpus=2, master_weights="fp32", sharding="zero-3", offload_optimizer="cpu", offload_params="cpu"
     ),
     "full-fsdp": _full_fsdp(),
-    "full-fsdp-parameters-on-host": _full_fsdp(offload_params="cpu"),
+    "full-fsdp-all-on-host": _full_fsdp(offload_params="cpu", offload_optimizer="cpu"),
     "lora-fsdp": _lora(COMPUTED_IN_BF16, gpus=2, sharding="fsdp"),
     "lora-context-parallel": _lora(COMPUTED_IN_BF16, gpus=2, context_parallel=2),
 }
