@@ -234,10 +234,15 @@ class Overfitted:
     def with_comfyui_file(self, read: Callable[[str, Path], dict[str, Any]]) -> Any:
         """The transformer with the changes that ComfyUI makes of the other file, under diffusers' names."""
         import torch
+        from safetensors.torch import load_file
 
-        model = self.plain()
+        model, final = self.plain(), self.output / "final"
         weights = dict(model.named_parameters())
-        for name, change in read(self.published, self.output / "final" / "comfyui_lora.safetensors").items():
+        # ComfyUI's table of UNets has other models' names for some layers too
+        changes = {key: one for key, one in read(self.published, final / "comfyui_lora.safetensors").items()
+                   if key in weights}  # fmt: skip
+        assert len(changes) == len(load_file(final / "pytorch_lora_weights.safetensors")) // 2
+        for name, change in changes.items():
             with torch.no_grad():
                 assert weights[name].shape == change.shape, name
                 weights[name] += change
