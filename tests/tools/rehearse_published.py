@@ -1,10 +1,11 @@
 """Runs published rows again: the trainer's own code at its commit, unmodified, on a virtual GPU.
 
-    python -m tests.tools.rehearse_published FOLDER ROW... [--until before_validation] [-o rows.jsonl]
+    python -m tests.tools.rehearse_published FOLDER ROW... [--until before_validation] [-o FOLDER]
 
-FOLDER keeps a trainer's Python, source, data and logs; what is there already is taken. It needs the network the first
-time, for the source and the packages, and a C compiler. A row is appended as soon as its run is over, and rows that the
-file has are left out. The counters are those that the trainer itself prints.
+FOLDER keeps a folder a trainer, of its Python, source, data and logs; what is there already is taken. It needs the
+network the first time, for the source and the packages, and a C compiler. A row is appended as soon as its run is over,
+and rows that the file has are left out. The counters are those that the trainer itself prints; where it prints none,
+those of the rehearsal.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ import profiles
 from planner.errors import VplanError
 from planner.evidence.jsonl import append_row, rows_by_id
 from planner.evidence.published import Row, shipped_rows
+from planner.units import GIB
 from tests.tools.published_runs.cogvideox_factory import COGVIDEOX_FACTORY
-from tests.tools.published_runs.trainer import Folders, PublishedTrainer
+from tests.tools.published_runs.diffsynth import DIFFSYNTH
+from tests.tools.published_runs.finetrainers import FINETRAINERS
+from tests.tools.published_runs.trainer import RUN, Folders, PublishedTrainer
 
-TRAINERS = {"cvx": COGVIDEOX_FACTORY}
+TRAINERS = {"cvx": COGVIDEOX_FACTORY, "ft": FINETRAINERS, "ds": DIFFSYNTH}
 """Start of the ids of its rows -> a trainer."""
 
-OUT = profiles.REHEARSALS / "published" / "cogvideox_factory.jsonl"
+OUT = profiles.REHEARSALS / "published"
 ONLINE = "HF_HUB_OFFLINE=0 TRANSFORMERS_OFFLINE=0"
 """`load_lora_weights` refuses a folder of its own offline (diffusers 0.31, lora_base.py). The network is off anyway."""
 TICK_SECONDS, LIMIT_SECONDS = 0.5, 1800.0
@@ -46,9 +50,12 @@ def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
     if not source.exists():
         subprocess.run(["git", "clone", "--quiet", trainer.repository, str(source)], check=True)
         subprocess.run(["git", "-C", str(source), "checkout", "--quiet", trainer.commit(row)], check=True)
+    for packages in python.glob("lib/python3*/site-packages"):  # as `pip install -e` would
+        (packages / "source.pth").write_text(f"{source}\n", encoding="utf-8")
+    folders = Folders(source, python, data, folder / "output" / row.id)
     if not data.exists():
-        trainer.prepare(data)
-    return Folders(source, python, data, folder / "output" / row.id)
+        trainer.prepare(folders)
+    return folders
 
 
 def rehearse(trainer: PublishedTrainer, row: Row, folder: Path, last: str) -> dict[str, object]:
@@ -60,12 +67,15 @@ def rehearse(trainer: PublishedTrainer, row: Row, folder: Path, last: str) -> di
     log.parent.mkdir(exist_ok=True)
     log.unlink(missing_ok=True)
     quiet = ["sh", "-c", f'{ONLINE} exec "$@" >"$0" 2>&1', str(log), *command]
-    vplan = [sys.executable, "-m", "vplan", "rehearse", "--gpu", row.machine.gpu, "--steps", "0"]
-    vplan += ["--hollow", trainer.hollow(row), "--python", str(folders.python / "bin" / "python"), "--", *quiet]
-    ended = _until(subprocess.Popen(vplan, cwd=folders.source, stdout=subprocess.DEVNULL), trainer, log, last)
-    peaks = trainer.peaks(log.read_text(encoding="utf-8", errors="replace"))
-    if ended or not peaks:
-        raise VplanError(f"{row.id} ended early, with {', '.join(peaks) or 'nothing printed'}", f"read {log}")
+    vplan = [sys.executable, "-m", "vplan", "rehearse", "--gpu", f"{row.machine.gpus}x{row.machine.gpu}", "--json"]
+    vplan += [word for weights in trainer.hollow(row) for word in ("--hollow", weights)]
+    vplan += ["--steps", str(trainer.steps), "--python", str(folders.python / "bin" / "python"), "--", *quiet]
+    answer = log.with_suffix(".json")
+    with answer.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(vplan, cwd=folders.source, stdout=out)
+        peaks = _peaks_when_over(process, answer) if trainer.steps else _until(process, trainer, log, last)
+    if not peaks:
+        raise VplanError(f"{row.id} ended early", f"read {log}")
     shown = [word.replace(str(folder), "FOLDER") for word in command]
     return {
         "id": row.id,
@@ -74,25 +84,41 @@ def rehearse(trainer: PublishedTrainer, row: Row, folder: Path, last: str) -> di
         "command": shown,
         "env": {"gpu": f"virtual {row.machine.gpu}", **_versions(trainer, folders)},
         "rehearsed_gib": {
-            row.id + end: peaks[moment][trainer.peak] for moment, end in trainer.printed.items() if moment in peaks
+            name: peaks[moment][counter]
+            for name, (moment, counter) in trainer.published(row).items()
+            if moment in peaks
         },
         "gib": peaks,
     }
 
 
-def _until(process: subprocess.Popen[bytes], trainer: PublishedTrainer, log: Path, last: str) -> bool:
-    """Wait for the counters of the moment `last`, then end the run; whether it ended before them."""
-    start = time.monotonic()
+Peaks = dict[str, dict[str, float]]
+"""GiB by moment and counter."""
+
+
+def _until(process: subprocess.Popen[bytes], trainer: PublishedTrainer, log: Path, last: str) -> Peaks | None:
+    """Wait until the log has the counters of the moment `last`, then end the run. None where it ended before."""
+    start, before = time.monotonic(), None
     while process.poll() is None and time.monotonic() - start < LIMIT_SECONDS:
         time.sleep(TICK_SECONDS)
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        if len(trainer.peaks(text).get(last, ())) == 3:
+        peaks = trainer.peaks(log.read_text(encoding="utf-8", errors="replace") if log.exists() else "")
+        if peaks.get(last) and peaks == before:  # all of them are written
             process.terminate()
             process.wait()
-            return False
+            return peaks
+        before = peaks
     process.terminate()
     process.wait()
-    return True
+    return None
+
+
+def _peaks_when_over(process: subprocess.Popen[bytes], answer: Path) -> Peaks | None:
+    """The rehearsal's own counters, of the fullest rank, once its steps are done. None where it failed."""
+    if process.wait(LIMIT_SECONDS) != 0:
+        return None
+    found = json.loads(answer.read_text(encoding="utf-8"))
+    counters = ("allocated", "reserved", "device")
+    return {RUN: {name: round(found[f"{name}_bytes"] / GIB, 3) for name in counters}}
 
 
 def _versions(trainer: PublishedTrainer, folders: Folders) -> dict[str, str]:
@@ -108,22 +134,27 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("rows", nargs="+", metavar="ROW")
     parser.add_argument("--until", metavar="MOMENT", help="end the runs behind these counters")
-    parser.add_argument("-o", "--output", type=Path, default=OUT)
+    parser.add_argument("-o", "--output", type=Path, default=OUT, help="folder of the files of rows, one a trainer")
     arguments = parser.parse_args()
     rows = {row.id: row for row in shipped_rows()}
-    arguments.output.parent.mkdir(exist_ok=True)
-    here = rows_by_id(arguments.output)
+    arguments.output.mkdir(exist_ok=True)
     for name in arguments.rows:
         trainer = next((trainer for start, trainer in TRAINERS.items() if name.startswith(start)), None)
-        if name in here or trainer is None:
-            print(f"{name}: {'is there' if name in here else 'no trainer is known for it'}", flush=True)
+        if trainer is None:
+            print(f"{name}: no trainer is known for it", flush=True)
             continue
+        file = f"{trainer.name.replace('-', '_')}"
+        output, folder = arguments.output / f"{file}.jsonl", arguments.folder.resolve() / file
+        if output.exists() and name in rows_by_id(output):
+            print(f"{name}: is there", flush=True)
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            row = rehearse(trainer, rows[name], arguments.folder.resolve(), arguments.until or trainer.last)
+            row = rehearse(trainer, rows[name], folder, arguments.until or trainer.last)
         except VplanError as error:
             print(f"{name}: {error.message}; {error.fix}", flush=True)
             continue
-        append_row(arguments.output, row)
+        append_row(output, row)
         print(f"{name}: {row['gib']}", flush=True)
 
 

@@ -161,7 +161,38 @@ def one_step(run: Run) -> None:
     run.phases.one_step = True
 
 
-_2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins)
+def latents_in_fp32(run: Run) -> None:
+    """Latents are sampled from moments in 16 bits and then cast to fp32 (``videos.to(...).float()``), so noise, noisy
+    latents and loss are fp32 as well; the recorded step has them in 16 bits (cogvideox-factory d81209b,
+    training/cogvideox_text_to_video_lora.py ``collate_fn_with_pre_encoding``, and 4af4364, ..._sft.py).
+
+    The script's variables hold noise, noisy latents, the model's output and the prediction until the next step. In full
+    fine-tuning ``latent_dist`` is one of them, with moments, log-variance, deviation and variance in 16 bits.
+    """
+    if run.strategy.sharding != "none":  # DeepSpeed's engine casts what goes into the model
+        return
+    model, grid = run.facts.model, run.grid
+    patch = model.shape.patch
+    positions = grid["B"] * grid["F"] * patch[0] * grid["H"] * patch[1] * grid["W"] * patch[2]
+    half = 2 * positions * model.vae.latent_channels
+    outside = [events for moment, events in run.step.stretches if not moment.module_list]
+    for latents in {event for events in outside for event in events if event >= 0 and run.sizes[event] == half}:
+        run.resize(latents, 2 * half)
+    held = {"noise": 2 * half, "noisy latents": 2 * half}
+    if run.job.method == "lora" and not run.trainer.endswith("-one-step"):
+        held["next batch"] = 2 * half  # it is there by then (accelerate 1.0 data_loader.py, DataLoaderShard.__iter__)
+    if run.job.method == "full":
+        held |= {"moments": 2 * half, "log-variance": half, "deviation": half, "variance": half}
+    kept = [run.add(run.step, nbytes, "batch", name, at=0) for name, nbytes in held.items()]
+    backward = next(at for at, (moment, _) in enumerate(run.step.stretches) if moment.passes == "backward")
+    predicted = {"output": half, "prediction": 2 * half}
+    kept += [run.add(run.step, nbytes, "activation", name, at=backward) for name, nbytes in predicted.items()]
+    run.leftovers = [*run.leftovers, *kept]
+    for stage in (run.optimizer_first, run.optimizer):
+        run.free(stage, kept)
+
+
+_2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in_fp32)
 
 OLDER: dict[str, tuple[Transform, ...]] = {"2024-10": _2024_10, "2024-10-one-step": (*_2024_10, one_step)}
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), with the DeepSpeed of that

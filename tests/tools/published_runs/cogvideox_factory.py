@@ -7,8 +7,6 @@ steps overflowed and made no optimizer states; on a virtual GPU nothing overflow
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from planner.errors import VplanError
 from planner.evidence.published import Row
 from tests.tools.published_runs.trainer import Folders, PublishedTrainer
@@ -18,6 +16,8 @@ FULL_COMMIT = "4af43644bd122e8d1312c8e83d1a15bd4b38c0d6"
 """The commits that brought the tables of each method."""
 
 REPOSITORIES = {"cogvideox-2b": "THUDM/CogVideoX-2b", "cogvideox-5b": "THUDM/CogVideoX-5b"}
+PRINTED = {"before_validation": "", "after_validation": "-validation"}
+"""Moment -> the end of the id of the row that was printed then."""
 SAMPLES = 5
 LATENT, PROMPT = (32, 13, 60, 90), (226, 4096)
 """Moments of 49 frames of 480x720 and a T5 embedding (training/prepare_dataset.py)."""
@@ -35,9 +35,10 @@ SHARED = (
 """metrics.sh, but for the tracker: its log needs no account. TensorBoard is not there either, so nothing is tracked."""
 
 
-def _prepare(folder: Path) -> None:
+def _prepare(folders: Folders) -> None:
     import torch
 
+    folder = folders.data
     for kind, shape in (("latents", LATENT), ("embeddings", PROMPT)):
         (folder / kind).mkdir(parents=True)
         for number in range(SAMPLES):
@@ -51,8 +52,12 @@ def _commit(row: Row) -> str:
     return LORA_COMMIT if row.job.method == "lora" else FULL_COMMIT
 
 
-def _hollow(row: Row) -> str:
-    return REPOSITORIES[row.job.model]
+def _hollow(row: Row) -> tuple[str, ...]:
+    return (REPOSITORIES[row.job.model],)
+
+
+def _published(row: Row) -> dict[str, tuple[str, str]]:
+    return {row.id + end: (moment, "max_memory_reserved") for moment, end in PRINTED.items()}
 
 
 def _command(row: Row, folders: Folders) -> list[str]:
@@ -66,7 +71,7 @@ def _command(row: Row, folders: Folders) -> list[str]:
         "accelerate_configs/uncompiled_1.yaml",
         f"training/cogvideox_text_to_video_{script}.py",
     ]
-    command += ["--pretrained_model_name_or_path", _hollow(row), "--data_root", str(folders.data)]
+    command += ["--pretrained_model_name_or_path", *_hollow(row), "--data_root", str(folders.data)]
     command += ["--output_dir", str(folders.output), "--train_batch_size", str(row.job.batch_size), *SHARED]
     command += ["--max_train_steps", "1" if row.states_come_last else "2"]
     if row.job.method == "lora":
@@ -104,8 +109,7 @@ COGVIDEOX_FACTORY = PublishedTrainer(
         "after_validation": "===== Memory after validation =====",
         "before_testing": "===== Memory before testing =====",
     },
-    printed={"before_validation": "", "after_validation": "-validation"},
-    peak="max_memory_reserved",
+    published=_published,
     counter=r"(?P<name>memory_allocated|max_memory_allocated|max_memory_reserved)=(?P<gib>[\d.]+) GB",
     last="before_testing",
 )

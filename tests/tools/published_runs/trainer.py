@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from planner.evidence.published import Row
+
+RUN = "run"
+"""The moment of counters that are not the trainer's but the rehearsal's: the peaks of the whole run."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +39,23 @@ class PublishedTrainer:
     """for pip, without: what would bring along NVIDIA's libraries"""
     versions: tuple[str, ...]
     """packages whose versions a row notes"""
-    prepare: Callable[[Path], None]
-    """makes the data in a folder"""
+    prepare: Callable[[Folders], None]
+    """makes the data"""
     commit: Callable[[Row], str]
-    hollow: Callable[[Row], str]
+    hollow: Callable[[Row], tuple[str, ...]]
+    """weights to stand in for, as `vplan rehearse --hollow` takes them"""
     command: Callable[[Row, Folders], list[str]]
     """raises a VplanError for a row that it does not cover"""
-    headings: Mapping[str, str]
-    """moment -> the line of the log behind which its counters stand"""
-    printed: Mapping[str, str]
-    """moment -> the end of the id of the row that was printed then"""
-    peak: str
-    """the counter of those rows"""
-    counter: str
-    """pattern of a counter of the log: groups `name` and `gib`"""
-    last: str
+    published: Callable[[Row], Mapping[str, tuple[str, str]]]
+    """id of each row that the run printed -> its moment and counter"""
+    last: str = RUN
     """the moment after which the run may end"""
+    headings: Mapping[str, str] = field(default_factory=dict)
+    """moment -> the line of the log behind which its counters stand; none where the trainer prints none"""
+    counter: str = ""
+    """pattern of a counter of the log: groups `name` and `gib`"""
+    steps: int = 0
+    """optimizer steps behind which the run is ended; 0: behind the counters of `last`"""
 
     def peaks(self, log: str) -> dict[str, dict[str, float]]:
         """GiB by moment and counter, as far as the trainer has printed them."""
