@@ -146,7 +146,7 @@ def test_no_holes_explain_the_open_row() -> None:
     """Whatever holes there are, AdamW's first step at batch 4 ends within 0.2 GiB of the same; 38.281 is printed."""
     files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     rows = {row.id: row for path in files for row in read_rows(path, expandable_segments=False)[0]}
-    for row, low, high in (("cvxf-114", 33.0, 33.25), ("cvxf-109", 33.85, 34.15)):
+    for row, low, high in (("cvxf-114", 33.2, 33.4), ("cvxf-109", 33.85, 34.25)):
         run = laid_out(rows[row])
         found = [first_step(run, spare) for spare in SPARE_SEGMENTS]
         assert len({passes for passes, _ in found}) > 1
