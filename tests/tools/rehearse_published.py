@@ -50,6 +50,8 @@ def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
     if not source.exists():
         subprocess.run(["git", "clone", "--quiet", trainer.repository, str(source)], check=True)
         subprocess.run(["git", "-C", str(source), "checkout", "--quiet", trainer.commit(row)], check=True)
+    for packages in python.glob("lib/python3*/site-packages"):  # as `pip install -e` would
+        (packages / "source.pth").write_text(f"{source}\n", encoding="utf-8")
     folders = Folders(source, python, data, folder / "output" / row.id)
     if not data.exists():
         trainer.prepare(folders)
@@ -71,9 +73,7 @@ def rehearse(trainer: PublishedTrainer, row: Row, folder: Path, last: str) -> di
     answer = log.with_suffix(".json")
     with answer.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(vplan, cwd=folders.source, stdout=out)
-        peaks = (
-            _peaks_when_over(process, trainer, log, answer) if trainer.steps else _until(process, trainer, log, last)
-        )
+        peaks = _peaks_when_over(process, answer) if trainer.steps else _until(process, trainer, log, last)
     if not peaks:
         raise VplanError(f"{row.id} ended early", f"read {log}")
     shown = [word.replace(str(folder), "FOLDER") for word in command]
@@ -112,13 +112,11 @@ def _until(process: subprocess.Popen[bytes], trainer: PublishedTrainer, log: Pat
     return None
 
 
-def _peaks_when_over(
-    process: subprocess.Popen[bytes], trainer: PublishedTrainer, log: Path, answer: Path
-) -> Peaks | None:
+def _peaks_when_over(process: subprocess.Popen[bytes], answer: Path) -> Peaks | None:
     """The rehearsal's own counters, of the fullest rank, once its steps are done. None where it failed."""
     if process.wait(LIMIT_SECONDS) != 0:
         return None
-    found = json.loads(answer.read_text(encoding="utf-8"))["peak"]
+    found = json.loads(answer.read_text(encoding="utf-8"))
     counters = ("allocated", "reserved", "device")
     return {RUN: {name: round(found[f"{name}_bytes"] / GIB, 3) for name in counters}}
 

@@ -11,6 +11,8 @@ from planner.errors import VplanError
 from planner.evidence import published_rehearsals
 from planner.evidence.published import shipped_rows
 from tests.tools.published_runs.cogvideox_factory import COGVIDEOX_FACTORY
+from tests.tools.published_runs.diffsynth import DIFFSYNTH
+from tests.tools.published_runs.finetrainers import FINETRAINERS
 from tests.tools.published_runs.trainer import Folders
 
 
@@ -54,6 +56,19 @@ def test_a_row_becomes_its_trainers_own_command() -> None:
     assert {"--use_cpu_offload_optimizer", "training/cogvideox_text_to_video_sft.py"} <= {*full}
     with pytest.raises(VplanError, match="zero-2"):
         COGVIDEOX_FACTORY.command(rows["cvxf-139"], folders)
+
+
+def test_one_run_gives_the_rows_of_both_its_counters() -> None:
+    rows = {row.id: row for row in shipped_rows()}
+    folders = Folders(Path("source"), Path("python"), Path("data"), Path("output"))
+    assert FINETRAINERS.published(rows["ft-003"]).keys() == {"ft-002", "ft-003"}
+    log = 'Memory after epoch 1: {"memory_allocated": 14.146, "max_memory_allocated": 15.527}'
+    peaks = FINETRAINERS.peaks(log)["after_epoch"]
+    assert peaks == {"memory_allocated": 14.146, "max_memory_allocated": 15.527}
+    assert "--precompute_conditions" in FINETRAINERS.command(rows["ft-015"], folders)
+    assert "full-finetune" not in FINETRAINERS.command(rows["ft-003"], folders)
+    wan = DIFFSYNTH.command(rows["ds-001"], folders)
+    assert wan[wan.index("--lora_rank") + 1] == "16" and DIFFSYNTH.steps
 
 
 def test_a_damaged_file_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
