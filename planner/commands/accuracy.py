@@ -116,7 +116,8 @@ def command(
             )
         from planner.commands._shared.step_times import compare_seconds
 
-        return compare_seconds(text, _estimator({})[0], as_json)
+        compare_seconds(text, _estimator({})[0], as_json)
+        return None
     if history is not None:
         from planner.commands._shared.allocator_diff import differences
 
