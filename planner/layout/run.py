@@ -128,7 +128,7 @@ class Run:
     resized: bool = field(init=False, default=False)
     """whether a recorded buffer takes other than what was recorded"""
 
-    _shared: dict[Callable[[Run], Any], Any] = field(init=False, default_factory=dict)
+    _shared: dict[object, Any] = field(init=False, default_factory=dict)
 
     @property
     def job(self) -> Job:
@@ -156,6 +156,15 @@ class Run:
         if compute not in recording._shared:
             recording._shared[compute] = compute(recording)
         result: T = recording._shared[compute]
+        return result
+
+    def shared_at_shape(self, compute: Callable[[Run], T]) -> T:
+        """The same of what depends on sizes too: computed on this run, which must be as it was recorded as far as
+        `compute` looks, for all of the same shape."""
+        cache, key = self.recording._shared, (compute, *self.grid.items())
+        if key not in cache:
+            cache[key] = compute(self)
+        result: T = cache[key]
         return result
 
     def untransformed_copy(self) -> Run:

@@ -76,7 +76,7 @@ def checkpoint_offload(run: Run) -> None:
     if run.strategy.gradient_checkpointing != "offload":
         return
     if run.step.stretches == run.recording.step.stretches:
-        run.step.stretches = run.shared(_with_inputs_offloaded).copy()
+        run.step.stretches = run.shared_at_shape(_with_inputs_offloaded).copy()
     else:
         run.step.stretches = _with_inputs_offloaded(run)
 
