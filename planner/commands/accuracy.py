@@ -115,7 +115,7 @@ def command(
             raise VplanError(
                 "--seconds compares the bundled step times only", "leave out FILE, --report, --history", USAGE
             )
-        from planner.commands._shared.step_times import compare_seconds
+        from planner.commands._shared.published_seconds import compare_seconds
 
         compare_seconds(text, _estimator({})[0], as_json)
         return None

@@ -347,6 +347,7 @@ def state_bytes(run: Run) -> int:
     if run.strategy.sharding == "fsdp":
         return 3 * run.trained_bytes + average
     gradients = run.named("gradient")
-    states = run.total_bytes(run.named("optimizer").values())
+    # A fused step counts on the GPU, one number a weight, the others in host RAM: as much as nothing.
+    states = run.total_bytes(buffer for name, buffer in run.named("optimizer").items() if not name.endswith(":step"))
     trained = run.total_bytes(gradients.values())
     return run.trained_experts * (trained + states) + master_bytes(run) + average

@@ -65,7 +65,7 @@ class Walked(NamedTuple):
     """the most of a step"""
 
     offloaded_peak: int
-    """the most of a backward whose blocks' inputs wait in host RAM, but for its own and the next"""
+    """the most of a backward whose blocks' inputs wait in host RAM, but for the next one's; its own is not counted"""
 
     inputs: int
     """what checkpoints keep of all blocks"""
@@ -128,7 +128,7 @@ def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
     inputs = [sum(part.inputs for part in parts) for parts in backward.values()]
     offloaded = 0
     for at, parts in enumerate(backward.values()):
-        waiting = sum(inputs[at + 2 :])
+        waiting = inputs[at] + sum(inputs[at + 2 :])  # its own goes once it is recomputed
         offloaded = max(offloaded, max(part.peak for part in parts) - waiting)
     return Walked(
         load_peak,

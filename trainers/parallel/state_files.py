@@ -46,7 +46,7 @@ class Share(NamedTuple):
         return self._replace(values=copy.copy_(self.values.detach()), is_copy=True)
 
 
-class Run(NamedTuple):
+class FlatRun(NamedTuple):
     """In a state: a run of a tensor's elements in their order, which is how DeepSpeed splits."""
 
     values: Tensor
@@ -65,12 +65,12 @@ class Own(NamedTuple):
 def taken_apart(state: Any, rank: int) -> tuple[Outline, list[Share]]:
     """The outline of a nested state and this rank's shares of its tensors. What is not split is rank 0's share.
 
-    ``state``: dicts, lists, numbers and texts, with tensors (alike on all ranks), DTensors, `Run` or `Own` in it.
+    ``state``: dicts, lists, numbers and texts, with tensors (alike on all ranks), DTensors, `FlatRun` or `Own` in it.
     """
     shares: list[Share] = []
 
     def walk(value: Any, path: str) -> Outline:
-        if isinstance(value, Run):  # found by the engine again, which knows what it has of each
+        if isinstance(value, FlatRun):  # found by the engine again, which knows what it has of each
             shares.append(Share(path, value.values, (value.begin,), value.is_copy))
             return None
         if isinstance(value, Own):
@@ -131,7 +131,7 @@ def write_shares(path: Path, shares: list[Share]) -> None:
     save_file({share.key: share.values for share in shares}, path, metadata=metadata)
 
 
-class Part(Tensor):
+class SplitTensor(Tensor):
     """Room for a run of the elements of a larger tensor: torch's protocol for objects that a distributed checkpoint is
     read into (torch.distributed._checkpointable)."""
 
@@ -139,7 +139,7 @@ class Part(Tensor):
     whole: int
 
     @classmethod
-    def of(cls, values: Tensor, begin: int, whole: int) -> Part:
+    def of(cls, values: Tensor, begin: int, whole: int) -> SplitTensor:
         """``values``, (elements,), which are those from ``begin`` on of ``whole`` elements."""
         part = values.as_subclass(cls)
         part.begin, part.whole = begin, whole
@@ -166,7 +166,7 @@ class SavedState:
         self.outline: Outline = json.loads((self.folder / OUTLINE).read_text(encoding="utf-8"))
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Reads tensors by key, in place: whole ones, a rank's DTensors, or a `Part`."""
+        """Reads tensors by key, in place: whole ones, a rank's DTensors, or a `SplitTensor`."""
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 

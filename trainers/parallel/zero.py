@@ -15,14 +15,14 @@ from planner.layout.sharding.zero import ZeroSettings
 from planner.spec.job import Job, Strategy
 from trainers.parallel.engines import deepspeed_config
 from trainers.parallel.local_engine import LocalEngine
-from trainers.parallel.state_files import Own, Part, Run, SavedState, Share
+from trainers.parallel.state_files import FlatRun, Own, SavedState, Share, SplitTensor
 from trainers.step import step
 
 MASTER, RUNS = "master", "optimizer/runs"
 """Key of a weight's fp32 master among its states under DeepSpeed, and where these are in a checkpoint."""
 
 
-class Piece(NamedTuple):
+class FlatPiece(NamedTuple):
     """A run of a weight's elements in a flat master of DeepSpeed's."""
 
     name: str
@@ -109,7 +109,7 @@ class Zero(LocalEngine):
         """Masters and states weight by weight, whatever part of each this rank has: DeepSpeed cuts them by the number
         of ranks. States that are no numbers of their own (8 bits, with constants of a whole block) are kept as they
         are, and can only be taken up by as many ranks."""
-        runs: dict[str, dict[str, Run]] = {name: {} for name in self.trainee.trainable}
+        runs: dict[str, dict[str, FlatRun]] = {name: {} for name in self.trainee.trainable}
         own: list[dict[str, Own]] = []
         keys: list[str] = []
         numbers: dict[str, Any] = {}
@@ -124,7 +124,7 @@ class Zero(LocalEngine):
                 for piece in self._pieces(number):
                     for key, value in flat.items():
                         values = value.narrow(0, piece.place, piece.elements)
-                        runs[piece.name][key] = Run(values, piece.begin, from_drive)
+                        runs[piece.name][key] = FlatRun(values, piece.begin, from_drive)
                 rest = state.keys() - numbers.keys() - split.keys()
                 own.append({key: Own(state[key].clone() if from_drive else state[key], from_drive) for key in rest})
         return {"runs": runs, "own": own, "keys": keys, "numbers": numbers}
@@ -143,7 +143,7 @@ class Zero(LocalEngine):
                     flat = {MASTER: master.detach(), **{key: states[key] for key in keys}}
                     saved.fill(
                         {
-                            f"{RUNS}/{piece.name}/{key}": Part.of(
+                            f"{RUNS}/{piece.name}/{key}": SplitTensor.of(
                                 value.narrow(0, piece.place, piece.elements), piece.begin, piece.whole
                             )
                             for piece in self._pieces(number)
@@ -153,7 +153,7 @@ class Zero(LocalEngine):
                 states |= {key: _clone(value) for key, value in numbers.items()}
                 states |= {key: value.to(master.device) for key, value in own[number].items()} if any(own) else {}
 
-    def _pieces(self, number: int) -> Iterator[Piece]:
+    def _pieces(self, number: int) -> Iterator[FlatPiece]:
         """What a flat master of this rank consists of, without what fills it up."""
         names = {parameter: name for name, parameter in self.trainee.trainable.items()}
         if not self.stage_3:
@@ -162,14 +162,14 @@ class Zero(LocalEngine):
                 if fragment is not None:
                     where, of_weight = fragment.hp_fragment_address, fragment.lp_fragment_address
                     whole = parameter.numel()
-                    yield Piece(names[parameter], where.start, of_weight.start, where.numel, whole)
+                    yield FlatPiece(names[parameter], where.start, of_weight.start, where.numel, whole)
             return
         place = 0
         for parameter in self.inner.fp16_groups[number]:
             room, begin = parameter.partition_numel(), dist.get_rank() * parameter.partition_numel()
             elements = min(room, parameter.ds_numel - begin)
             if elements > 0:
-                yield Piece(names[parameter], place, begin, elements, parameter.ds_numel)
+                yield FlatPiece(names[parameter], place, begin, elements, parameter.ds_numel)
             place += room
 
     @contextlib.contextmanager

@@ -277,4 +277,4 @@ def test_floors_of_every_recording_are_most_of_a_look(name: str) -> None:
             ram.append(screen.floor_ram_bytes(configuration) / found.host_ram_bytes)
     assert all(0.7 < share <= 1 for share in device[True])
     assert all(0.75 < share <= 1 for share in device[False])
-    assert all(share > 0.85 for share in ram)
+    assert all(share > 0.7 for share in ram)  # the copy that a checkpoint is written from is not counted

@@ -67,7 +67,8 @@ def test_both_experts_have_weights_and_states_and_one_has_gradients() -> None:
     in_turn = priced(job(experts="both"), inactive_expert="cpu")
     adapter = one.disk_bytes // 3  # a checkpoint is the adapter and its two states
     assert in_turn.breakdown.weights - one.breakdown.weights == pytest.approx(adapter, abs=MIB)
-    assert in_turn.host_ram_bytes - one.host_ram_bytes == pytest.approx(BASE, rel=0.01)
+    # The other expert, and its part of the copy that a checkpoint is written from.
+    assert in_turn.host_ram_bytes - one.host_ram_bytes == pytest.approx(BASE + one.disk_bytes, rel=0.005)
 
 
 @pytest.mark.parametrize("sharding", ["zero-1", "zero-2", "zero-3", "fsdp"])

@@ -198,7 +198,7 @@ def test_a_jobs_own_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert ram["available_bytes"] == 3 * GIB // 2
     result = run("plan.toml", "--device", "cpu")
     assert result.exit_code == 3
-    assert "needs 3.0 GiB of host RAM, but this machine gives 2.0 GiB (the limit of this" in result.stderr
+    assert "needs 3.1 GiB of host RAM, but this machine gives 2.0 GiB (the limit of this" in result.stderr
 
 
 def test_disk_for_checkpoints(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Written:
         return row
 
 
-SEED = 0
+SEED = 4
 """A machine on which the search below takes three probes, one of which runs out."""
 
 
