@@ -210,3 +210,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 __all__ = ["SHAPES", "Place", "losses", "step", "tensors", "train"]
+
+
+def kept(checkpoint: Path, kind: str = "weights") -> dict[str, torch.Tensor]:
+    """The trained weights that a checkpoint of one process holds, or their ``average``, by their names in the model."""
+    from safetensors.torch import load_file
+
+    files = sorted((checkpoint / "state").glob("*.safetensors"))
+    assert files
+    found = {key: tensor for path in files for key, tensor in load_file(path).items()}
+    return {key.removeprefix(f"{kind}/"): tensor for key, tensor in found.items() if key.startswith(f"{kind}/")}

@@ -15,7 +15,7 @@ av = pytest.importorskip("av")
 
 import diffusers  # noqa: E402
 import numpy  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 from planner.catalog import lookup  # noqa: E402
 from planner.dataset import scan  # noqa: E402
@@ -106,10 +106,10 @@ def test_samples_show_the_average_and_leave_it_and_the_weights_bit_for_bit(
     assert runs.losses(tmp_path / "on") == runs.losses(tmp_path / "plain")
     for step, shown in ((2, seen[0]), (4, seen[2])):
         at = [tmp_path / name / "checkpoints" / f"step-0000000{step}" for name in ("on", "plain")]
-        for file in ("average.safetensors", "weights.safetensors"):
-            found, wanted = (load_file(folder / file) for folder in at)
-            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-        average, weights = load_file(at[0] / "average.safetensors"), load_file(at[0] / "weights.safetensors")
+        for kind in ("average", "weights"):
+            found, wanted = (runs.kept(folder, kind) for folder in at)
+            assert wanted and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        average, weights = runs.kept(at[0], "average"), runs.kept(at[0])
         assert shown.keys() == average.keys()
         assert all(torch.equal(shown[name], tensor.to(shown[name].dtype)) for name, tensor in average.items())
         assert any(not torch.equal(shown[name], tensor) for name, tensor in weights.items())
