@@ -167,7 +167,7 @@ def test_a_dataset_file_of_clips_and_one_picture(place: Path, tmp_path: Path) ->
     said = ["--data", str(tmp_path / "dataset.toml"), "--output", str(tmp_path / "run"), "--steps", "14"]
     refused = train(place / "1.toml", *said)
     assert refused.returncode == 1
-    assert "--buckets 9x48x64,1x48x64" in json.loads(refused.stdout)["error"]["message"]
+    assert "--buckets 9x48x64,1x48x64" in json.loads(refused.stdout)["error"]["fix"]
     (tmp_path / "pictures" / "broken.png").write_bytes(b"nothing")
     (tmp_path / "run" / "plan.toml").unlink()
     refused = train(tmp_path / "plan.toml", *said)
