@@ -53,7 +53,8 @@ def frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixel
     if path.suffix.lower() in IMAGES:
         try:
             with Image.open(path) as image:
-                picture = ImageOps.exif_transpose(image).convert("RGB")
+                ImageOps.exif_transpose(image, in_place=True)  # loads it
+                picture = image if image.mode == "RGB" else image.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UnusableError(f"broken image ({_short(error)})") from None
         return numpy.stack([numpy.asarray(_fit(picture, height, width))])

@@ -111,7 +111,7 @@ def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False) -> lis
 def _free(encoder: Encoder) -> None:
     """Gives an encoder's memory back before the next one is loaded."""
     remaining = weakref.ref(encoder.model)
-    encoder.model = None
+    encoder.drop_model()
     if remaining() is not None:  # something that is in a cycle holds it
         gc.collect()
     if torch.cuda.is_available():

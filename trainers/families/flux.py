@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, packed, pipeline, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, packed, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -105,13 +105,13 @@ def _tokens(
 
 def encode_pooled(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """{"pooled": CLIP's pooled vector of the caption}."""
-    pipe = pipeline("FluxPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    pipe = encoder.pipeline("FluxPipeline")
     return {"pooled": pipe._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
 
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """{"prompt": T5's states of the caption, "text_ids": their positions, all 0}, padded and without a mask."""
-    pipe = pipeline("FluxPipeline", text_encoder_2=encoder.model, tokenizer_2=encoder.helper)
+    pipe = encoder.pipeline("FluxPipeline", "_2")
     prompt = pipe._get_t5_prompt_embeds(
         caption, max_sequence_length=encoder.tokens, device=encoder.device, dtype=encoder.model.dtype
     )[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, packed, pipeline, pixels
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, packed, pixels
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -97,7 +97,7 @@ def encode_by_mistral(encoder: Encoder, caption: str) -> dict[str, Tensor]:
 
 
 def _encoded(name: str, encoder: Encoder, caption: str) -> dict[str, Tensor]:
-    pipe = pipeline(name, text_encoder=encoder.model, tokenizer=encoder.helper)
+    pipe = encoder.pipeline(name)
     prompt, places = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt[0], "text_ids": places[0]}
 

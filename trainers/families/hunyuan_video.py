@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, pipeline, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -63,7 +63,7 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 def encode_pooled(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """{"pooled": CLIP's pooled vector of the caption}."""
-    pipe = pipeline("HunyuanVideoPipeline", text_encoder_2=encoder.model, tokenizer_2=encoder.helper)
+    pipe = encoder.pipeline("HunyuanVideoPipeline", "_2")
     return {"pooled": pipe._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
 
 
@@ -71,7 +71,7 @@ def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """The caption in the pipeline's template, whose own tokens are cut off, two layers before Llama's last."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
-    pipe = pipeline("HunyuanVideoPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    pipe = encoder.pipeline("HunyuanVideoPipeline")
     prompt, mask = pipe._get_llama_prompt_embeds(
         caption, DEFAULT_PROMPT_TEMPLATE, device=encoder.device, max_sequence_length=encoder.tokens
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, packed, per_channel, pipeline, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, packed, per_channel, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -65,7 +65,7 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """The caption in the pipeline's template, padded in its middle, twelve layers' states, with their mask."""
-    pipe = pipeline("Krea2Pipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    pipe = encoder.pipeline("Krea2Pipeline")
     prompt, mask = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt[0], "prompt_mask": mask[0]}
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, packed, per_channel, pipeline, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, packed, per_channel, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -102,7 +102,7 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """The states of the caption in the pipeline's template, without the template's own tokens; as long as the caption,
     without padding."""
-    pipe = pipeline("QwenImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    pipe = encoder.pipeline("QwenImagePipeline")
     prompt, _ = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt[0]}
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, pipeline, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -83,14 +83,14 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 def encode_by_clip(encoder: Encoder, caption: str, which: str) -> dict[str, Tensor]:
     """One CLIP's penultimate states (`prompt N`) and projected vector (`pooled N`) of the caption. ``which``: "1" or
     "2"."""
-    pipe = pipeline("StableDiffusion3Pipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    pipe = encoder.pipeline("StableDiffusion3Pipeline")
     prompt, pooled = pipe._get_clip_prompt_embeds(caption, device=encoder.device)
     return {f"prompt {which}": prompt[0], f"pooled {which}": pooled[0]}
 
 
 def encode_by_t5(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """T5's tokens, padded, as many as the plan's text has behind CLIP's."""
-    pipe = pipeline("StableDiffusion3Pipeline", text_encoder_3=encoder.model, tokenizer_3=encoder.helper)
+    pipe = encoder.pipeline("StableDiffusion3Pipeline", "_3")
     # The plan's text tokens are those of both parts of the sequence: CLIP's 77, then T5's.
     tokens = encoder.tokens - CLIP_TOKENS
     prompt = pipe._get_t5_prompt_embeds(

@@ -15,7 +15,7 @@ from torch import Tensor
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common import noise_levels, random_draws
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, pipeline, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -123,7 +123,7 @@ class Unet(Family):
 
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """{"prompt": CLIP's last states of the caption}, as StableDiffusionPipeline takes them."""
-    pipe = pipeline("StableDiffusionPipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    pipe = encoder.pipeline("StableDiffusionPipeline")
     return {"prompt": pipe.encode_prompt(caption, encoder.device, 1, do_classifier_free_guidance=False)[0][0]}
 
 

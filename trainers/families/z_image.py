@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, pipeline, pixels
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, pixels
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -76,7 +76,7 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
     """{"prompt": the penultimate states of Qwen3 for the caption as a message}; as long as the caption, without
     padding."""
-    pipe = pipeline("ZImagePipeline", text_encoder=encoder.model, tokenizer=encoder.helper)
+    pipe = encoder.pipeline("ZImagePipeline")
     embeddings = pipe.encode_prompt(
         caption, encoder.device, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens
     )

@@ -40,6 +40,21 @@ class Encoder:
     """what it made of the file it was at last: a clip is cut into many samples"""
     generator: torch.Generator | None = None
     """seeded by what is encoded, so that a sample is the same whoever encodes it, and whenever"""
+    prompt_pipelines: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """made by `pipeline`, each for all captions: making one takes longer than encoding a caption with CLIP"""
+
+    def pipeline(self, name: str, suffix: str = "") -> Any:
+        """The diffusers pipeline ``name`` with this text encoder and tokenizer as its ``text_encoder{suffix}`` and
+        ``tokenizer{suffix}``, and no other parts."""
+        if (name, suffix) not in self.prompt_pipelines:
+            components = {f"text_encoder{suffix}": self.model, f"tokenizer{suffix}": self.helper}
+            self.prompt_pipelines[name, suffix] = pipeline(name, **components)
+        return self.prompt_pipelines[name, suffix]
+
+    def drop_model(self) -> None:
+        """Lets go of the model, for whoever frees its memory."""
+        self.model = None
+        self.prompt_pipelines.clear()
 
     @property
     def device(self) -> torch.device:
@@ -63,7 +78,7 @@ def pipeline(name: str, **components: Any) -> Any:
 def prompt_of(name: str, encoder: Encoder, caption: str) -> list[Tensor]:
     """What a video pipeline with one text encoder makes of a caption: its embeddings, (tokens, width), then their mask
     if there is one."""
-    embeddings = pipeline(name, text_encoder=encoder.model, tokenizer=encoder.helper).encode_prompt(
+    embeddings = encoder.pipeline(name).encode_prompt(
         caption, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens, device=encoder.device
     )
     return [tensor[0] for tensor in embeddings if tensor is not None]
