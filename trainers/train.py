@@ -93,6 +93,7 @@ class TrainingRun:
     def __init__(self, request: RunRequest, report: ResultFile) -> None:
         from trainers.families import family
         from trainers.measuring.run_metrics import MemoryLog, Metrics, Watch
+        from trainers.measuring.trackers import Trackers
         from trainers.parallel.start import find_device, start
 
         self.report = report
@@ -111,6 +112,7 @@ class TrainingRun:
         self.watch = Watch(self.device)
         self.drive = self.output / DRIVE
         self.accelerator = start(self.job, self.strategy, request.plan.machine, self.device, self.drive, self.request)
+        self.trackers = Trackers(self.accelerator, report.tell)
         self.rank = self.accelerator.process_index
         report.tell(phase="load")
         self.loader = self._loader()
@@ -150,7 +152,7 @@ class TrainingRun:
             self.checkpoints.close()  # what an error finds half written is as good as any other
             self.loader.close()
             self.watch.close()
-        self.accelerator.end_training()
+        self.trackers.end()
         return finished
 
     def _run_steps(self) -> bool:
@@ -211,14 +213,13 @@ class TrainingRun:
         """Makes the samples that are due; where a run is taken up, those that a kill left out."""
         if self.samples is None or not (self.samples.missing(self.done) if taken_up else self.samples.due(self.done)):
             return
-        from trainers.sampling.sample_tracking import track_samples
 
         def tell(line: dict[str, Any]) -> None:
             if self.metrics:
                 self.metrics.write(line)
-            if self.request.log_with and line.get("samples"):
+            if line.get("samples"):
                 files = [self.samples.folder / name for name in line["samples"]]
-                track_samples(self.accelerator.trackers, self.done, files, line["prompts"])
+                self.trackers.samples(self.done, files, line["prompts"])
 
         self._read_loss()
         self.report.tell(phase="validate")
@@ -378,9 +379,7 @@ class TrainingRun:
         line |= {"loss": loss, "seconds": round(seconds, 6), "unix_seconds": unix_seconds()}
         if self.metrics:
             self.metrics.write(line)
-        if self.request.log_with:
-            numbers = {name: value for name, value in line.items() if isinstance(value, (int, float, str))}
-            self.accelerator.log(numbers, step=line["step"])
+        self.trackers.log({name: value for name, value in line.items() if name not in UNTRACKED}, line["step"])
 
     def _take_turn(self, number: int) -> str | None:
         """The one of two experts that a step trains, which runs from now on; None for other models."""

@@ -72,7 +72,8 @@ def test_from_a_plan_to_a_lora_file_with_a_kill_and_a_resume(place: runs.Place, 
     then its parent alone. Each goes on from where the one before was, and the end is the uninterrupted one's."""
     assert runs.train(place.request(tmp_path / "whole", steps=60, checkpoint_every=60))["outcome"] == "ok"
     output = tmp_path / "killed"
-    kills = ((7, kill_worker), (14, kill_worker), (23, kill_worker), (38, kill_tree), (52, kill_parent))
+    # A checkpoint is whole when the next one begins, so the first kill is behind the second one's begin.
+    kills = ((11, kill_worker), (17, kill_worker), (24, kill_worker), (38, kill_tree), (52, kill_parent))
     finished: set[str] = set()
     for steps, kill in kills:
         kill(place, output, steps)
@@ -132,17 +133,18 @@ def test_a_signal_before_the_time_limit_leaves_a_checkpoint(place: runs.Place, t
     assert whole.returncode == 0, whole.stderr
     output = tmp_path / "stopped"
     said = words(place, output, "--steps", "30", "--checkpoint-every", "30", plan="two.toml")
-    process = subprocess.Popen(said, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(said, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: lines(output) >= 3, process)  # type: ignore[arg-type]
     for each in psutil.Process(process.pid).children(recursive=True):  # as Slurm does with SignalChildrenProcesses
         each.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGUSR1)
-    _, stderr = process.communicate(timeout=PATIENCE)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 138, stderr
     newest, _ = checkpoints.newest(output, checkpoints.run_id(output))
     assert newest is not None
     done = int(newest.name[5:])
-    assert 3 <= done < 30 and f"stopped after step {done} of 30" in stderr
+    assert 3 <= done < 30 and f"stopped after step {done} of 30" in stdout
+    assert "error" not in stderr and "run the same command again" in stdout
     assert not (output / "final").exists() and not (output / "stop").exists()
     resumed = run(place, output, "--steps", "30", "--json", plan="two.toml")
     assert resumed.returncode == 0, resumed.stderr

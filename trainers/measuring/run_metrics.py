@@ -82,7 +82,10 @@ class Metrics:
 
     def __init__(self, path: Path, step: int, log: MemoryLog) -> None:
         lines = _lines(path)
-        append(log.path, [{**line, "repeated": True} for line in lines if line["step"] > step and "loss" in line])
+        # A run that was killed between the two files has them in the log already.
+        logged = [] if log.path is None else _lines(log.path)
+        repeated = [{**line, "repeated": True} for line in lines if line["step"] > step and "loss" in line]
+        append(log.path, [line for line in repeated if line not in logged])
         partial = path.with_name(f"{path.name}.part")
         partial.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step), encoding="utf-8")
         partial.replace(path)

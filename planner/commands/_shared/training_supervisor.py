@@ -31,8 +31,9 @@ from planner.launch.multinode import Peers
 from planner.launch.stop import STOPPED
 from planner.preflight import preflight
 from planner.preflight.checks import FAILED
-from planner.spec.plan import Plan, read_plan, write_plan
+from planner.spec.plan import RAN_OUT, Plan, read_plan, write_plan
 from planner.units import gib
+from planner.worker_process import read_json, result_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 ENTRIES, CACHE, FINAL, ASIDE = "entries.jsonl", "cache", "final", "checkpoints.before"
 VALIDATION = "validation.json"
+ENCODING_FIX = "pass --vae-tiling or --text-encoder-dtype fp8, and run the command again: what is encoded is kept"
 
 
 class TrainingSupervisor:
@@ -205,12 +207,7 @@ class TrainingSupervisor:
             if resume is None:
                 training_laws.check_lora_init(self.plan.training)
             self._keep_training()
-            wanted = self._preparation(entries)
-            # Data of our own is looked through at every start: clips, captions and plan may be others than last time.
-            if entries.parent != self.data or not validation.is_listed(wanted):
-                prepared, notes = prepare(wanted, output)
-                self._note(*notes)
-                self._raise_unless_ok(prepared)
+            self._prepare(entries)
         begun: int | None = None
         follower: Follower | None = None
         page = ReportWriter(output)
@@ -235,10 +232,15 @@ class TrainingSupervisor:
                     if first:
                         page.write()
             self.notes += follower.warnings
-            if ended.name not in ("oom", "host-oom") or (first and not self._step_down(ended)):
+            told = read_json(launch.run_folder(output, self.nodes) / result_file(0))
+            if "tracker_fault" in told:
+                self._note(f"warning: {told['tracker_fault']}")
+            if ended.name not in RAN_OUT or (first and not self._step_down(ended)):
                 break
             resume, _ = checkpoints.newest(output, request.run)
             estimate = None
+        if ended.name == "stopped":
+            return self._stopped(ended, as_json)
         self._raise_unless_ok(ended)
         assert follower is not None
         last = follower.last or {}
@@ -258,6 +260,19 @@ class TrainingSupervisor:
         budget = estimate.budget_bytes if estimate else lookup.parse_gpus(self.plan.machine.gpu)[1].allocatable_bytes
         show(answer, as_json, lambda console: _render(console, answer, budget))
         return DONE
+
+    def _prepare(self, entries: Path) -> None:
+        """Encodes what is not cached yet, and lists it."""
+        wanted = self._preparation(entries)
+        # Data of our own is looked through at every start: clips, captions and plan may be others than last time.
+        if entries.parent == self.data and validation.is_listed(wanted):
+            return
+        prepared, notes = prepare(wanted, self.output)
+        self._note(*notes)
+        if prepared.name in RAN_OUT:
+            fault = f"{_memory(prepared)} while samples were encoded: {prepared.message}"
+            raise VplanError(fault, ENCODING_FIX, prepared.exit_code)
+        self._raise_unless_ok(prepared)
 
     def _converted(self) -> str | None:
         """The folder of the transformer that came as one file."""
@@ -321,16 +336,34 @@ class TrainingSupervisor:
         self.estimate, _ = preflight.estimated(found, must=False)
         return True
 
+    def _stopped(self, ended: launch.Outcome, as_json: bool) -> int:
+        """Says where a run stopped that was asked to."""
+        newest, _ = checkpoints.newest(self.output, checkpoints.run_id(self.output))
+        assert newest is not None, "it stops after a checkpoint"
+        answer = {
+            "output": str(self.output),
+            "checkpoint": str(newest),
+            "stopped_after": _steps_of(newest),
+            "steps": self.options["steps"],
+            "notes": self.notes,
+        }
+
+        def render(console: Console) -> None:
+            console.print(ended.message, style="bold")
+            console.print(f"checkpoint: {newest}", markup=False, soft_wrap=True)
+            console.print("next: run the same command again: it resumes from there", style="bold")
+
+        show(answer, as_json, render)
+        return STOPPED
+
     def _raise_unless_ok(self, ended: launch.Outcome) -> None:
         """One message for whatever ended it, with where to go on from."""
         if ended.name == "ok":
             return
         if ended.name == "refused" and ended.exit_code == 1:  # before anything was trained
             raise VplanError(ended.message, ended.fix, ended.exit_code)
-        if ended.name == "stopped":
-            raise VplanError(ended.message, "run the same command again: it resumes from there", STOPPED)
         message, fix = ended.message, ended.fix
-        if ended.name in ("oom", "host-oom"):
+        if ended.name in RAN_OUT:
             message = f"{_memory(ended)}: {message}"
             fix = "use less memory, e.g. with --gradient-checkpointing full, and run the command again"
         if ended.name == "nan":
