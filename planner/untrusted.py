@@ -63,10 +63,7 @@ def parse(text: str, kind: str, name: str) -> Any:
     """The value of a text in TOML, YAML or JSON. Raises a VplanError that names the file for a text that is not."""
     title = {"toml": "TOML", "yaml": "YAML", "json": "JSON"}[kind]
     try:
-        if kind == "toml":
-            found = _toml(text, name)
-        else:
-            found = json.loads(text) if kind == "json" else _yaml(text, name)
+        found = {"toml": _toml, "yaml": _yaml, "json": _json}[kind](text, name)
         _check_integers(found, name)
         return found
     except RecursionError:
@@ -86,6 +83,10 @@ def _toml(text: str, name: str) -> dict[str, Any]:
     if _LONG_TOML_KEY.search(text):
         raise _too_deep(name)
     return tomllib.loads(text)
+
+
+def _json(text: str, _name: str) -> Any:
+    return json.loads(text)
 
 
 def _yaml(text: str, name: str) -> Any:
