@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,12 @@ from planner.errors import VplanError, quoted
 MAX_BYTES = 1 << 20
 MAX_YAML_BYTES = 1 << 18
 """PyYAML reads about 100 KiB a second."""
+
+MAX_INDEX_BYTES = 64 << 20
+"""Of the list of a model's tensors; the longest published ones have a few MB."""
+
+MAX_LINE_BYTES = 1 << 20
+"""Of a row of measurements; one takes some 2 KB."""
 
 MAX_KEYS = 10_000
 MAX_DEPTH = 20
@@ -30,6 +38,28 @@ _LONG_TOML_KEY = re.compile(rf"(?m)(?:^|[\[{{,])[ \t]*+{_TOML_PART}(?:[ \t]*+\.[
 FORMATS = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonc": "json"}
 
 
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """A file's content. Raises an OSError where it cannot be read and a ValueError where there is more of it: what it
+    claims to have is not asked, and a device has no end."""
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most / 1024:,.0f} KiB")
+    return content
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file of any length, of each at most the first `MAX_LINE_BYTES`. Raises an OSError where it cannot
+    be read, and a ValueError for a device, which has no end."""
+    with path.open("rb") as file:
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is a device")
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE_BYTES)
+
+
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The text of a file of bounded size; one clear line for anything else."""
     name = quoted(str(path))
@@ -40,9 +70,13 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
         if path.stat().st_size > most:
             size = path.stat().st_size / 1024
             raise VplanError(f"{name} has {size:,.0f} KiB", f"a script or config has {most // 1024} KiB at most")
-        return path.read_bytes().decode("utf-8-sig")
+        return read_bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise VplanError(f"{name} is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
+    except VplanError:
+        raise
+    except ValueError as error:  # longer than it said, as files of /proc are
+        raise VplanError(f"cannot read {name}: {error}", "choose another file") from None
     except OSError as error:
         raise VplanError(f"cannot read {name}: {error.strerror}", "choose another file") from None
 

@@ -18,7 +18,7 @@ import click
 
 import planner
 from planner.commands._shared.flag_aliases import meant
-from planner.errors import VplanError, did_you_mean
+from planner.errors import VplanError, did_you_mean, quoted
 
 VERBS = {
     "suggest": "Find the fastest way to train that fits a card.",
@@ -46,6 +46,9 @@ USAGE = 2
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells count."""
+
+REFUSED_BY_SYSTEM = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
+"""What asking whether a file exists raises: no name that a file can have, or a folder that may not be looked into."""
 
 UNWRITTEN = 1
 """The answer did not get out: the disk is full, its reader has gone (`| head -1`), or nobody gave us a stdout."""
@@ -108,6 +111,11 @@ class Verbs(click.Group):
             return result if isinstance(result, int) else 0
         except VplanError as error:
             return _report(error, words)
+        except OSError as error:
+            if error.errno not in REFUSED_BY_SYSTEM or error.filename is None:
+                raise
+            fault = f"cannot open {quoted(os.fsdecode(error.filename))}: {error.strerror}"
+            return _report(VplanError(fault, "check its name and permissions"), words)
         except click.Abort as abort:
             return getattr(abort.__cause__, "exit_code", INTERRUPTED)  # Ctrl-C, or `planner.worker_process.Termination`
         except click.exceptions.NoArgsIsHelpError as error:

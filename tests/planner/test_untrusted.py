@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import VplanError
-from planner.untrusted import MAX_DEPTH, parse, read_document
+from planner.untrusted import MAX_DEPTH, MAX_LINE_BYTES, parse, read_bytes, read_document, read_lines, read_text
 
 CPU_SECONDS, MEMORY_BYTES = 10, 2 << 30
 
@@ -78,3 +79,60 @@ def test_dotted_keys_of_as_many_parts_as_there_are_levels_are_read() -> None:
     assert parse(text, "toml", "text.toml") == {"a": ".".join(["b"] * 100)}
     with pytest.raises(VplanError, match="nested too deeply"):
         parse(".".join(["a"] * (MAX_DEPTH + 1)) + " = 1", "toml", "deep.toml")
+
+
+def test_a_file_is_read_to_its_bound_whatever_it_claims_to_hold(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_bytes(b"1234")
+    assert read_bytes(path, 4) == b"1234"
+    with pytest.raises(ValueError, match="more than"):
+        read_bytes(path, 3)
+    with pytest.raises(ValueError, match="more than"):
+        read_bytes(Path("/dev/zero"))
+    with pytest.raises(ValueError, match="device"):
+        next(read_lines(Path("/dev/zero")))
+    with pytest.raises(VplanError, match="it has more than"):  # its size is said to be 0
+        read_text(Path("/proc/kallsyms"), 10)
+
+
+def test_a_line_without_end_is_cut_and_the_next_one_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"first\n" + b"x" * (3 * MAX_LINE_BYTES + 5) + b"\nlast")
+    first, long, last = read_lines(path)
+    assert (first, last) == (b"first\n", b"last")
+    assert long == b"x" * MAX_LINE_BYTES
+
+
+ENDLESS = {
+    "preflight": ("preflight", "/dev/zero"),
+    "train": ("train", "/dev/zero", "--data", ".", "--output", "out"),
+    "probe": ("probe", "/dev/zero"),
+    "export": ("export", "/dev/zero", "--to", "musubi-tuner", "-o", "out"),
+    "report": ("report", "/dev/zero", "-o", "out.html"),
+    "accuracy": ("accuracy", "/dev/zero"),
+    "grid": ("calibrate", "--grid", "/dev/zero", "-o", "rows.jsonl", "--dry-run"),
+    "rows": ("probe", "plan.toml", "-o", "/dev/zero"),
+    "check": ("check", "--from-file", "/dev/zero", "--gpu", "24GB"),
+    "digits in a plan": ("preflight", "digits.toml"),
+    "hexadecimal digits in a plan": ("preflight", "hexadecimal.toml"),
+    "dotted key in a plan": ("preflight", "dotted.toml"),
+    "dotted key in a grid": ("calibrate", "--grid", "dotted.toml", "-o", "rows.jsonl"),
+    "command in quotes": ("check", "accelerate launch train.py " + "--a b " * 100, "--gpu", "24GB"),
+    "name without spaces": ("check", "x" * 3000, "--gpu", "24GB"),
+    "name of a report's plan": ("report", "x" * 3000),
+    "name of a run": ("watch", "x" * 3000),
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_every_command_refuses_what_has_no_end_in_one_line(case: str, tmp_path: Path) -> None:
+    for name in ("digits.toml", "hexadecimal.toml", "dotted.toml"):
+        (tmp_path / name).write_text("schema = 1\n" + BOMBS[name])
+    command = [sys.executable, "-m", "vplan", *ENDLESS[case]]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, preexec_fn=_limit, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode in (1, 2), done.stderr[-500:]
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 2, done.stderr[-500:]
+    assert len(done.stderr) < 1000
