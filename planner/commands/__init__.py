@@ -19,6 +19,7 @@ import click
 import planner
 from planner.commands._shared.flag_aliases import meant
 from planner.errors import VplanError, did_you_mean, quoted
+from planner.terminal import echo
 
 VERBS = {
     "suggest": "Find the fastest way to train that fits a card.",
@@ -145,12 +146,12 @@ def _report(error: VplanError, words: list[str]) -> int:
     """Say what is wrong: one JSON object on stdout under --json, two lines on stderr otherwise and for wrong use."""
     own_words = words[: words.index("--")] if "--" in words else words
     if "--json" in own_words and error.exit_code != USAGE:
-        click.echo(json.dumps({"error": {"message": error.message, "fix": error.fix}}))
+        echo(json.dumps({"error": {"message": error.message, "fix": error.fix}}))
     else:
         with contextlib.suppress(OSError):  # the exit code says it too where stderr takes nothing
-            click.echo(f"error: {error.message}", err=True)
+            echo(f"error: {error.message}", err=True)
             if error.fix:
-                click.echo(f"fix: {error.fix}", err=True)
+                echo(f"fix: {error.fix}", err=True)
     return error.exit_code
 
 
@@ -161,13 +162,13 @@ def _unwritten(error: OSError) -> int:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if not isinstance(error, BrokenPipeError):
         with contextlib.suppress(OSError):
-            click.echo(f"error: cannot write the answer: {error.strerror}", err=True)
+            echo(f"error: cannot write the answer: {error.strerror}", err=True)
     return UNWRITTEN
 
 
 def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
     if asked:
-        click.echo(f"vplan {planner.__version__}")
+        echo(f"vplan {planner.__version__}")
         context.exit()
 
 
