@@ -129,7 +129,10 @@ def _refuse(error: VplanError, *, as_json: bool) -> int:
     if as_json and error.exit_code != 2:
         sys.stdout.write(json.dumps({"error": {"message": error.message, "fix": error.fix}}) + "\n")
     else:
-        sys.stderr.write(f"error: {error.message}\nfix: {error.fix}\n")
+        text = (
+            f"error: {error.message}\nfix: {error.fix}\n"  # escapes as text: `planner.terminal` may be another's here
+        )
+        sys.stderr.write("".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text))
     return error.exit_code
 
 

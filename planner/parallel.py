@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
+from planner.terminal import console
+
 T = TypeVar("T")
 
 Ask = Callable[[str], T]
@@ -62,10 +64,9 @@ def _answer(name: str) -> object:
 
 def with_progress(names: Sequence[str], what: str) -> Iterator[str]:
     """The names one by one, with a bar on stderr while someone looks at it."""
-    from rich.console import Console
     from rich.progress import track
 
-    errors = Console(stderr=True)
+    errors = console(stderr=True)
     if not errors.is_terminal:
         yield from names
         return
@@ -78,10 +79,9 @@ def counted(what: str, total: int) -> Iterator[Callable[[T], T]]:
 
     Drawn by this thread alone, so that work can be forked meanwhile.
     """
-    from rich.console import Console
     from rich.progress import Progress
 
-    errors = Console(stderr=True)
+    errors = console(stderr=True)
     with Progress(console=errors, transient=True, auto_refresh=False, disable=not errors.is_terminal) as bar:
         task = bar.add_task(what, total=total)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +17,47 @@ MAX_BYTES = 1 << 20
 MAX_YAML_BYTES = 1 << 18
 """PyYAML reads about 100 KiB a second."""
 
+MAX_INDEX_BYTES = 64 << 20
+"""Of the list of a model's tensors; the longest published ones have a few MB."""
+
+MAX_LINE_BYTES = 1 << 20
+"""Of a row of measurements; one takes some 2 KB."""
+
 MAX_KEYS = 10_000
 MAX_DEPTH = 20
+MAX_EXPANDED = 1 << 20
+"""Characters and nodes of a YAML file with every alias and merge key written out."""
+
+MAX_INTEGER_BITS = 1 << 10
+"""Python prints no number of over 4,300 digits, whatever base it was read in."""
+
+_TOML_PART = r"""(?>[\w-]+|"[^"\n]*"|'[^'\n]*')"""
+_LONG_TOML_KEY = re.compile(rf"(?m)(?:^|[\[{{,])[ \t]*+{_TOML_PART}(?:[ \t]*+\.[ \t]*+{_TOML_PART}){{{MAX_DEPTH}}}")
+"""A dotted key of more parts than there are levels: tomllib keeps every start of it, so its memory is quadratic."""
+
 FORMATS = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonc": "json"}
+
+
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """A file's content. Raises an OSError where it cannot be read and a ValueError where there is more of it: what it
+    claims to have is not asked, and a device has no end."""
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most / 1024:,.0f} KiB")
+    return content
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file of any length, of each at most the first `MAX_LINE_BYTES`. Raises an OSError where it cannot
+    be read, and a ValueError for a device, which has no end."""
+    with path.open("rb") as file:
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is a device")
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE_BYTES)
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
@@ -29,9 +70,13 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
         if path.stat().st_size > most:
             size = path.stat().st_size / 1024
             raise VplanError(f"{name} has {size:,.0f} KiB", f"a script or config has {most // 1024} KiB at most")
-        return path.read_bytes().decode("utf-8-sig")
+        return read_bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise VplanError(f"{name} is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
+    except VplanError:
+        raise
+    except ValueError as error:  # longer than it said, as files of /proc are
+        raise VplanError(f"cannot read {name}: {error}", "choose another file") from None
     except OSError as error:
         raise VplanError(f"cannot read {name}: {error.strerror}", "choose another file") from None
 
@@ -52,11 +97,11 @@ def parse(text: str, kind: str, name: str) -> Any:
     """The value of a text in TOML, YAML or JSON. Raises a VplanError that names the file for a text that is not."""
     title = {"toml": "TOML", "yaml": "YAML", "json": "JSON"}[kind]
     try:
-        if kind == "toml":
-            return tomllib.loads(text)
-        return json.loads(text) if kind == "json" else _yaml(text, name)
+        found = {"toml": _toml, "yaml": _yaml, "json": _json}[kind](text, name)
+        _check_integers(found, name)
+        return found
     except RecursionError:
-        raise VplanError(f"{quoted(name)} is nested too deeply", f"{MAX_DEPTH} levels are read") from None
+        raise _too_deep(name) from None
     except VplanError:
         raise
     except ValueError as error:
@@ -64,14 +109,35 @@ def parse(text: str, kind: str, name: str) -> Any:
         raise VplanError(f"{quoted(name)} is not {title}: {reason}", "correct that line") from None
 
 
+def _too_deep(name: str) -> VplanError:
+    return VplanError(f"{quoted(name)} is recursive or nested too deeply", f"{MAX_DEPTH} levels are read")
+
+
+def _toml(text: str, name: str) -> dict[str, Any]:
+    if _LONG_TOML_KEY.search(text):
+        raise _too_deep(name)
+    return tomllib.loads(text)
+
+
+def _json(text: str, _name: str) -> Any:
+    return json.loads(text)
+
+
 def _yaml(text: str, name: str) -> Any:
-    """YAML without tags that make objects."""
+    """YAML without tags that make objects. Its aliases are counted before any of them is followed."""
     try:
         import yaml
     except ImportError:
         raise VplanError(f"reading {quoted(name)} needs PyYAML", "pip install pyyaml") from None
     try:
-        return yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded(node, {}, name) > MAX_EXPANDED:
+            fault = f"{quoted(name)} is too large with its aliases written out"
+            raise VplanError(fault, f"{MAX_EXPANDED:,} characters are read at most")
+        return loader.construct_document(node)
     except yaml.constructor.ConstructorError as error:
         what = " ".join(str(error.problem).split())[:120]
         raise VplanError(f"{quoted(name)}: {what}", "leave tags out: plain values are read, nothing is run") from None
@@ -80,6 +146,40 @@ def _yaml(text: str, name: str) -> Any:
         where = f" (line {mark.line + 1})" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())[:120]
         raise VplanError(f"{quoted(name)} is not YAML{where}: {problem}", "correct that line") from None
+
+
+def _expanded(node: Any, known: dict[int, int | None], name: str) -> int:
+    """Characters and nodes below a YAML node, an aliased one counted wherever it is named; it is visited once.
+
+    Merging (`<<`) copies the entries of the tables it names, so it makes no more than this.
+    """
+    if id(node) in known:
+        size = known[id(node)]
+        if size is None:  # we are within it
+            raise _too_deep(name)
+        return size
+    known[id(node)] = None
+    total = 1
+    if isinstance(node.value, str):
+        total += len(node.value)
+    else:
+        for part in node.value:
+            total += sum(_expanded(each, known, name) for each in (part if isinstance(part, tuple) else (part,)))
+    known[id(node)] = total
+    return total
+
+
+def _check_integers(value: Any, name: str) -> None:
+    """Refuses a number that Python would not print. A hexadecimal one can be of any length."""
+    found = [value]
+    while found:
+        part = found.pop()
+        if isinstance(part, dict):
+            found += [*part, *part.values()]
+        elif isinstance(part, list):
+            found.extend(part)
+        elif isinstance(part, int) and part.bit_length() > MAX_INTEGER_BITS:
+            raise VplanError(f"{quoted(name)} has an integer of {part.bit_length():,} bits", "correct that value")
 
 
 def flat(value: Any, name: str) -> dict[str, Any]:
@@ -96,7 +196,7 @@ def flat(value: Any, name: str) -> dict[str, Any]:
 
 def _leaves(value: Any, prefix: str, depth: int, name: str) -> Iterator[tuple[str, Any]]:
     if depth > MAX_DEPTH:  # YAML can name a table within itself
-        raise VplanError(f"{quoted(name)} is recursive or nested too deeply", f"{MAX_DEPTH} levels are read")
+        raise _too_deep(name)
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key), depth + 1, name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError, quoted
+from planner.untrusted import read_bytes
 
 VARIABLE = "VPLAN_HOME"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}", re.ASCII)
@@ -80,10 +81,10 @@ def read_profile(name: str) -> dict[str, Any] | None:
     file."""
     path = model_path(name)
     try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
+        profile = json.loads(read_bytes(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         fault = f"your own profile {path.name} is damaged ({type(error).__name__})"
         raise VplanError(fault, f"remove it and record the model again: {path}") from None
     if not isinstance(profile, dict):

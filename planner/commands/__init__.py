@@ -18,7 +18,8 @@ import click
 
 import planner
 from planner.commands._shared.flag_aliases import meant
-from planner.errors import VplanError, did_you_mean
+from planner.errors import VplanError, did_you_mean, quoted
+from planner.terminal import echo
 
 VERBS = {
     "suggest": "Find the fastest way to train that fits a card.",
@@ -46,6 +47,9 @@ USAGE = 2
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells count."""
+
+REFUSED_BY_SYSTEM = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
+"""What asking whether a file exists raises: no name that a file can have, or a folder that may not be looked into."""
 
 UNWRITTEN = 1
 """The answer did not get out: the disk is full, its reader has gone (`| head -1`), or nobody gave us a stdout."""
@@ -108,6 +112,11 @@ class Verbs(click.Group):
             return result if isinstance(result, int) else 0
         except VplanError as error:
             return _report(error, words)
+        except OSError as error:
+            if error.errno not in REFUSED_BY_SYSTEM or error.filename is None:
+                raise
+            fault = f"cannot open {quoted(os.fsdecode(error.filename))}: {error.strerror}"
+            return _report(VplanError(fault, "check its name and permissions"), words)
         except click.Abort as abort:
             return getattr(abort.__cause__, "exit_code", INTERRUPTED)  # Ctrl-C, or `planner.worker_process.Termination`
         except click.exceptions.NoArgsIsHelpError as error:
@@ -137,12 +146,12 @@ def _report(error: VplanError, words: list[str]) -> int:
     """Say what is wrong: one JSON object on stdout under --json, two lines on stderr otherwise and for wrong use."""
     own_words = words[: words.index("--")] if "--" in words else words
     if "--json" in own_words and error.exit_code != USAGE:
-        click.echo(json.dumps({"error": {"message": error.message, "fix": error.fix}}))
+        echo(json.dumps({"error": {"message": error.message, "fix": error.fix}}))
     else:
         with contextlib.suppress(OSError):  # the exit code says it too where stderr takes nothing
-            click.echo(f"error: {error.message}", err=True)
+            echo(f"error: {error.message}", err=True)
             if error.fix:
-                click.echo(f"fix: {error.fix}", err=True)
+                echo(f"fix: {error.fix}", err=True)
     return error.exit_code
 
 
@@ -153,13 +162,13 @@ def _unwritten(error: OSError) -> int:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if not isinstance(error, BrokenPipeError):
         with contextlib.suppress(OSError):
-            click.echo(f"error: cannot write the answer: {error.strerror}", err=True)
+            echo(f"error: cannot write the answer: {error.strerror}", err=True)
     return UNWRITTEN
 
 
 def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
     if asked:
-        click.echo(f"vplan {planner.__version__}")
+        echo(f"vplan {planner.__version__}")
         context.exit()
 
 

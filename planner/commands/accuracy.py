@@ -37,6 +37,7 @@ from planner.evidence.measurement import ProbeRow, is_of_a_gpu
 from planner.evidence.published import Row, own_row, read_rows, shipped, shipped_rehearsals
 from planner.spec.configuration import Configuration
 from planner.spec.plan import RAN_OUT
+from planner.terminal import echo
 from planner.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _published(paths: Iterable[str | Path], allocator: str | None) -> list[Row]:
         read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
         rows += read
         for note in notes:
-            click.echo(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
     return rows
 
 
@@ -182,7 +183,7 @@ def _probes(path: str | Path) -> list[ProbeRow]:
     ledger = Ledger(path)
     found = ledger.rows(OURS)
     for note in ledger.notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     return [row for row in found if is_of_a_gpu(row)]
 
 
@@ -345,10 +346,8 @@ def _render_summary(console: Console, compared: Sequence[Comparison], summary: d
 
 
 def _row(entry: Comparison) -> list[str]:
-    from rich.markup import escape
-
     error = _MISSES[entry.missed] if entry.error_pct is None else f"{entry.error_pct:+.1f} %"
-    return [escape(entry.row.id), _counter(entry.counter), _measured(entry), _predicted(entry), error]
+    return [entry.row.id, _counter(entry.counter), _measured(entry), _predicted(entry), error]
 
 
 def _counter(counter: str) -> str:
@@ -392,8 +391,6 @@ def _fewer(some: dict[str, Any], all_of_them: dict[str, Any], counter: str) -> b
 
 def _summary_rows(compared: Sequence[Comparison], summary: dict[str, Any]) -> list[list[str]]:
     """Per implementation: each counter, then each family of models."""
-    from rich.markup import escape
-
     rows = []
     for name, found in summary["by_implementation"].items():
         entries = [entry for entry in compared if entry.row.implementation == name]
@@ -404,5 +401,5 @@ def _summary_rows(compared: Sequence[Comparison], summary: dict[str, Any]) -> li
         for of, spread in spreads.items():
             if spread["n"]:
                 numbers = [f"{spread[f'{kind}_abs_pct']:.1f} %" for kind in ("median", "mean", "max")]
-                rows.append([escape(name), of, str(spread["n"]), *numbers])
+                rows.append([name, of, str(spread["n"]), *numbers])
     return rows

@@ -29,6 +29,7 @@ from planner.probe.grid import DEFAULT_MODEL, TINY, plans
 from planner.probe.probe import RealRunner, measure_device
 from planner.spec.job import Machine
 from planner.spec.plan import Plan
+from planner.terminal import echo
 from planner.units import MIB, format_gib, gib
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def command(
         raise VplanError(f"--share {quoted(share)} is a folder", "name a file, as --share rows.jsonl")
     if share is not None and not Path(share).absolute().parent.is_dir():
         raise VplanError(f"there is no folder for --share {quoted(share)}", "create it, or choose another file")
-    click.echo("measuring the GPU ...", err=True)
+    echo("measuring the GPU ...", err=True)
     found = Calibration.read(measure_device(device), "what the device told")
     path = calibration.write(found)
     rows = list(_probe(_plans(names, card), device, time_limit)) if probes else []
@@ -213,7 +214,7 @@ def _unreal(said: dict[str, Any], stack: contextlib.ExitStack) -> Where:
         interpreter=interpreter,
         command=command,
         server=stack.enter_context(ForkServer(interpreter.path)),
-        say=lambda line: click.echo(line, err=True),
+        say=lambda line: echo(line, err=True),
     )
     # What waits in host RAM is really written there: a virtual card holds only what is on it.
     available = psutil.virtual_memory().available
@@ -236,7 +237,7 @@ def _card() -> GpuProfile:
 def _plans(names: Sequence[str], card: GpuProfile | None) -> list[Plan]:
     found = [plan for name in names for plan in plans(name, card)]
     if not found:
-        click.echo("no plan of the grid fits this card: nothing is probed", err=True)
+        echo("no plan of the grid fits this card: nothing is probed", err=True)
     return found
 
 
@@ -248,7 +249,7 @@ def _probe(grid: Sequence[Plan], device: Literal["cuda", "cpu"], time_limit: int
         job = plan.job
         what = f"{job.model}, {job.frames} frames of {job.height}x{job.width}, "
         what += f"checkpointing {plan.strategy.gradient_checkpointing}"
-        click.echo(f"[{number}/{len(grid)}] {what} ...", err=True)
+        echo(f"[{number}/{len(grid)}] {what} ...", err=True)
         row = runner.run(plan, steps=STEPS, time_limit=time_limit)
         keep(ledger, row)
         yield row

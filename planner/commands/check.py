@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ def command(
 def _script(words: tuple[str, ...], path: str | None) -> Script:
     if path and words:
         raise VplanError("both --from-file and a command given", "leave one of them out", USAGE)
-    if path is None and len(words) == 1 and (words[0].lower().endswith(FILES) or Path(words[0]).is_file()):
+    if path is None and len(words) == 1 and (words[0].lower().endswith(FILES) or os.path.isfile(words[0])):
         path = words[0]
     if path:
         return from_file(Path(path))

@@ -11,6 +11,7 @@ from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, did_you_mean
 from planner.foreign.export import export, flags_of, targets, write_files
 from planner.spec.plan import read_plan
+from planner.terminal import echo
 from planner.units import format_gib
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def _page(context: click.Context, _parameter: click.Parameter, asked: bool) -> N
     if asked:
         from planner.foreign.docs_pages import trainers_page
 
-        click.echo(trainers_page(), nl=False)
+        echo(trainers_page(), nl=False)
         context.exit()
 
 

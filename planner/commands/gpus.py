@@ -9,6 +9,7 @@ import click
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile
 from planner.commands._shared.verb import Verb, examples, json_option, markdown_option, show, table
+from planner.terminal import echo
 from planner.units import MIB, gib
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def command(as_markdown: bool, as_json: bool) -> None:
     if as_markdown:
         from planner.foreign.docs_pages import gpus_page
 
-        click.echo(gpus_page(), nl=False)
+        echo(gpus_page(), nl=False)
         return
     cards = [lookup.gpu(name) for name in lookup.gpu_names()]
     cards.sort(key=lambda card: (card.class_gb, card.allocatable_gib, card.name))

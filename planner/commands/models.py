@@ -9,6 +9,7 @@ import click
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.commands._shared.verb import Verb, examples, json_option, markdown_option, show, table
+from planner.terminal import echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ def command(as_markdown: bool, as_json: bool) -> None:
     if as_markdown:
         from planner.foreign.docs_pages import models_page
 
-        click.echo(models_page(), nl=False)
+        echo(models_page(), nl=False)
         return
     models = [lookup.model(name) for name in lookup.model_names()]
     answer = {"models": [{**model.to_json(), "data": model.train_data} for model in models]}

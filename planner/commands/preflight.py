@@ -18,6 +18,7 @@ from planner.errors import VplanError
 from planner.preflight.gpu_wait import parse_wait
 from planner.preflight.preflight import PreflightOptions, PreflightReport, preflight, ready
 from planner.spec.plan import read_plan
+from planner.terminal import echo
 from planner.units import gib
 
 if TYPE_CHECKING:
@@ -77,10 +78,10 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
         skip_bad=said["skip_bad"],
         probe=said["probe"],
     )
-    report = preflight(plan, asked, lambda text: click.echo(text, err=True))
+    report = preflight(plan, asked, lambda text: echo(text, err=True))
     answer, fault = report.to_json(), report.fault
     if as_json and fault:
-        click.echo(json.dumps({"error": {"message": fault.what, "fix": fault.fix}, **answer}, indent=2))
+        echo(json.dumps({"error": {"message": fault.what, "fix": fault.fix}, **answer}, indent=2))
         return fault.exit_code
     show(answer, as_json, lambda console: _render(console, report, plan, path or named or ""))
     if fault:

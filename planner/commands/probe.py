@@ -21,6 +21,7 @@ from planner.launch.supported import settled
 from planner.layout.correction import SEPARATE_PHASES
 from planner.probe.probe import STEPS, TIME_LIMIT, RealRunner
 from planner.spec.plan import Plan, read_plan
+from planner.terminal import echo
 from planner.units import gib
 
 if TYPE_CHECKING:
@@ -134,10 +135,10 @@ def command(
     for number, ((path, plan), name) in enumerate(zip(plans, ids, strict=True), start=1):
         start = f"[{number}/{len(plans)}] {path}: "
         if name in known:
-            click.echo(f"{start}already in {output}", err=True)
+            echo(f"{start}already in {output}", err=True)
             rows.append(known[name])
             continue
-        click.echo(f"{start}running ...", err=True)
+        echo(f"{start}running ...", err=True)
         words = ["--steps", str(steps), "--time-limit", str(time_limit), *(["--gpu", gpu] if gpu else [])]
         words += [*(["--weights", weights] if weights else []), *(["--encode"] if how["encode"] else [])]
         words += [] if runner_name == "real" else ["--runner", runner_name]
@@ -145,7 +146,7 @@ def command(
         measured = replace(runner, command=typed).run(plan, steps=steps, time_limit=time_limit)
         row = measured.to_json()
         rows.append(row)
-        click.echo(start + told_line(row), err=True)
+        echo(start + told_line(row), err=True)
         if measured.runner == "real":
             keep(ledger, measured)
         if output:
@@ -167,7 +168,7 @@ def _runner(name: str, python: str | None, how: _How) -> RealRunner:
     from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter
 
     interpreter = cuda_interpreter(python)
-    return RehearsalRunner(**how, interpreter=interpreter, say=lambda line: click.echo(line, err=True))
+    return RehearsalRunner(**how, interpreter=interpreter, say=lambda line: echo(line, err=True))
 
 
 def keep(ledger: Ledger, row: ProbeRow) -> None:
@@ -175,7 +176,7 @@ def keep(ledger: Ledger, row: ProbeRow) -> None:
     try:
         ledger.append(row)
     except VplanError as error:
-        click.echo(f"warning: {error}", err=True)
+        echo(f"warning: {error}", err=True)
 
 
 def _for_card(plan: Plan, gpu: str | None) -> Plan:

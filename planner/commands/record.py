@@ -23,6 +23,7 @@ from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, quoted
 from planner.launch.recorders import PARAMETERS, Recorders, TapeTask
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
+from planner.terminal import console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -261,11 +262,10 @@ def _run(tasks: Sequence[TapeTask], recorders: Recorders) -> Iterator[RecordedTa
 
 def _with_progress(entries: Iterator[RecordedTape], total: int) -> Iterator[RecordedTape]:
     """Passes the entries on, with a bar on stderr that names the tape recorded last."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=total)
         for entry in entries:
             progress.update(bar, advance=1, description=f"{entry.task.model} {entry.task.variant}")

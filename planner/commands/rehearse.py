@@ -24,6 +24,7 @@ from planner.commands._shared.verb import (
     write_rehearsal,
 )
 from planner.errors import VplanError
+from planner.terminal import echo
 from planner.units import MIB, format_gib, format_seconds, gib, parse_bytes
 
 if TYPE_CHECKING:
@@ -141,9 +142,9 @@ def command(
     if bounds["report"]:
         check_report(bounds["report"])
     interpreter = interpreter_of([python] if python else words)
-    click.echo(_warning(rehearsal.network), err=True)
+    echo(_warning(rehearsal.network), err=True)
     with stoppable(lambda: "nothing is left running"):
-        outcome = run(rehearsal, interpreter, lambda line: click.echo(line, err=True))
+        outcome = run(rehearsal, interpreter, lambda line: echo(line, err=True))
     answer = answer_of(rehearsal, outcome, interpreter)
     checked = checked_rehearsal(answer)
     predicted = checked.to_json() if isinstance(checked, CheckedRehearsal) else None

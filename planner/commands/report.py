@@ -14,6 +14,7 @@ from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.published import own_row, read_rows
 from planner.launch.run_history import RunHistory, is_run
 from planner.spec.plan import read_plan
+from planner.terminal import echo
 
 MOST = 6
 """Plans on one page."""
@@ -57,7 +58,7 @@ def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None) -
         known += read
         probes += [row for row in rows_by_id(path).values() if "env" in row]
         for note in notes:
-            click.echo(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
     write_report(output or "report.html", plans, rows=known, probes=probes)
 
 
@@ -72,4 +73,4 @@ def _write_run(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None
         raise VplanError(f"{quoted(str(folder))} is not the output of a run", OF_WHAT)
     history = RunHistory(folder)
     history.update()
-    click.echo(f"wrote {reports.write_run(history)}", err=True)
+    echo(f"wrote {reports.write_run(history)}", err=True)

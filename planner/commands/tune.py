@@ -42,6 +42,7 @@ from planner.search.space import switched
 from planner.spec import wording
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Evidence, Plan, write_plan
+from planner.terminal import echo
 from planner.tune.measured_policy import Applicable
 from planner.tune.tuner import Goal, Tuner
 from planner.units import format_seconds, gib
@@ -207,7 +208,7 @@ def _meter(screen: Screen, gpu: str | None, said: dict[str, Any], question: Ques
 
         interpreter = cuda_interpreter(said["python"])
         command = f"vplan tune --runner {REHEARSED}"
-        virtual = RehearsalRunner(interpreter=interpreter, command=command, say=lambda line: click.echo(line, err=True))
+        virtual = RehearsalRunner(interpreter=interpreter, command=command, say=lambda line: echo(line, err=True))
         setup, ledger = virtual.setup(question.gpu), Ledger(folder / "rehearsed.jsonl")
         return _Meter(virtual, setup, ledger, _applied(question, virtual.has))
     from planner.probe.simulated import SimulatedRunner, environment
@@ -349,7 +350,10 @@ class _Answer:
 
     def _print(self, console: Console, found: Estimate, others: tuple[Estimate, ...], output: str | None) -> None:
         render.headline(console, self.question, found)
-        console.print(render.verdict_line(found) if self.best is None else self._proof(self.best))
+        if self.best is None:
+            console.print(render.verdict_line(found))
+        else:
+            console.print(self._proof(self.best), markup=True)  # of numbers alone
         console.print(render.bar(console, found))
         console.print(f"plan: {wording.ways(found)}", style="bold")
         if flags := render.typed_out(self._switches(found)):

@@ -100,13 +100,13 @@ def _summary(page: RunPage) -> RenderableType:
     from rich.text import Text
 
     course = page.course
-    lines = [Text(_printable(page.title)), Text(page.verdict, style="bold")]
+    lines = [Text(page.title), Text(page.verdict, style="bold")]
     over = min(course.smoothed_over, page.done)
     words = [f"loss {course.smoothed[-1]:.4f} (mean of {plural(over, 'step')})"] if course.smoothed else []
     if course.recent_seconds is not None:
         words.append(f"{format_seconds(course.recent_seconds)} per step{_estimated(page)}")
     lines += [Text(", ".join(words))] if words else []
-    lines += [Text(_printable(page.message))] if page.message else []
+    lines += [Text(page.message)] if page.message else []
     lines += [Text(page.prediction)] if page.prediction else []
     if not course.phases:
         return Group(*lines)
@@ -116,11 +116,6 @@ def _summary(page: RunPage) -> RenderableType:
     note = "GiB, the highest of each phase" + (f"; the card gives {gib(page.budget_bytes):.2f}" if on_gpu else "")
     note += "; !: outside the predicted range" if any(entry.is_inside is False for entry in course.phases) else ""
     return Group(*lines, Text(), rows, Text(note, style="dim"))
-
-
-def _printable(text: str) -> str:
-    """Text of a run's files, without what would steer the terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _estimated(page: RunPage) -> str:

@@ -11,7 +11,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from planner.errors import VplanError, did_you_mean
+from planner.errors import VplanError, did_you_mean, quoted
 
 if TYPE_CHECKING:
     from planner.dialects.base.dialect import Dialect, Invocation
@@ -91,10 +91,11 @@ def read_script(script: Script) -> tuple[Dialect, Invocation]:
             ):
                 fault = f"{entry_point.path} of {reader.title} is not supported"
                 raise VplanError(fault, f"supported scripts: {', '.join(reader.scripts)}")
+    named = scripts if len(scripts) <= 200 else quoted(scripts)
     fault = (
-        f"{scripts} belongs to {title}, which is not supported"
+        f"{named} belongs to {title}, which is not supported"
         if title
-        else f"{scripts} does not belong to a supported trainer"
+        else f"{named} does not belong to a supported trainer"
     )
     raise VplanError(fault, f"supported: {', '.join(reader.title for reader in readers)}")
 

@@ -23,6 +23,7 @@ from planner.layout.run import Run
 from planner.spec.plan import Plan
 from planner.tape.program import Moment
 from planner.units import MIB
+from planner.untrusted import read_bytes
 
 LARGEST_BYTES = 1 << 30
 """Of a history's file: some ten million events."""
@@ -123,13 +124,13 @@ def read_history(path: str | Path) -> History:
     path = Path(path)
     fix = "write it with `vplan probe PLAN.toml --record-history FILE`"
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise VplanError(f"{path.name} is too large for a history", fix)
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_bytes(path, LARGEST_BYTES))
     except OSError as error:
         raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", fix) from None
-    except (ValueError, RecursionError):
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise VplanError(f"{path.name} is not JSON", fix) from None
+    except ValueError as error:
+        raise VplanError(f"cannot read {quoted(str(path))}: {error}", fix) from None
     if not isinstance(data, dict) or not _is_whole(data):
         raise VplanError(f"{path.name} is not a probe's history, or an older vplan wrote it without its plan", fix)
     plan = Plan.read({"schema": 1, **data["plan"]}, path.name)

@@ -18,6 +18,7 @@ from planner.estimate.roofline import COPY_EFFICIENCY, matmul_efficiency
 from planner.evidence.measurement import Setup
 from planner.schema import Bytes, NotNegative, Record
 from planner.units import GIB, MIB
+from planner.untrusted import read_bytes
 from planner.worker_process import write_json
 
 FOLDER = "calibrations"
@@ -91,7 +92,7 @@ def read(gpu: str, driver: str, torch: str) -> Calibration | None:
     """The calibration of a GPU under a driver and a torch; None when there is none. A damaged one is a VplanError."""
     path = path_of(gpu, driver, torch)
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = json.loads(read_bytes(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError, quoted
+from planner.untrusted import MAX_LINE_BYTES, read_lines
 
 
 def rows_by_id(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -17,14 +18,13 @@ def rows_by_id(path: str | Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     rows = {}
-    lines = _read(path).split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines_of(path), start=1):
         if not line.strip():
             continue
         row = _parse(line)
         if row is not None:
             rows[str(row["id"])] = row
-        elif number < len(lines):
+        elif not is_last(line):
             raise VplanError(f"{path.name}:{number} is damaged: not a row", "delete that line, or choose another file")
     return rows
 
@@ -36,10 +36,11 @@ def append_row(path: str | Path, row: Mapping[str, Any]) -> None:
     line = json.dumps(row, allow_nan=False).encode() + b"\n"
     try:
         with path.open("a+b") as file:
-            file.seek(0)
-            head, _, tail = file.read().rpartition(b"\n")
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_LINE_BYTES))
+            tail = file.read().rpartition(b"\n")[2]
             if tail and _parse(tail) is None:
-                file.truncate(len(head) + 1 if head else 0)
+                file.truncate(size - len(tail))
             elif tail:
                 line = b"\n" + line
             file.write(line)
@@ -49,11 +50,18 @@ def append_row(path: str | Path, row: Mapping[str, Any]) -> None:
         raise VplanError(f"cannot write {quoted(str(path))}: {error.strerror}", "choose another file") from None
 
 
-def _read(path: Path) -> bytes:
+def is_last(line: bytes) -> bool:
+    """Whether a line of `read_lines` is the last one and has no end: whoever wrote it may have died meanwhile."""
+    return not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES
+
+
+def lines_of(path: Path, fix: str = "choose another file") -> Iterator[bytes]:
+    """`read_lines`, with a VplanError for a file that cannot be read."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", "choose another file") from None
+        yield from read_lines(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise VplanError(f"cannot read {quoted(str(path))}: {reason}", fix) from None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from planner.catalog.plan_id import row_id
 from planner.errors import VplanError, quoted
 from planner.evidence.measurement import ProbeRow, Setup
 from planner.spec.plan import Plan
+from planner.untrusted import read_lines
 
 NAME = "ledger.jsonl"
 """In the folder of the user's own data."""
@@ -68,23 +69,27 @@ class Ledger:
         `having`: only lines in which all of these stand as JSON texts, which costs less than reading the others.
         """
         wanted = [json.dumps(text).encode() for text in having]
-        self.notes = []
+        self.notes, rows = [], []
         try:
-            lines = self.path.read_bytes().split(b"\n")
+            for number, line in enumerate(read_lines(self.path), start=1):
+                if line.strip() and all(text in line for text in wanted) and (row := self._taken(line, number)):
+                    rows.append(row)
         except FileNotFoundError:
             return []
         except OSError as error:
             fix = "check its permissions, or choose another file"
             raise VplanError(f"cannot read {quoted(str(self.path))}: {error.strerror}", fix) from None
-        rows = []
-        for number, line in enumerate(lines, start=1):
-            if not line.strip() or not all(text in line for text in wanted):
-                continue
-            try:
-                rows.append(_row(line))
-            except VplanError as error:
-                self.notes.append(f"{self.path.name}:{number} is skipped: {error.message}")
+        except ValueError as error:
+            raise VplanError(f"cannot read {quoted(str(self.path))}: {error}", "choose another file") from None
         return rows
+
+    def _taken(self, line: bytes, number: int) -> ProbeRow | None:
+        """The row in a line; None for what is none, which is noted."""
+        try:
+            return _row(line)
+        except VplanError as error:
+            self.notes.append(f"{self.path.name}:{number} is skipped: {error.message}")
+            return None
 
     def find(self, plan: Plan, environment: Setup | None = None, runner: str = "real") -> list[ProbeRow]:
         """The rows of this very plan (job, strategy, machine), oldest first; with an environment, those taken in it."""

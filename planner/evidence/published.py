@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 
 import profiles
 from planner.errors import VplanError, quoted
+from planner.evidence.jsonl import is_last, lines_of
 from planner.evidence.measurement import REHEARSED, ProbeRow, in_held_out_half, phases_of
 from planner.schema import Positive, Record, choices
 from planner.spec.job import Job, Machine, Strategy
@@ -248,20 +249,15 @@ def read_rows(path: str | Path, *, expandable_segments: bool | None = None) -> t
     published rows that do not say.
     """
     path = Path(path)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a valid file name"
-        raise VplanError(f"cannot read {quoted(str(path))}: {reason}", "pass a .jsonl file of measurements") from None
     rows, notes = [], []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines_of(path, "pass a .jsonl file of measurements"), start=1):
         if not line.strip():
             continue
         where = f"{path.name}:{number}"
         data = _parse(line)
         if data is not None:
             rows.append(_row(data, where, expandable_segments))
-        elif number == len(lines):
+        elif is_last(line):
             notes.append(f"{where} is incomplete and skipped")
         else:
             raise VplanError(f"{where} is damaged: it is not a JSON object", "delete that line, or restore it")

@@ -5,7 +5,6 @@ as well. Such a file is somebody's input: it is read with a bound, and a fault i
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +15,7 @@ import profiles
 from planner.errors import VplanError, quoted
 from planner.schema import Count, Flag, Record
 from planner.spec.job import Job, Strategy
+from planner.untrusted import parse, read_bytes
 
 LARGEST_BYTES = 1 << 20
 MOST_PLANS = 1_000
@@ -70,20 +70,15 @@ def read_grid(path: str | Path) -> tuple[GridEntry, ...]:
     """The plans of a grid's file, in its order; a VplanError that names the file and its fault."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_BYTES + 1)
+        text = read_bytes(path, LARGEST_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise VplanError(f"{path.name} is not TOML: {error}", "correct that line") from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a valid file name"
+        reason = getattr(error, "strerror", error)
         names = ", ".join(sorted(grid.stem for grid in profiles.GRIDS.glob("*.toml")))
         fix = f"pass a grid's .toml file, or a bundled grid: {names}"
         raise VplanError(f"cannot read the grid {quoted(str(path))}: {reason}", fix) from None
-    if len(text) > LARGEST_BYTES:
-        raise VplanError(f"{path.name} is too large for a grid of {MOST_PLANS} plans", "pass a grid's .toml file")
-    try:
-        whole = tomllib.loads(text.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else f"not TOML: {error}"
-        raise VplanError(f"{path.name} is {what}", "correct that line") from None
+    whole = parse(text, "toml", path.name)
     entries = tuple(_entries(whole, path.name))
     if not 0 < len(entries) <= MOST_PLANS:
         fix = f"write 1 to {MOST_PLANS} plans, as [[jobs]] with plans = [{{}}, ...]"

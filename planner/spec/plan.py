@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -14,6 +13,7 @@ from planner.schema import Bytes, CountOrZero, NotNegative, Record
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.training import TrainingSettings
+from planner.untrusted import parse, read_bytes
 
 PhaseName = Literal["load", "encode", "first_step", "train", "optimizer", "denoise", "decode", "save"]
 Verdict = Literal["fits", "tight", "no"]
@@ -283,12 +283,7 @@ def plan_to_toml(plan: Plan) -> str:
 
 def plan_from_toml(text: str, where: str = "plan") -> Plan:
     """The plan of a file's text; `where` names the file in the error."""
-    try:
-        whole = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise VplanError(f"{where} is not TOML: {error}", "correct that line, or create the plan again") from None
-    except RecursionError:
-        raise VplanError(f"{where} is nested too deeply for a plan", "write the plan again") from None
+    whole = parse(text, "toml", where)
     if whole.get("schema") != 1:
         written = f"schema {quoted(whole['schema'])}" if "schema" in whole else "no schema"
         other = "it is from another version: update vplan, or create it again"  # its fields may mean other things
@@ -316,9 +311,9 @@ def read_plan(path: str | Path) -> Plan:
     """The plan in a file, or a VplanError that names the file and its fault."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        text = read_bytes(path).decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = "it is not a text file" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", error)
         raise VplanError(f"cannot read plan {quoted(str(path))}: {reason}", "pass a plan.toml") from None
     return plan_from_toml(text, where=path.name)
 

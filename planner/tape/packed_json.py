@@ -11,6 +11,7 @@ from typing import Any
 
 from planner.errors import VplanError
 from planner.tape.format import DAMAGED_FIX
+from planner.untrusted import read_bytes
 
 MAX_FILE_BYTES = 16 << 20
 """A bundled tape has 100 kB at most; one of an own model whose blocks all differ may have ten times as much."""
@@ -27,10 +28,9 @@ def pack(data: Any) -> bytes:
 
 def unpack(path: Path) -> bytes:
     """The JSON text of a file; an OSError, EOFError, ValueError or zlib.error where it is damaged or too large."""
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB")
+    packed = read_bytes(path, MAX_FILE_BYTES)
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # with gzip's header and checksum
-    text = stream.decompress(path.read_bytes(), MAX_TEXT_BYTES)
+    text = stream.decompress(packed, MAX_TEXT_BYTES)
     if not stream.eof:
         raise EOFError("cut short, or too large when unpacked")
     if stream.unused_data:

@@ -137,10 +137,9 @@ def test_the_numbers_as_json_and_the_page_as_a_file(output: Path) -> None:
 
 
 def test_a_run_does_not_steer_the_terminal(tmp_path: Path) -> None:
-    from rich.console import Console
-
     from planner.commands.watch import _summary
     from planner.launch.run_history import RunHistory
+    from planner.terminal import console
     from reports.run_data import run_page
 
     folder = killed_and_resumed(tmp_path)
@@ -148,10 +147,10 @@ def test_a_run_does_not_steer_the_terminal(tmp_path: Path) -> None:
     (folder / "run" / "result-00000.json").write_text(json.dumps({"outcome": "nan", "message": "\x1b]0;owned\x07"}))
     history = RunHistory(folder)
     history.update()
-    with (console := Console(width=80, force_terminal=True)).capture() as shown:
-        console.print(_summary(run_page(history)))
+    with (terminal := console(width=80)).capture() as shown:
+        terminal.print(_summary(run_page(history)))
     text = shown.get()
-    assert "wan [2Jgone" in text and "]0;owned" in text and "\x1b[2J" not in text and "\x1b]" not in text
+    assert r"wan\x1b[2Jgone" in text and r"\x1b]0;owned" in text and "\x1b" not in text
     assert "loss 1.0000 (mean of 10 steps)" in text and "outside the predicted range" in text
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from planner.catalog.diffusers_folder import CONFIG, read_config
 from planner.errors import VplanError, quoted
+from planner.untrusted import MAX_INDEX_BYTES, read_bytes
 
 WEIGHTS = ("diffusion_pytorch_model", "model")
 """How weight files are called: diffusers' and transformers'."""
@@ -114,7 +115,7 @@ def _weights(root: Path, part: str) -> Iterator[Path]:
 
 def _shards(root: Path, part: str, index: Path) -> Iterator[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(read_bytes(index, MAX_INDEX_BYTES))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         raise VplanError(f"{part}/{index.name} of {root.name} is damaged", "download the file again") from None
     for name in names:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
 from planner.spec.job import Job
+from planner.untrusted import MAX_INDEX_BYTES, read_bytes
 from trainers.families.common.random_draws import sample_seed
 from trainers.memory import swap
 from trainers.step import step
@@ -204,7 +205,7 @@ def _file_names(folder: Path) -> list[str]:
     """The safetensors files that make up the model: as the index says, or the only one."""
     if (folder / INDEX).is_file():
         try:
-            names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(json.loads(read_bytes(folder / INDEX, MAX_INDEX_BYTES))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise VplanError(f"{folder / INDEX} is damaged", "download the model again") from None
         if outside := [name for name in names if Path(name).name != name]:
@@ -233,7 +234,7 @@ def _open(folder: Path, name: str) -> Any:
 def _check_architecture(folder: Path, profile: ModelProfile) -> None:
     """The folder must be of the class and config that the plan was estimated for."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_bytes(folder / "config.json"))
         class_name = config.get("_class_name")
     except (OSError, ValueError, AttributeError):
         raise VplanError(f"{folder / 'config.json'} is damaged", "download the model again") from None

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import click
-
 from planner.commands import USAGE
 from planner.commands._shared.verb import DONE, show, table
 from planner.commands.probe import FAILED, keep, told_line
@@ -24,6 +22,7 @@ from planner.probe.grid_schedule import STEPS, Candidate, in_order, pricing
 from planner.probe.probe import RealRunner
 from planner.probe.runner import Runner
 from planner.spec.job import Machine
+from planner.terminal import echo
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class Campaign:
             if self._seconds_left < expected:
                 continue  # a shorter one may still fit
             start = f"[{number}/{total}] {each.entry.title}"
-            click.echo(f"{start}: about {format_seconds(expected)}; {self._outlook()}", err=True)
+            echo(f"{start}: about {format_seconds(expected)}; {self._outlook()}", err=True)
             began = time.monotonic()
             runner = self.where.runner
             if isinstance(runner, RealRunner):
@@ -123,7 +122,7 @@ class Campaign:
                 row = runner.run(each.plan, steps=STEPS, time_limit=self.asked.time_limit, encode=each.entry.encode)
             except VplanError as error:  # what is missing for one plan may be there for the others
                 self.refused.append((each.entry.title, error.message))
-                click.echo(f"{start}: skipped: {error.message}", err=True)
+                echo(f"{start}: skipped: {error.message}", err=True)
                 continue
             seconds = time.monotonic() - began
             row = row.replace(grid=grid, details={**row.details, "wall_seconds": round(seconds, 1)})
@@ -133,10 +132,10 @@ class Campaign:
                 keep(ledger, row)
             self.rows.append(row)
             self._paces.append(seconds / each.seconds)
-            click.echo(f"{start}: {told_line(row.to_json())}", err=True)
+            echo(f"{start}: {told_line(row.to_json())}", err=True)
             if self.asked.histories and each.is_off(row) and isinstance(runner, RealRunner):
                 path = Path(self.asked.histories) / f"{row.id}.json"
-                click.echo(f"{start}: off the estimate; running it again for {path}", err=True)
+                echo(f"{start}: off the estimate; running it again for {path}", err=True)
                 self._record(each, replace(runner, history=path))
 
     def _record(self, each: Candidate, runner: RealRunner) -> None:
@@ -144,7 +143,7 @@ class Campaign:
         try:
             runner.run(each.plan, steps=1, time_limit=self.asked.time_limit)
         except VplanError as error:  # a full disk, say: the rows are what counts
-            click.echo(f"warning: {error}", err=True)
+            echo(f"warning: {error}", err=True)
 
     @property
     def pace(self) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from planner.catalog import lookup
 from planner.catalog.diffusers_folder import DENOISERS, has_name
 from planner.catalog.profiles import ModelProfile
@@ -18,6 +16,7 @@ from planner.errors import VplanError, quoted
 from planner.hardware import doctor
 from planner.search.suggester import Suggester
 from planner.spec.plan import Plan, read_plan, write_plan
+from planner.terminal import echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,10 +43,10 @@ def choose(asked: TypedQuestion, output: Path, first: bool, console: Console) ->
     if kept.exists():
         plan = read_plan(kept)
         _check_same(asked, plan, kept)
-        click.echo(f"continuing with {kept}", err=True)
+        echo(f"continuing with {kept}", err=True)
         return plan
     _suggest(asked, kept, console)
-    click.echo(f"plan written to {kept}", err=True)
+    echo(f"plan written to {kept}", err=True)
     return read_plan(kept)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from planner.commands._shared.verb import table
 from planner.spec.wording import ways
+from planner.terminal import console
 from planner.units import gib
 
 if TYPE_CHECKING:
@@ -22,10 +23,9 @@ class Progress:
     """The progress of a search by probes, shown on stderr while it runs."""
 
     def __init__(self, study: str, storage: str) -> None:
-        from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(stderr=True, highlight=False)
+        self._console = console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._said: set[tuple[int, str]] = set()
         self._console.print(f"study {study} in {storage}", style="dim", soft_wrap=True)

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import click
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from planner.errors import VplanError
@@ -17,6 +15,7 @@ from planner.launch import launch
 from planner.launch.launch import MEMORY, PREPARE_FOLDER, SAMPLES, Outcome, Preparation
 from planner.launch.run_history import GrowingFile
 from planner.launch.stop import STOP_REQUEST, STOPPED
+from planner.terminal import console, echo
 from planner.units import format_gib, format_seconds, plural
 from planner.worker_process import read_json, result_file
 
@@ -49,9 +48,14 @@ class Follower:
         # What is there already is of an earlier call; the run writes its metrics anew.
         self._metrics = GrowingFile(path, skip=True)
         self._memory = GrowingFile(path.with_name(MEMORY), skip=True)
-        console = Console(stderr=True)
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(BAR), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        errors = console(stderr=True)
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(BAR),
+            TextColumn("{task.description}", markup=False),
+        )
+        self._bar = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
         self._task = self._bar.add_task("loading", total=steps, completed=done)
 
     def __enter__(self) -> Self:
@@ -83,9 +87,9 @@ class Follower:
         self.samples += [name for name in names if name not in self.samples]
         if line["note"]:
             self.warnings.append(f"no more samples after step {line['step']}: {line['note']}")
-            click.echo(f"warning: {self.warnings[-1]}", err=True)
+            echo(f"warning: {self.warnings[-1]}", err=True)
         elif self._bar.disable:
-            click.echo(f"step {line['step']}/{self.steps}, samples: {', '.join(names)}", err=True)
+            echo(f"step {line['step']}/{self.steps}, samples: {', '.join(names)}", err=True)
 
     def _take(self, line: dict[str, Any]) -> None:
         self.last = line
@@ -97,7 +101,7 @@ class Follower:
             self._warn("retries", f"{said}: the run is at the card's limit, and slower for it")
         self._bar.update(self._task, completed=line["step"], description=self._words(line))
         if self._bar.disable and (line["step"] % self.every == 0 or line["step"] == self.steps):
-            click.echo(f"step {line['step']}/{self.steps}, {self._words(line)}", err=True)
+            echo(f"step {line['step']}/{self.steps}, {self._words(line)}", err=True)
 
     def _take_peaks(self, line: dict[str, Any], where: str) -> None:
         for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
@@ -113,7 +117,7 @@ class Follower:
         if kind not in self._warned:
             self._warned.add(kind)
             self.warnings.append(text)
-            click.echo(f"warning: {text}", err=True)
+            echo(f"warning: {text}", err=True)
 
     @property
     def step_seconds(self) -> float | None:
@@ -135,9 +139,14 @@ class Preparing:
 
     def __init__(self, output: Path) -> None:
         self.folder = output / PREPARE_FOLDER
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(BAR), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        errors = console(stderr=True)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(BAR),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
         self._task = self._bar.add_task("scanning the data", total=None)
         self._doing = ""
 
@@ -166,7 +175,7 @@ class Preparing:
             self._doing = what
             self._bar.reset(self._task, description=what, total=total)
             if self._bar.disable:
-                click.echo(f"{what}: {total}", err=True)
+                echo(f"{what}: {total}", err=True)
         self._bar.update(self._task, completed=done, total=total)
 
     def notes(self) -> list[str]:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
-import click
-
 import reports
 from planner.errors import VplanError
 from planner.launch.launch import SAMPLES
 from planner.launch.run_history import RunHistory
+from planner.terminal import echo
 
 WAIT_SECONDS = 10.0
 SHARE = 50
@@ -57,7 +56,7 @@ class ReportWriter:
         except (VplanError, OSError) as error:
             self._stopped = True
             reason = error.message if isinstance(error, VplanError) else f"{error.filename}: {error.strerror}"
-            click.echo(f"warning: no more report of the run: {reason}", err=True)
+            echo(f"warning: no more report of the run: {reason}", err=True)
         ended = time.monotonic()
         self._next = ended + max(WAIT_SECONDS, SHARE * (ended - began))
 

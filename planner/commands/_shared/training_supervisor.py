@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
 from planner.catalog import lookup
 from planner.commands import USAGE
 from planner.commands._shared.batch import write_script
@@ -32,6 +30,7 @@ from planner.launch.stop import STOPPED
 from planner.preflight import preflight
 from planner.preflight.checks import FAILED
 from planner.spec.plan import RAN_OUT, Plan, read_plan, write_plan
+from planner.terminal import echo
 from planner.units import gib
 from planner.worker_process import read_json, result_file
 
@@ -95,7 +94,7 @@ class TrainingSupervisor:
         if begins:
             print_plan(talk(), self.plan, report.estimate)
         for line in training_laws.words(self.plan.training, self.profile, self.plan.strategy):
-            click.echo(line, err=True)
+            echo(line, err=True)
         report.raise_fault()
         self.estimate = report.estimate
         for one in report.checks:
@@ -111,7 +110,7 @@ class TrainingSupervisor:
     def _note(self, *texts: str) -> None:
         self.notes += texts
         for text in texts:
-            click.echo(text, err=True)
+            echo(text, err=True)
 
     @property
     def _is_cache(self) -> bool:

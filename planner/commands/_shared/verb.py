@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from planner.errors import VplanError, quoted
+from planner.terminal import console, echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +111,7 @@ def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any)
 
     with stoppable(lambda: f"{path} is unchanged"):
         reports.write(path, plans, command=without_password(typed_line()), **more)
-    click.echo(f"wrote {path}", err=True)
+    echo(f"wrote {path}", err=True)
 
 
 def check_report(path: str) -> None:
@@ -125,14 +126,14 @@ def write_rehearsal(path: str, answer: RehearsalAnswer, checked: CheckedRehearsa
     import reports
 
     reports.write_rehearsal(path, answer, checked, command=typed_line())
-    click.echo(f"wrote {path}", err=True)
+    echo(f"wrote {path}", err=True)
 
 
 def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None]) -> None:
     """Prints the answer on stdout: as JSON, or as `render` prints it."""
     if as_json:
         # NaN and Infinity are not JSON; a command that has no number says null.
-        click.echo(json.dumps(answer, indent=2, allow_nan=False))
+        echo(json.dumps(answer, indent=2, allow_nan=False))
     else:
         render(answer_console())
 
@@ -140,17 +141,8 @@ def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None
 def answer_console() -> Console:
     """The console for answers: as wide as the terminal or as COLUMNS says; in a pipe without COLUMNS, wide enough that
     nothing wraps."""
-    # Imported here: a program that asks for JSON should not wait for colours.
-    from rich.console import Console
-
-    class Answer(Console):
-        """Leaves the end of a pipe to `planner.commands`, which ends every command the same way."""
-
-        def on_broken_pipe(self) -> None:
-            raise
-
     wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
-    return Answer(highlight=False, emoji=False, width=wide)
+    return console(width=wide)
 
 
 @contextlib.contextmanager
@@ -160,16 +152,14 @@ def stoppable(kept: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        click.echo(f"\nstopped: {kept()}", err=True)
+        echo(f"\nstopped: {kept()}", err=True)
         raise
 
 
 def talk() -> Console:
     """The console for everything but the answer: stderr, as wide as an answer."""
-    from rich.console import Console
-
     wide = None if sys.stderr.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
-    return Console(stderr=True, highlight=False, width=wide)
+    return console(stderr=True, width=wide)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

@@ -128,6 +128,9 @@ class Script:
 
 def from_words(words: Sequence[str]) -> Script:
     """A command as the shell has split it for us; `$NAME` in it is text."""
+    if len(words) == 1 and words[0].split() != [*words]:  # in one pair of quotes
+        split = commands(words[0])[0]
+        words = split[0].words if split else words
     program = _program(tuple(words), {}) or PythonCommand("", {}, words[0], tuple(words[1:]))
     return Script("the command", (program,))
 

@@ -175,7 +175,7 @@ def test_a_pipe_may_take_a_plan() -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("schema = ", "p.toml is not TOML"),
+        ("schema = ", "'p.toml' is not TOML"),
         ("", "p.toml has no schema; this vplan reads schema 1"),
         ("schema = 2", "p.toml has schema 2; this vplan reads schema 1; it is from another version: update vplan"),
         (

@@ -1,0 +1,51 @@
+"""The terminal: the one way text gets there. What other people wrote (names, keys, paths, logs) is shown as text and
+never steers it: no title, no colour, no line written over, no text turned around."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+
+def plain(text: str) -> str:
+    """Text in which a character that is nothing to look at is written out, an escape as `\\x1b`. Blanks and line ends
+    stay."""
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(letter: str) -> str:
+    if letter.isprintable() or letter in "\n\t" or unicodedata.category(letter) == "Zs":
+        return letter
+    return letter.encode("unicode_escape").decode()
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Writes a line to stdout, or to stderr."""
+    import click  # not for whoever only imports this
+
+    click.echo(plain(text), err=err, nl=nl)
+
+
+def console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """A console whose texts are neither markup nor emoji nor anything else that steers the terminal."""
+    from rich.console import Console
+
+    class Plain(Console):
+        """Leaves the end of a pipe to `planner.commands`, which ends every command the same way."""
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                is_text = not segment.control and not segment.text.isprintable()
+                yield segment._replace(text=plain(segment.text)) if is_text else segment
+
+        def on_broken_pipe(self) -> None:
+            raise
+
+    options: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+    return Plain(stderr=stderr, width=width, **options)
