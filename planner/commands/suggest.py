@@ -25,8 +25,9 @@ from planner.commands._shared.verb import (
 )
 from planner.errors import VplanError
 from planner.parallel import spread
-from planner.search.objectives import PREFERRED
+from planner.search.objectives import PREFERRED, more_ram
 from planner.search.question import Question, Suggestion
+from planner.search.search import Search
 from planner.search.suggester import Suggester, assumptions
 from planner.spec.plan import Estimate, write_plan
 from planner.units import format_gib, gib
@@ -163,7 +164,7 @@ class _Table:
         suggestion = self.suggester.best(search, explain=False)
         plan = suggestion.plan if suggestion else search.tightest(question.job)
         if plan is None or plan.verdict == "no":
-            reason = _shortage(plan) if plan else search.missing.message if search.missing else ""
+            reason = _shortage(search, plan) if plan else search.missing.message if search.missing else ""
             return render.TableRow(name, None, reason, search.considered)
         plan = plan.replace(assumptions=assumptions(question, plan))
         return render.TableRow(name, plan, "", search.considered)
@@ -173,9 +174,13 @@ def _row_maker(asked: TypedQuestion, prefer: str, allow_lossy: bool) -> Callable
     return _Table(asked, prefer, allow_lossy).row
 
 
-def _shortage(least: Estimate) -> str:
-    """What the tightest plan needs, in words."""
+def _shortage(search: Search, least: Estimate) -> str:
+    """What would fit with more RAM, else what the tightest plan needs, in words."""
     ram = least.machine.host_ram
+    richer = min(more_ram(search, least.job), key=lambda wish: wish.plan.host_ram_bytes, default=None)
+    if richer is not None and ram is not None:
+        lossy = " (lossy)" if richer.plan.lossy else ""
+        return f"no with {gib(ram):.0f} GiB of host RAM; fits with {str(richer.after).removesuffix('GiB')}{lossy}"
     if least.limit == "host":
         return f"needs at least {format_gib(least.host_ram_bytes)} of host RAM"
     reason = f"needs at least {gib(least.peak.device_bytes):.1f} GiB"

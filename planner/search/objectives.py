@@ -6,6 +6,8 @@ The same bisection says, when nothing fits, which single wish to relax and to wh
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -123,8 +125,11 @@ def largest_by(search: Search, job: Job, objective: Objective, lossy: bool | Non
 
 
 def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
-    """For a job that nothing fits: every single wish whose relaxing is enough, with the most that is left of it."""
-    model, answers = search.question.model, []
+    """For a job that nothing fits: every single wish whose relaxing is enough, with the most that is left of it.
+
+    Host RAM stands first, because it keeps the clip as it was asked for.
+    """
+    model, answers = search.question.model, list(more_ram(search, job))
     objectives = [frames(model), smaller_sizes(model, job), batch(model)]
     objectives += [rank(model)] if job.method == "lora" else []
     for objective in objectives if not job.buckets else ():
@@ -139,7 +144,7 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
             plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
         if plan is not None:
             answers.append(Relaxed("method", "full", "lora", plan))
-    return (*answers, *one_gpu(search, job), *_more_ram(search, job), *_untyped(search, job))
+    return (*answers, *one_gpu(search, job), *_untyped(search, job))
 
 
 def one_gpu(search: Search, job: Job) -> Iterator[Relaxed]:
@@ -154,21 +159,33 @@ def one_gpu(search: Search, job: Job) -> Iterator[Relaxed]:
             yield Relaxed("gpus", question.machine.world, 1, plan)
 
 
-def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
-    """The host RAM with which the job would fit as it is, in whole GiB: for the fastest plan, or, of the few ways to
-    sample, for the one that needs least."""
+def more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
+    """The host RAM with which the job would fit as it is, in whole GiB: for the fastest lossless plan, and for a lossy
+    one where that needs less."""
     question = search.question
     if question.machine.host_ram is None:
         return
-    machine = question.machine.replace(host_ram=2**50)
+    machine, least = question.machine.replace(host_ram=2**50), math.inf
     richer = Search(question._replace(machine=machine), search.screen)
-    plans = richer.by_speed(job, _kind(richer, job))
-    few = job.method == "sample"
-    plan = min(plans, key=lambda plan: plan.host_ram_bytes, default=None) if few else next(plans, None)
-    if plan is not None:
-        need = -(-plan.host_ram_bytes // GIB)
-        plan = plan.replace(machine=machine.replace(host_ram=need * GIB))
-        yield Relaxed("host_ram", f"{question.machine.host_ram / GIB:.0f}GiB", f"{need}GiB", plan)
+    for lossy in (None,) if _kind(richer, job) is None or question.allow_lossy else (False, True):
+        plan = _least_ram(search, richer, job, lossy)
+        need = -(-plan.host_ram_bytes // GIB) if plan else math.inf
+        if plan is not None and question.machine.host_ram < need * GIB and need < least:
+            plan = plan.replace(machine=machine.replace(host_ram=need * GIB))
+            yield Relaxed("host_ram", f"{question.machine.host_ram / GIB:.0f}GiB", f"{need}GiB", plan)
+            least = need
+
+
+def _least_ram(search: Search, richer: Search, job: Job, lossy: bool | None) -> Estimate | None:
+    """The fastest plan of a kind that fits where RAM is plenty, or the tightest one where that needs less RAM; of the
+    few ways to sample, the one that needs least."""
+    plans = richer.by_speed(job, lossy)
+    found = list(plans if job.method == "sample" else itertools.islice(plans, 1))
+    tightest = search.tightest(job, lossy, flushes=False)
+    if tightest is not None and tightest.limit == "host":
+        there = richer.estimate(job, tightest.configuration.strategy)
+        found += [there] if there.verdict == "fits" else []
+    return min(found, key=lambda plan: plan.host_ram_bytes, default=None)
 
 
 def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:

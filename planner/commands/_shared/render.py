@@ -201,10 +201,7 @@ def _flag(switch: Switch) -> str:
 
 
 def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -> None:
-    short = "host RAM" if plan.limit == "host" else "GPU memory"
-    if plan.limit != "host" and plan.machine.host_ram is not None and plan.host_ram_bytes > plan.machine.host_ram:
-        short = "GPU memory and host RAM"
-    console.print(f"this is the smallest plan found; not enough {short}")
+    console.print(f"this is the smallest plan found{_short_of(plan, relax)}")
     if not relax:
         console.print("no single change makes it fit", style="bold")
         return
@@ -215,6 +212,17 @@ def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -
         count = wish.plan.strategy.checkpointed_blocks if wish.field == "gradient_checkpointing" else None
         blocks = f" --checkpointed-blocks {count}" if count else ""
         console.print(f"  --{flag} {wish.after}{blocks} instead of {wish.before}{lossy}")
+
+
+def _short_of(plan: Estimate, relax: Sequence[Relaxed]) -> str:
+    """What a plan that does not fit lacks: host RAM too, where with more of it another plan fits the card."""
+    ram = plan.machine.host_ram
+    if plan.limit == "host":
+        return "; not enough host RAM"
+    if ram is not None and any(wish.field == "host_ram" for wish in relax):
+        return f" with {format_gib(ram)} of host RAM; not enough host RAM for a smaller one"
+    short = " and host RAM" if ram is not None and plan.host_ram_bytes > ram else ""
+    return f"; not enough GPU memory{short}"
 
 
 def _switch_row(switch: Switch) -> tuple[str, str, str]:
