@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ from click.testing import CliRunner
 
 from planner.commands import cli
 
-HERE = {"COLUMNS": "100", "VPLAN_HOME": os.devnull}
+HERE = {"COLUMNS": "100"}
 
 
 def said(line: str, code: int = 0, columns: int = 100) -> str:
@@ -60,3 +59,49 @@ def test_the_table_of_cards_says_what_more_host_ram_would_do() -> None:
     found = re.fullmatch(r"no with 32 GiB of host RAM; fits with (\d+) \(lossy\)", rows["16GB"]["reason"])
     assert found and rows["12GB"]["reason"].startswith("needs at least")
     answer(f"suggest wan2.2-t2v-a14b --gpu 16GB --host-ram {found[1]}GiB")
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("typed", "model"),
+    [("flux2", "flux.2-dev"), ("qwen-image-2512", "qwen-image"), ("hunyuan-video-1", "hunyuan-video-1.5"), ("sdx", "sdxl")],
+)
+def test_a_name_that_is_not_exact_is_shown_with_what_it_was_taken_for(typed: str, model: str) -> None:
+    found = answer(f"estimate {typed} --gpu 192GB --gradient-checkpointing full")
+    assert (found["job"]["model"], found["assumptions"][0]) == (model, f"'{typed}' taken for {model}")
+
+
+@pytest.mark.parametrize("typed", ["sdxl", "stabilityai/stable-diffusion-xl-base-1.0", "flux1-dev", "FLUX.1 dev"])
+def test_an_exact_name_is_shown_as_itself(typed: str) -> None:
+    done = CliRunner().invoke(cli, ["estimate", typed, "--gpu", "192GB", "--json"], env=HERE)
+    taken = [note for note in json.loads(done.stdout)["assumptions"] if "taken for" in note]
+    assert bool(taken) == (typed.startswith("stabilityai/")), "an id that says another name than ours"
+
+
+@pytest.mark.parametrize(
+    ("typed", "models"),
+    [
+        ("klein", ["flux.2-klein-4b", "flux.2-klein-9b"]),
+        ("wan2.2-14b --frames 9", ["wan2.2-animate-14b", "wan2.2-i2v-a14b", "wan2.2-t2v-a14b"]),
+    ],
+)
+def test_a_name_for_several_models_gives_a_table_of_them(typed: str, models: list[str]) -> None:
+    page = said(f"suggest {typed} --gpu 96GB --gradient-checkpointing full", columns=80)
+    assert page.startswith(f"'{typed.split()[0]}' may mean {len(models)} models, lora, on 96 GB card")
+    assert all(f"\n{model} " in page for model in models), "names are to be typed, and not cut short"
+    assert max(map(len, page.splitlines())) <= 80
+
+
+def test_a_name_for_several_models_is_refused_where_one_plan_is_asked_for() -> None:
+    assert "fix: write one of flux.2-klein-4b, flux.2-klein-9b" in said("suggest klein --gpu 3090 -o plan.toml", 2)
+    assert "model 'klein' is ambiguous" in said("estimate klein --gpu 3090", 1)
+    rows = answer("suggest klein --gpu 3090 --frames 9", 1)
+    assert "makes images" in rows["error"]["message"]
+
+
+def test_nothing_absurd_is_suggested_for_an_unknown_name() -> None:
+    assert "fix: `vplan models` lists what is known" in said("suggest nosuch --gpu 3090", 1)
+    assert "did you mean hunyuan-video" in said("suggest hunyan-video --gpu 3090", 1)
+    assert "is a distilled Z-Image" in said("suggest Z-Image-Turbo --gpu 3090", 1)

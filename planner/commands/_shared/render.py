@@ -274,6 +274,7 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
     name = "model" if kind == "models" else "card"
     data = ("data",) if kind == "models" else ()
     found = table((name, ">clip", "verdict", ">GiB", ">s/step", *data, "with"), [])
+    found.columns[0].no_wrap, found.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
     for row in rows:
         *cells, last = _row(row)
         found.add_row(*cells, *([lookup.model(row.name).train_data] if data else []), last)
