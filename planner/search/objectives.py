@@ -124,6 +124,23 @@ def largest_by(search: Search, job: Job, objective: Objective, lossy: bool | Non
     return _largest(search, job, objective, _takeable(search, job, objective, objective.values), lossy)
 
 
+def other_kind(search: Search, plan: Estimate, objective: Objective) -> Iterator[Relaxed]:
+    """The most of an objective for plans of the other kind: without loss where the plan is lossy, else with loss, where
+    that is more. Nothing where the shapes are given, or no such plan fits."""
+    job, best = plan.job, objective.size(objective.read(plan.job))
+    if job.buckets or search.needs_tiles(job):
+        return
+    values = [
+        value
+        for value in objective.values
+        if (objective.size(value) < best if plan.lossy else objective.size(value) > best)
+    ]
+    other = _largest(search, job, objective, _takeable(search, job, objective, values), not plan.lossy)
+    if other is not None:
+        before, after = objective.read(job), objective.read(other.job)
+        yield Relaxed(objective.name, _as_text(before), _as_text(after), other)
+
+
 def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
     """For a job that nothing fits: every single wish whose relaxing is enough, with the most that is left of it.
 
@@ -226,10 +243,26 @@ def _largest(
 ) -> Estimate | None:
     """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed."""
     anchors = _anchors(search, [objective.put(job, value) for value in values[:1]] + [job], lossy)
-    for there in _jobs_that_may_fit(search, job, objective, values, anchors):
-        if plan := next(search.by_speed(there, lossy), None):
-            return plan
+    refused: list[int] = []
+    for index in _may_fit(search, job, objective, values, anchors):
+        if plan := next(search.by_speed(objective.put(job, values[index]), lossy), None):
+            return _larger(search, job, objective, values[index + 1 : max(refused, default=0)], lossy) or plan
+        refused.append(index)
     return None
+
+
+def _larger(
+    search: Search, job: Job, objective: Objective, skipped: Sequence[Value], lossy: bool | None
+) -> Estimate | None:
+    """The fastest plan at the largest of the values that were ruled out only by what replays of larger ones lost to
+    fragmentation: each is asked by itself, from the smallest, until one does not fit."""
+    found = None
+    for value in skipped:
+        alone = Search(search.question, search.screen, search.policy)
+        if (plan := next(alone.by_speed(objective.put(job, value), lossy), None)) is None:
+            break
+        found = plan
+    return found
 
 
 def _largest_by_any_plan(
@@ -237,7 +270,8 @@ def _largest_by_any_plan(
 ) -> Estimate | None:
     """As `_largest`, but any plan there will do: the tightest, which is the first that is asked."""
     anchors = _anchors(search, [job], lossy)
-    for there in _jobs_that_may_fit(search, job, objective, values, anchors):
+    for index in _may_fit(search, job, objective, values, anchors):
+        there = objective.put(job, values[index])
         for strategy in anchors:
             plan = search.try_estimate(there, search.most_in_ram(there, strategy))
             if plan is not None and plan.verdict == "fits":
@@ -245,10 +279,10 @@ def _largest_by_any_plan(
     return None
 
 
-def _jobs_that_may_fit(
+def _may_fit(
     search: Search, job: Job, objective: Objective, values: Sequence[Value], anchors: Sequence[ResolvedStrategy]
-) -> Iterator[Job]:
-    """The job at the largest value at which one of the strategies may fit; then, with what was learned there, at
+) -> Iterator[int]:
+    """The index of the largest value at which one of the strategies may fit; then, with what was learned there, of
     the largest below it, and so on."""
 
     def may_fit(index: int) -> bool:
@@ -262,7 +296,7 @@ def _jobs_that_may_fit(
             break
         low, step = low + step, step * 2
     while (last := _last(may_fit, low, high)) >= 0:
-        yield objective.put(job, values[last])
+        yield last
         low, high, step = last - 1, last, 1
         while low >= 0 and not may_fit(low):  # what is learned is some percent: the next is near
             low, high, step = max(-1, low - step), low, step * 2

@@ -66,7 +66,12 @@ def test_the_table_of_cards_says_what_more_host_ram_would_do() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "model"),
-    [("flux2", "flux.2-dev"), ("qwen-image-2512", "qwen-image"), ("hunyuan-video-1", "hunyuan-video-1.5"), ("sdx", "sdxl")],
+    [
+        ("flux2", "flux.2-dev"),
+        ("qwen-image-2512", "qwen-image"),
+        ("hunyuan-video-1", "hunyuan-video-1.5"),
+        ("sdx", "sdxl"),
+    ],
 )
 def test_a_name_that_is_not_exact_is_shown_with_what_it_was_taken_for(typed: str, model: str) -> None:
     found = answer(f"estimate {typed} --gpu 192GB --gradient-checkpointing full")
@@ -105,3 +110,30 @@ def test_nothing_absurd_is_suggested_for_an_unknown_name() -> None:
     assert "fix: `vplan models` lists what is known" in said("suggest nosuch --gpu 3090", 1)
     assert "did you mean hunyuan-video" in said("suggest hunyan-video --gpu 3090", 1)
     assert "is a distilled Z-Image" in said("suggest Z-Image-Turbo --gpu 3090", 1)
+
+
+# ---- both kinds of plans
+
+
+def test_the_longest_clip_is_said_lossless_and_lossy() -> None:
+    """And both commands say the same two numbers, which hold when they are asked for."""
+    fixed = "--host-ram 32GiB --gradient-checkpointing offload --optimizer-step fused"
+    question = f"suggest wan2.1-t2v-14b --gpu 4090 {fixed}"
+    found = answer(f"{question} --frames max")
+    lossless, (wish,) = found["plan"]["job"]["frames"], found["relax"]
+    assert (wish["field"], wish["from"], wish["lossy"]) == ("frames", lossless, ["weights_dtype"])
+    assert 0 < lossless < 81 < wish["to"]
+    asked = answer(f"{question} --frames 81")
+    assert asked["plan"]["lossy"] == ["weights_dtype"]
+    assert [(wish["from"], wish["to"], wish["lossy"]) for wish in asked["relax"]] == [(81, lossless, [])]
+    assert not answer(f"{question} --frames {lossless}")["plan"]["lossy"]
+    assert answer(f"{question} --frames {lossless + 4}")["plan"]["lossy"]
+
+
+def test_both_kinds_are_in_the_text() -> None:
+    question = "suggest wan2.1-t2v-1.3b --gpu 8GB --gradient-checkpointing offload"
+    page = prose(f"{question} --frames max")
+    lossy = re.search(r"lossy up to (\d+) frames \(--allow lossy\): [^(]+ \(fits, [\d.]+ GiB\)", page)
+    assert lossy is not None
+    page = prose(f"{question} --frames {lossy[1]}")
+    assert re.search(r"lossless up to (\d+) frames \(--frames \1\): [^(]+ \(fits, [\d.]+ GiB\)", page)

@@ -173,7 +173,7 @@ def print_suggestion(console: Console, question: Question, found: Suggestion) ->
     if plan.verdict == "no":
         _print_relaxed(console, plan, found.relaxed)
     for wish in found.relaxed if plan.verdict != "no" else ():
-        console.print(f"lossless on one GPU (--gpus 1): {ways(wish.plan)} ({_need(wish.plan)})", style="yellow")
+        console.print(_other_kind(wish), style="yellow")
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
     if told:
         console.print()
@@ -208,10 +208,23 @@ def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -
     console.print("to make it fit, change one of:", style="bold")
     for wish in relax:
         lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
-        flag = wish.field.replace("_", "-").replace("batch", "batch-size")
         count = wish.plan.strategy.checkpointed_blocks if wish.field == "gradient_checkpointing" else None
         blocks = f" --checkpointed-blocks {count}" if count else ""
-        console.print(f"  --{flag} {wish.after}{blocks} instead of {wish.before}{lossy}")
+        console.print(f"  --{_flag_name(wish)} {wish.after}{blocks} instead of {wish.before}{lossy}")
+
+
+def _other_kind(wish: Relaxed) -> str:
+    """What a plan of the other kind reaches, lossy or not, in a line."""
+    if wish.field == "gpus":
+        return f"lossless on one GPU (--gpus 1): {ways(wish.plan)} ({_need(wish.plan)})"
+    most = f"{wish.after} frames" if wish.field == "frames" else f"{wish.field} {wish.after}"
+    flag = "--allow lossy" if wish.plan.lossy else f"--{_flag_name(wish)} {wish.after}"
+    kind = "lossy" if wish.plan.lossy else "lossless"
+    return f"{kind} up to {most} ({flag}): {ways(wish.plan)} ({_need(wish.plan)})"
+
+
+def _flag_name(wish: Relaxed) -> str:
+    return wish.field.replace("_", "-").replace("batch", "batch-size")
 
 
 def _short_of(plan: Estimate, relax: Sequence[Relaxed]) -> str:
