@@ -50,8 +50,9 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         # Two letters the wrong way round are a slip of the fingers, and difflib sees no more in them than in any two.
         turned = sorted(candidate.lower()) == sorted(text)
         scores[candidate] = 1.0 if turned else asked.ratio()
-    # Beside a clear winner (one letter wrong) the merely similar names are noise.
-    bar = max(0.5, max(scores.values(), default=0.0) - 0.15)
+    # Beside a clear winner (one letter wrong) the merely similar names are noise. What is less alike than 0.6, the bar
+    # of difflib's own `get_close_matches`, is another word.
+    bar = max(0.6, max(scores.values(), default=0.0) - 0.15)
     return sorted((found for found in scores if scores[found] >= bar), key=lambda found: -scores[found])[:count]
 
 

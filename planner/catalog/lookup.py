@@ -45,7 +45,9 @@ __all__ = [
     "model_names",
     "parse_gpus",
     "parse_resolution",
+    "several",
     "smaller_cards",
+    "taken_for",
 ]
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -85,6 +87,39 @@ def model_names() -> tuple[str, ...]:
 
 def model(name: str) -> ModelProfile:
     """The model of a name, an alias, a Hugging Face id, a start that only one model has, or an own one's folder."""
+    if profile := _exactly(name):
+        return profile
+    if origin := _distilled().get(_model_key(name)):
+        fault = f"{quoted(name)} is a distilled {_model(origin).title}, which vplan does not train"
+        raise VplanError(fault, f"use {origin}, whose memory is the same, and its own weights")
+    # A start that several models have is refused with their names: guessing one would plan for another model.
+    variants = _variants(name.strip().lower())
+    if len(variants) == 1:
+        return model(variants[0])
+    if variants:
+        raise VplanError(f"model {quoted(name)} is ambiguous", "write one of " + ", ".join(variants))
+    if profile := _recorded_from(name):  # a folder here, named without a path
+        return profile
+    raise VplanError(f"model {quoted(name)} is not known", _near_models(name.strip().lower()))
+
+
+def several(name: str) -> tuple[str, ...]:
+    """The models that a name may mean; empty where it means one of them, or none."""
+    if _exactly(name) or _model_key(name) in _distilled():
+        return ()
+    variants = _variants(name.strip().lower())
+    return tuple(variants) if len(variants) > 1 else ()
+
+
+def taken_for(name: str, profile: ModelProfile) -> str:
+    """How a name that is not the model's own was understood, in words: an alias, or the start of a name."""
+    if profile.is_own or _model_key(name).replace(".", "") == _model_key(profile.name).replace(".", ""):
+        return ""
+    return f"{quoted(name)} taken for {profile.name}"
+
+
+def _exactly(name: str) -> ModelProfile | None:
+    """The model that a name, an alias, a Hugging Face id or a path says; None where it says none."""
     if diffusers_folder.is_path(name) and (profile := _recorded_from(name)):
         return profile
     text = name.strip().lower()
@@ -96,20 +131,8 @@ def model(name: str) -> ModelProfile:
             return _model(text)
         if user_data.is_name(text) and (own_profile := _own_model(text)):
             return own_profile
-    if canonical := bundled_name(text):
-        return _model(canonical)
-    if origin := _distilled().get(_model_key(text)):
-        fault = f"{quoted(name)} is a distilled {_model(origin).title}, which vplan does not train"
-        raise VplanError(fault, f"use {origin}, whose memory is the same, and its own weights")
-    # A start that several models have is refused with their names: guessing one would plan for another model.
-    variants = _variants(text)
-    if len(variants) == 1:
-        return model(variants[0])
-    if variants:
-        raise VplanError(f"model {quoted(name)} is ambiguous", "write one of " + ", ".join(variants))
-    if profile := _recorded_from(name):  # a folder here, named without a path
-        return profile
-    raise VplanError(f"model {quoted(name)} is not known", _near_models(text))
+    canonical = bundled_name(text)
+    return _model(canonical) if canonical else None
 
 
 def diffusers_classes() -> tuple[str, ...]:
@@ -235,12 +258,12 @@ def _distilled() -> dict[str, str]:
 
 
 def _variants(text: str) -> list[str]:
-    """Names in which every word typed starts some word: `wan2.1`, `wan i2v`, `cogvideox-2`."""
+    """Names in which every word typed starts some word: `wan2.1`, `wan i2v`, `cogvideox-2`; 14b is also a14b."""
     words = [word for word in re.split(r"[\s_/-]+", text) if word]
     return [
         name
         for name in model_names()
-        if words and all(any(part.startswith(word) for part in name.split("-")) for word in words)
+        if words and all(any(part.startswith((word, f"a{word}")) for part in name.split("-")) for word in words)
     ]
 
 

@@ -25,8 +25,9 @@ from planner.commands._shared.verb import (
 )
 from planner.errors import VplanError
 from planner.parallel import spread
-from planner.search.objectives import PREFERRED
+from planner.search.objectives import PREFERRED, more_ram
 from planner.search.question import Question, Suggestion
+from planner.search.search import Search
 from planner.search.suggester import Suggester, assumptions
 from planner.spec.plan import Estimate, write_plan
 from planner.units import format_gib, gib
@@ -75,7 +76,8 @@ def command(
     started = time.perf_counter()
     if asked.model is None and asked.gpu is None:
         raise VplanError("no --model and no --gpu", "pass one of them, as --gpu 24GB", USAGE)
-    if asked.model is not None and asked.gpu is not None:
+    several = lookup.several(asked.model) if asked.model and asked.gpu else ()
+    if asked.model is not None and asked.gpu is not None and not several:
         question = asked.settle()._replace(allow_lossy=allow is not None)
         suggestion = Suggester(asked.trainer, prefer).suggest(question)
         if output:
@@ -85,13 +87,12 @@ def command(
         answer = suggestion.to_json(time.perf_counter() - started)
         show(answer, as_json, lambda console: _print_one(console, question, suggestion, output))
         return verdict_exit_code(suggestion.plan.verdict, strict=strict)
-    if report:
-        raise VplanError("--report needs a single plan", "pass --model and --gpu", USAGE)
-    if output:
-        raise VplanError("-o needs a single plan", "pass --model and --gpu", USAGE)
-    kind = "models" if asked.model is None else "classes"
-    table = _Table(asked, prefer, allow is not None)
-    rows = table.models() if asked.model is None else table.classes()
+    if report or output:
+        fix = f"write one of {', '.join(several)}" if several else "pass --model and --gpu"
+        raise VplanError(f"{'--report' if report else '-o'} needs a single plan", fix, USAGE)
+    kind = "models" if asked.model is None or several else "classes"
+    table = _Table(asked, prefer, allow is not None, several)
+    rows = table.models() if kind == "models" else table.classes()
     answer = {
         kind: [row.to_json(kind) for row in rows],
         "considered": sum(row.considered for row in rows),
@@ -105,8 +106,10 @@ def command(
 class _Table:
     """The answer for every model, or for every class of card: a line each, worked out on several cores."""
 
-    def __init__(self, asked: TypedQuestion, prefer: str, allow_lossy: bool) -> None:
+    def __init__(self, asked: TypedQuestion, prefer: str, allow_lossy: bool, several: tuple[str, ...] = ()) -> None:
+        """``several``: the models to answer for, where the name that was typed means these."""
         self.asked = asked
+        self.several = several
         self.prefer = prefer
         self.allow_lossy = allow_lossy
         self.suggester = Suggester(asked.trainer, prefer)
@@ -114,7 +117,8 @@ class _Table:
     def models(self) -> list[render.TableRow]:
         """A line for every model that can train at that length."""
         frames = self.asked.job.get("frames")
-        names = [name for name in lookup.model_names() if lookup.model(name).kind == "video" or frames in (None, 1)]
+        known = lookup.model_names()
+        names = self.several or [name for name in known if lookup.model(name).kind == "video" or frames in (None, 1)]
         rows, refusals = [], []
         for name, found in zip(names, spread(_row_maker, self._typed, names, "models"), strict=True):
             if isinstance(found, VplanError):
@@ -135,13 +139,13 @@ class _Table:
         return rows
 
     @property
-    def _typed(self) -> tuple[TypedQuestion, str, bool]:
-        return self.asked, self.prefer, self.allow_lossy
+    def _typed(self) -> tuple[TypedQuestion, str, bool, tuple[str, ...]]:
+        return self.asked, self.prefer, self.allow_lossy, self.several
 
     def row(self, name: str) -> render.TableRow | VplanError:
         """The line for one model, or for one class of card of the model that was typed; or why there is none."""
         try:
-            if self.asked.model is None:
+            if self.asked.model is None or self.several:
                 return self._row(name, self.asked.settle(model=name))
             return self._row(name, self.asked.settle(gpu=name))
         except VplanError as error:
@@ -150,10 +154,11 @@ class _Table:
     def first_line(self) -> str:
         """How a question about many was understood."""
         asked = self.asked
-        if asked.model is None:
+        if asked.model is None or self.several:
             count, card = lookup.parse_gpus(asked.gpu or "")
-            several = f"{count} x " if count > 1 else ""
-            return f"all known models, {asked.job.get('method', 'lora')}, on {several}{card.title}: " + (
+            cards = f"{count} x " if count > 1 else ""
+            models = f"{asked.model!r} may mean {len(self.several)} models" if self.several else "all known models"
+            return f"{models}, {asked.job.get('method', 'lora')}, on {cards}{card.title}: " + (
                 f"{card.allocatable_gib:.2f} GiB usable"
             )
         return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every card class"
@@ -163,19 +168,25 @@ class _Table:
         suggestion = self.suggester.best(search, explain=False)
         plan = suggestion.plan if suggestion else search.tightest(question.job)
         if plan is None or plan.verdict == "no":
-            reason = _shortage(plan) if plan else search.missing.message if search.missing else ""
+            reason = _shortage(search, plan) if plan else search.missing.message if search.missing else ""
             return render.TableRow(name, None, reason, search.considered)
         plan = plan.replace(assumptions=assumptions(question, plan))
         return render.TableRow(name, plan, "", search.considered)
 
 
-def _row_maker(asked: TypedQuestion, prefer: str, allow_lossy: bool) -> Callable[[str], render.TableRow | VplanError]:
-    return _Table(asked, prefer, allow_lossy).row
+def _row_maker(
+    asked: TypedQuestion, prefer: str, allow_lossy: bool, several: tuple[str, ...]
+) -> Callable[[str], render.TableRow | VplanError]:
+    return _Table(asked, prefer, allow_lossy, several).row
 
 
-def _shortage(least: Estimate) -> str:
-    """What the tightest plan needs, in words."""
+def _shortage(search: Search, least: Estimate) -> str:
+    """What would fit with more RAM, else what the tightest plan needs, in words."""
     ram = least.machine.host_ram
+    richer = min(more_ram(search, least.job), key=lambda wish: wish.plan.host_ram_bytes, default=None)
+    if richer is not None and ram is not None:
+        lossy = " (lossy)" if richer.plan.lossy else ""
+        return f"no with {gib(ram):.0f} GiB of host RAM; fits with {str(richer.after).removesuffix('GiB')}{lossy}"
     if least.limit == "host":
         return f"needs at least {format_gib(least.host_ram_bytes)} of host RAM"
     reason = f"needs at least {gib(least.peak.device_bytes):.1f} GiB"

@@ -6,6 +6,8 @@ The same bisection says, when nothing fits, which single wish to relax and to wh
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -122,9 +124,29 @@ def largest_by(search: Search, job: Job, objective: Objective, lossy: bool | Non
     return _largest(search, job, objective, _takeable(search, job, objective, objective.values), lossy)
 
 
+def other_kind(search: Search, plan: Estimate, objective: Objective) -> Iterator[Relaxed]:
+    """The most of an objective for plans of the other kind: without loss where the plan is lossy, else with loss, where
+    that is more. Nothing where the shapes are given, or no such plan fits."""
+    job, best = plan.job, objective.size(objective.read(plan.job))
+    if job.buckets or search.needs_tiles(job):
+        return
+    values = [
+        value
+        for value in objective.values
+        if (objective.size(value) < best if plan.lossy else objective.size(value) > best)
+    ]
+    other = _largest(search, job, objective, _takeable(search, job, objective, values), not plan.lossy)
+    if other is not None:
+        before, after = objective.read(job), objective.read(other.job)
+        yield Relaxed(objective.name, _as_text(before), _as_text(after), other)
+
+
 def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
-    """For a job that nothing fits: every single wish whose relaxing is enough, with the most that is left of it."""
-    model, answers = search.question.model, []
+    """For a job that nothing fits: every single wish whose relaxing is enough, with the most that is left of it.
+
+    Host RAM stands first, because it keeps the clip as it was asked for.
+    """
+    model, answers = search.question.model, list(more_ram(search, job))
     objectives = [frames(model), smaller_sizes(model, job), batch(model)]
     objectives += [rank(model)] if job.method == "lora" else []
     for objective in objectives if not job.buckets else ():
@@ -139,7 +161,7 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
             plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
         if plan is not None:
             answers.append(Relaxed("method", "full", "lora", plan))
-    return (*answers, *one_gpu(search, job), *_more_ram(search, job), *_untyped(search, job))
+    return (*answers, *one_gpu(search, job), *_untyped(search, job))
 
 
 def one_gpu(search: Search, job: Job) -> Iterator[Relaxed]:
@@ -154,21 +176,33 @@ def one_gpu(search: Search, job: Job) -> Iterator[Relaxed]:
             yield Relaxed("gpus", question.machine.world, 1, plan)
 
 
-def _more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
-    """The host RAM with which the job would fit as it is, in whole GiB: for the fastest plan, or, of the few ways to
-    sample, for the one that needs least."""
+def more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
+    """The host RAM with which the job would fit as it is, in whole GiB: for the fastest lossless plan, and for a lossy
+    one where that needs less."""
     question = search.question
     if question.machine.host_ram is None:
         return
-    machine = question.machine.replace(host_ram=2**50)
+    machine, least = question.machine.replace(host_ram=2**50), math.inf
     richer = Search(question._replace(machine=machine), search.screen)
-    plans = richer.by_speed(job, _kind(richer, job))
-    few = job.method == "sample"
-    plan = min(plans, key=lambda plan: plan.host_ram_bytes, default=None) if few else next(plans, None)
-    if plan is not None:
-        need = -(-plan.host_ram_bytes // GIB)
-        plan = plan.replace(machine=machine.replace(host_ram=need * GIB))
-        yield Relaxed("host_ram", f"{question.machine.host_ram / GIB:.0f}GiB", f"{need}GiB", plan)
+    for lossy in (None,) if _kind(richer, job) is None or question.allow_lossy else (False, True):
+        plan = _least_ram(search, richer, job, lossy)
+        need = -(-plan.host_ram_bytes // GIB) if plan else math.inf
+        if plan is not None and question.machine.host_ram < need * GIB and need < least:
+            plan = plan.replace(machine=machine.replace(host_ram=need * GIB))
+            yield Relaxed("host_ram", f"{question.machine.host_ram / GIB:.0f}GiB", f"{need}GiB", plan)
+            least = need
+
+
+def _least_ram(search: Search, richer: Search, job: Job, lossy: bool | None) -> Estimate | None:
+    """The fastest plan of a kind that fits where RAM is plenty, or the tightest one where that needs less RAM; of the
+    few ways to sample, the one that needs least."""
+    plans = richer.by_speed(job, lossy)
+    found = list(plans if job.method == "sample" else itertools.islice(plans, 1))
+    tightest = search.tightest(job, lossy, flushes=False)
+    if tightest is not None and tightest.limit == "host":
+        there = richer.estimate(job, tightest.configuration.strategy)
+        found += [there] if there.verdict == "fits" else []
+    return min(found, key=lambda plan: plan.host_ram_bytes, default=None)
 
 
 def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
@@ -209,10 +243,26 @@ def _largest(
 ) -> Estimate | None:
     """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed."""
     anchors = _anchors(search, [objective.put(job, value) for value in values[:1]] + [job], lossy)
-    for there in _jobs_that_may_fit(search, job, objective, values, anchors):
-        if plan := next(search.by_speed(there, lossy), None):
-            return plan
+    refused: list[int] = []
+    for index in _may_fit(search, job, objective, values, anchors):
+        if plan := next(search.by_speed(objective.put(job, values[index]), lossy), None):
+            return _larger(search, job, objective, values[index + 1 : max(refused, default=0)], lossy) or plan
+        refused.append(index)
     return None
+
+
+def _larger(
+    search: Search, job: Job, objective: Objective, skipped: Sequence[Value], lossy: bool | None
+) -> Estimate | None:
+    """The fastest plan at the largest of the values that were ruled out only by what replays of larger ones lost to
+    fragmentation: each is asked by itself, from the smallest, until one does not fit."""
+    found = None
+    for value in skipped:
+        alone = Search(search.question, search.screen, search.policy)
+        if (plan := next(alone.by_speed(objective.put(job, value), lossy), None)) is None:
+            break
+        found = plan
+    return found
 
 
 def _largest_by_any_plan(
@@ -220,7 +270,8 @@ def _largest_by_any_plan(
 ) -> Estimate | None:
     """As `_largest`, but any plan there will do: the tightest, which is the first that is asked."""
     anchors = _anchors(search, [job], lossy)
-    for there in _jobs_that_may_fit(search, job, objective, values, anchors):
+    for index in _may_fit(search, job, objective, values, anchors):
+        there = objective.put(job, values[index])
         for strategy in anchors:
             plan = search.try_estimate(there, search.most_in_ram(there, strategy))
             if plan is not None and plan.verdict == "fits":
@@ -228,10 +279,10 @@ def _largest_by_any_plan(
     return None
 
 
-def _jobs_that_may_fit(
+def _may_fit(
     search: Search, job: Job, objective: Objective, values: Sequence[Value], anchors: Sequence[ResolvedStrategy]
-) -> Iterator[Job]:
-    """The job at the largest value at which one of the strategies may fit; then, with what was learned there, at
+) -> Iterator[int]:
+    """The index of the largest value at which one of the strategies may fit; then, with what was learned there, of
     the largest below it, and so on."""
 
     def may_fit(index: int) -> bool:
@@ -245,7 +296,7 @@ def _jobs_that_may_fit(
             break
         low, step = low + step, step * 2
     while (last := _last(may_fit, low, high)) >= 0:
-        yield objective.put(job, values[last])
+        yield last
         low, high, step = last - 1, last, 1
         while low >= 0 and not may_fit(low):  # what is learned is some percent: the next is near
             low, high, step = max(-1, low - step), low, step * 2

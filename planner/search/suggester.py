@@ -15,8 +15,8 @@ from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
-from planner.search.objectives import chosen_objective, largest, one_gpu, relaxed
-from planner.search.question import Question, Suggestion
+from planner.search.objectives import chosen_objective, frames, largest, one_gpu, other_kind, relaxed
+from planner.search.question import Question, Relaxed, Suggestion
 from planner.search.screening import Screen
 from planner.search.search import Search
 from planner.spec.configuration import Configuration
@@ -50,11 +50,19 @@ class Suggester:
             suggestion = Suggestion(plan, (), (), search.considered, relaxed=relax)
         else:
             smaller = self._on_smaller_cards(search, suggestion.plan)
-            given_up = suggestion.plan.lossy and not question.allow_lossy
-            fewer = tuple(one_gpu(search, suggestion.plan.job)) if given_up else ()
-            suggestion = suggestion._replace(smaller_cards=smaller, relaxed=fewer)
+            suggestion = suggestion._replace(smaller_cards=smaller, relaxed=self._other_kind(search, suggestion.plan))
         plan = suggestion.plan.replace(assumptions=assumptions(question, suggestion.plan))
         return suggestion._replace(plan=plan, considered=search.considered)
+
+    def _other_kind(self, search: Search, plan: Estimate) -> tuple[Relaxed, ...]:
+        """What plans of the other kind reach: on one GPU without loss; the most without loss where the plan is lossy,
+        or with loss where the most was asked for."""
+        question, objective = search.question, chosen_objective(search.question, self.prefer)
+        given_up = plan.lossy and not question.allow_lossy
+        alone = tuple(one_gpu(search, plan.job)) if given_up else ()
+        if objective is None and given_up and question.model.kind == "video":
+            objective = frames(question.model)
+        return (*alone, *(other_kind(search, plan, objective) if objective else ()))
 
     def search(self, question: Question) -> Search:
         """A search for a question, with what measurements of its model on its card say."""

@@ -173,7 +173,7 @@ def print_suggestion(console: Console, question: Question, found: Suggestion) ->
     if plan.verdict == "no":
         _print_relaxed(console, plan, found.relaxed)
     for wish in found.relaxed if plan.verdict != "no" else ():
-        console.print(f"lossless on one GPU (--gpus 1): {ways(wish.plan)} ({_need(wish.plan)})", style="yellow")
+        console.print(_other_kind(wish), style="yellow")
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
     if told:
         console.print()
@@ -201,20 +201,41 @@ def _flag(switch: Switch) -> str:
 
 
 def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -> None:
-    short = "host RAM" if plan.limit == "host" else "GPU memory"
-    if plan.limit != "host" and plan.machine.host_ram is not None and plan.host_ram_bytes > plan.machine.host_ram:
-        short = "GPU memory and host RAM"
-    console.print(f"this is the smallest plan found; not enough {short}")
+    console.print(f"this is the smallest plan found{_short_of(plan, relax)}")
     if not relax:
         console.print("no single change makes it fit", style="bold")
         return
     console.print("to make it fit, change one of:", style="bold")
     for wish in relax:
         lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
-        flag = wish.field.replace("_", "-").replace("batch", "batch-size")
         count = wish.plan.strategy.checkpointed_blocks if wish.field == "gradient_checkpointing" else None
         blocks = f" --checkpointed-blocks {count}" if count else ""
-        console.print(f"  --{flag} {wish.after}{blocks} instead of {wish.before}{lossy}")
+        console.print(f"  --{_flag_name(wish)} {wish.after}{blocks} instead of {wish.before}{lossy}")
+
+
+def _other_kind(wish: Relaxed) -> str:
+    """What a plan of the other kind reaches, lossy or not, in a line."""
+    if wish.field == "gpus":
+        return f"lossless on one GPU (--gpus 1): {ways(wish.plan)} ({_need(wish.plan)})"
+    most = f"{wish.after} frames" if wish.field == "frames" else f"{wish.field} {wish.after}"
+    flag = "--allow lossy" if wish.plan.lossy else f"--{_flag_name(wish)} {wish.after}"
+    kind = "lossy" if wish.plan.lossy else "lossless"
+    return f"{kind} up to {most} ({flag}): {ways(wish.plan)} ({_need(wish.plan)})"
+
+
+def _flag_name(wish: Relaxed) -> str:
+    return wish.field.replace("_", "-").replace("batch", "batch-size")
+
+
+def _short_of(plan: Estimate, relax: Sequence[Relaxed]) -> str:
+    """What a plan that does not fit lacks: host RAM too, where with more of it another plan fits the card."""
+    ram = plan.machine.host_ram
+    if plan.limit == "host":
+        return "; not enough host RAM"
+    if ram is not None and any(wish.field == "host_ram" for wish in relax):
+        return f" with {format_gib(ram)} of host RAM; not enough host RAM for a smaller one"
+    short = " and host RAM" if ram is not None and plan.host_ram_bytes > ram else ""
+    return f"; not enough GPU memory{short}"
 
 
 def _switch_row(switch: Switch) -> tuple[str, str, str]:
@@ -266,6 +287,7 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
     name = "model" if kind == "models" else "card"
     data = ("data",) if kind == "models" else ()
     found = table((name, ">clip", "verdict", ">GiB", ">s/step", *data, "with"), [])
+    found.columns[0].no_wrap, found.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
     for row in rows:
         *cells, last = _row(row)
         found.add_row(*cells, *([lookup.model(row.name).train_data] if data else []), last)

@@ -68,9 +68,10 @@ class TypedQuestion(NamedTuple):
 
         Its strategy is as typed, open fields open and unchecked: a search fills them in, or `Question.configuration`.
         """
-        profile = lookup.model(_needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models"))
+        typed_model = _needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models")
+        profile = lookup.model(typed_model)
         count, card = lookup.parse_gpus(_needed(gpu or self.gpu, "gpu", "24GB", "gpus"))
-        notes: list[str] = []
+        notes = [note for note in (lookup.taken_for(typed_model, profile),) if note]
         if self.here and gpu is None:
             card = self.here.card
             notes += self.here.notes

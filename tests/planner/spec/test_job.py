@@ -84,7 +84,7 @@ def test_what_depends_on_the_machine_is_filled_in_unless_it_was_said() -> None:
         ),
         (Strategy, {"optimizer": "adam-8bit"}, "optimizer 'adam-8bit' is not known; did you mean adamw-8bit"),
         (Strategy, {"gradient_checkpointing": "yes"}, "is not known; write one of none, full, offload, partial"),
-        (Strategy, {"weights_dtype": "fp9"}, "weights_dtype 'fp9' is not known; did you mean fp8 or "),
+        (Strategy, {"weights_dtype": "fp9"}, "weights_dtype 'fp9' is not known; did you mean fp8?"),
         (Strategy, {"swap_blocks": -1}, "swap_blocks -1 is too small; write 0 at least"),
         (Strategy, {"vae_tiling": "yes"}, "vae_tiling 'yes' is wrong; should be a valid boolean"),
         (Job, {**JOB, "frames": 10**12}, "frames 1000000000000 is too large; write 10000 at most"),

@@ -1,0 +1,139 @@
+"""What newcomers ask, through the real command line, and what the first screen says."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from planner.commands import cli
+
+HERE = {"COLUMNS": "100"}
+
+
+def said(line: str, code: int = 0, columns: int = 100) -> str:
+    """What a command line prints, stdout and stderr, as one line a paragraph."""
+    done = CliRunner().invoke(cli, line.split(), env={**HERE, "COLUMNS": str(columns)})
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def prose(line: str, code: int = 0) -> str:
+    """The same with its line breaks taken out."""
+    return " ".join(said(line, code).split())
+
+
+def answer(line: str, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said(f"{line} --json", code))
+    return found
+
+
+# ---- host RAM
+
+
+@pytest.mark.parametrize(
+    "question", ["suggest wan2.2-t2v-a14b --gpu rtx5070ti", "suggest wan2.1-vace-14b --gpu 4090 --host-ram 32GiB"]
+)
+def test_host_ram_that_would_do_stands_first_and_does(question: str) -> None:
+    first = answer(question, 3)["relax"][0]
+    assert first["field"] == "host_ram" and first["lossy"]
+    richer = answer(f"{re.sub(' --host-ram .*', '', question)} --host-ram {first['to']}")
+    assert richer["plan"]["verdict"] == "fits"
+    page = prose(question, 3)
+    assert "not enough host RAM for a smaller one" in page
+    assert f"change one of: --host-ram {first['to']} instead of" in page
+
+
+def test_host_ram_is_not_offered_where_it_changes_nothing() -> None:
+    question = "suggest wan2.2-animate-14b --gpu 4090"
+    assert [wish["field"] for wish in answer(question, 3)["relax"]] == ["frames", "resolution"]
+    assert "not enough GPU memory" in prose(question, 3)
+    assert answer(f"{question} --host-ram 512GiB", 3)["plan"]["limit"] == "gpu"
+
+
+def test_the_table_of_cards_says_what_more_host_ram_would_do() -> None:
+    rows = {row["gpu"]: row for row in answer("suggest wan2.2-t2v-a14b --host-ram 32GiB")["classes"]}
+    found = re.fullmatch(r"no with 32 GiB of host RAM; fits with (\d+) \(lossy\)", rows["16GB"]["reason"])
+    assert found and rows["12GB"]["reason"].startswith("needs at least")
+    answer(f"suggest wan2.2-t2v-a14b --gpu 16GB --host-ram {found[1]}GiB")
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("typed", "model"),
+    [
+        ("flux2", "flux.2-dev"),
+        ("qwen-image-2512", "qwen-image"),
+        ("hunyuan-video-1", "hunyuan-video-1.5"),
+        ("sdx", "sdxl"),
+    ],
+)
+def test_a_name_that_is_not_exact_is_shown_with_what_it_was_taken_for(typed: str, model: str) -> None:
+    found = answer(f"estimate {typed} --gpu 192GB --gradient-checkpointing full")
+    assert (found["job"]["model"], found["assumptions"][0]) == (model, f"'{typed}' taken for {model}")
+
+
+@pytest.mark.parametrize("typed", ["sdxl", "stabilityai/stable-diffusion-xl-base-1.0", "flux1-dev", "FLUX.1 dev"])
+def test_an_exact_name_is_shown_as_itself(typed: str) -> None:
+    done = CliRunner().invoke(cli, ["estimate", typed, "--gpu", "192GB", "--json"], env=HERE)
+    taken = [note for note in json.loads(done.stdout)["assumptions"] if "taken for" in note]
+    assert bool(taken) == (typed.startswith("stabilityai/")), "an id that says another name than ours"
+
+
+@pytest.mark.parametrize(
+    ("typed", "models"),
+    [
+        ("klein", ["flux.2-klein-4b", "flux.2-klein-9b"]),
+        ("wan2.2-14b --frames 9", ["wan2.2-animate-14b", "wan2.2-i2v-a14b", "wan2.2-t2v-a14b"]),
+    ],
+)
+def test_a_name_for_several_models_gives_a_table_of_them(typed: str, models: list[str]) -> None:
+    page = said(f"suggest {typed} --gpu 96GB --gradient-checkpointing full", columns=80)
+    assert page.startswith(f"'{typed.split()[0]}' may mean {len(models)} models, lora, on 96 GB card")
+    assert all(f"\n{model} " in page for model in models), "names are to be typed, and not cut short"
+    assert max(map(len, page.splitlines())) <= 80
+
+
+def test_a_name_for_several_models_is_refused_where_one_plan_is_asked_for() -> None:
+    assert "fix: write one of flux.2-klein-4b, flux.2-klein-9b" in said("suggest klein --gpu 3090 -o plan.toml", 2)
+    assert "model 'klein' is ambiguous" in said("estimate klein --gpu 3090", 1)
+    rows = answer("suggest klein --gpu 3090 --frames 9", 1)
+    assert "makes images" in rows["error"]["message"]
+
+
+def test_nothing_absurd_is_suggested_for_an_unknown_name() -> None:
+    assert "fix: `vplan models` lists what is known" in said("suggest nosuch --gpu 3090", 1)
+    assert "did you mean hunyuan-video" in said("suggest hunyan-video --gpu 3090", 1)
+    assert "is a distilled Z-Image" in said("suggest Z-Image-Turbo --gpu 3090", 1)
+
+
+# ---- both kinds of plans
+
+
+def test_the_longest_clip_is_said_lossless_and_lossy() -> None:
+    """And both commands say the same two numbers, which hold when they are asked for."""
+    fixed = "--host-ram 32GiB --gradient-checkpointing offload --optimizer-step fused"
+    question = f"suggest wan2.1-t2v-14b --gpu 4090 {fixed}"
+    found = answer(f"{question} --frames max")
+    lossless, (wish,) = found["plan"]["job"]["frames"], found["relax"]
+    assert (wish["field"], wish["from"], wish["lossy"]) == ("frames", lossless, ["weights_dtype"])
+    assert 0 < lossless < 81 < wish["to"]
+    asked = answer(f"{question} --frames 81")
+    assert asked["plan"]["lossy"] == ["weights_dtype"]
+    assert [(wish["from"], wish["to"], wish["lossy"]) for wish in asked["relax"]] == [(81, lossless, [])]
+    assert not answer(f"{question} --frames {lossless}")["plan"]["lossy"]
+    assert answer(f"{question} --frames {lossless + 4}")["plan"]["lossy"]
+
+
+def test_both_kinds_are_in_the_text() -> None:
+    question = "suggest wan2.1-t2v-1.3b --gpu 8GB --gradient-checkpointing offload"
+    page = prose(f"{question} --frames max")
+    lossy = re.search(r"lossy up to (\d+) frames \(--allow lossy\): [^(]+ \(fits, [\d.]+ GiB\)", page)
+    assert lossy is not None
+    page = prose(f"{question} --frames {lossy[1]}")
+    assert re.search(r"lossless up to (\d+) frames \(--frames \1\): [^(]+ \(fits, [\d.]+ GiB\)", page)
