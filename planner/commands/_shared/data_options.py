@@ -16,15 +16,16 @@ SETTINGS = ("trigger", "caption", "repeats", "frame_sampling", "fps", "flip")
 """Options that are a source's fields. `frames` is the plan's length elsewhere, so its option has another name."""
 
 
-def data_options(*, required: bool) -> Callable[[Command], Command]:
-    """Adds --data and the settings of a folder to a command."""
-    what = "Folder of clips or images with their captions, or a dataset.toml."
+def data_options(*, required: bool, what: str | None = None) -> Callable[[Command], Command]:
+    """Adds --data and the settings of a folder to a command. ``what``: its help text, where it is another."""
+    folder = "Folder of clips or images with their captions, or a dataset.toml."
+    usual = folder if required else f"Also check this data against the plan's shapes: {folder[0].lower()}{folder[1:]}"
     options = [
         click.option(
             "--data",
             required=required,
             metavar="DIR|FILE",
-            help=what if required else f"Also check this data against the plan's shapes: {what[0].lower()}{what[1:]}",
+            help=what or usual,
         ),
         click.option("--trigger", metavar="TEXT", help="Put in front of every caption."),
         click.option("--caption", metavar="TEXT", help="One caption for all files."),

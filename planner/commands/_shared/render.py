@@ -14,6 +14,7 @@ import click
 from planner.catalog import lookup
 from planner.catalog.shapes import in_words
 from planner.commands._shared.verb import table, typed_line
+from planner.commands._shared.whole_jobs import whole_cells, whole_columns
 from planner.dialects.base import cli_words
 from planner.spec.job import Machine, Strategy
 from planner.spec.plan import Estimate, Plan
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from planner.catalog.profiles import ModelProfile
+    from planner.estimate.whole_job import WholeJob
     from planner.search.question import Question, Relaxed, Suggestion, Switch
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
@@ -240,16 +242,20 @@ def _need(found: Estimate) -> str:
 class TableRow:
     """One line of an answer for many models or many cards: a plan, or the reason why there is none."""
 
-    def __init__(self, name: str, plan: Estimate | None, reason: str, considered: int) -> None:
+    def __init__(
+        self, name: str, plan: Estimate | None, reason: str, considered: int, whole: WholeJob | None = None
+    ) -> None:
         self.name = name
         self.plan = plan
         self.reason = reason
         self.considered = considered
+        self.whole = whole
 
     def to_json(self, kind: str) -> dict[str, object]:
         """The line as `vplan suggest --json` prints it. ``kind``: "models" or "cards"."""
         plan = self.plan.to_json() if self.plan else None
-        return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None}
+        whole = {"whole_job": self.whole.to_json()} if self.whole else {}
+        return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None, **whole}
 
 
 def print_data(console: Console, model: ModelProfile) -> None:
@@ -265,9 +271,11 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
     console.print()
     name = "model" if kind == "models" else "card"
     data = ("data",) if kind == "models" else ()
-    found = table((name, ">clip", "verdict", ">GiB", ">s/step", *data, "with"), [])
+    whole = whole_columns(rows)
+    found = table((name, ">clip", "verdict", ">GiB", ">s/step", *whole, *data, "with"), [])
     for row in rows:
         *cells, last = _row(row)
+        cells += whole_cells(row.whole, len(whole))
         found.add_row(*cells, *([lookup.model(row.name).train_data] if data else []), last)
     console.print(found)
     for profile in (lookup.model(row.name) for row in rows if data):
