@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.commands._shared.render import headline, print_estimate, print_next
+from planner.commands._shared.data_options import asked_length, whole_job_options
+from planner.commands._shared.render import headline, print_estimate, print_next, print_whole_job
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     Verb,
@@ -18,7 +19,6 @@ from planner.commands._shared.verb import (
     verdict_exit_code,
     write_report,
 )
-from planner.commands._shared.whole_jobs import asked_length, print_whole_job, whole_job_options
 from planner.errors import VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned

@@ -11,6 +11,7 @@ import click
 from planner.catalog import lookup
 from planner.commands import USAGE
 from planner.commands._shared import render
+from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
@@ -22,14 +23,6 @@ from planner.commands._shared.verb import (
     show,
     verdict_exit_code,
     write_report,
-)
-from planner.commands._shared.whole_jobs import (
-    AskedLength,
-    asked_length,
-    best_rows,
-    print_best,
-    print_whole_job,
-    whole_job_options,
 )
 from planner.errors import VplanError
 from planner.estimate.whole_job import WholeJob
@@ -115,7 +108,7 @@ def command(
     rows = table.models() if asked.model is None else table.classes()
     answer = {
         kind: [row.to_json(kind) for row in rows],
-        **(best_rows(rows) if length and kind == "classes" else {}),
+        **(render.best_rows(rows) if length and kind == "classes" else {}),
         "considered": sum(row.considered for row in rows),
         "seconds": round(time.perf_counter() - started, 3),
     }
@@ -123,7 +116,7 @@ def command(
     def print_table(console: Console) -> None:
         render.print_rows(console, table.first_line(), kind, rows)
         if length and kind == "classes":
-            print_best(console, rows)
+            render.print_best(console, rows)
 
     show(answer, as_json, print_table)
     verdicts = [row.plan.verdict for row in rows if row.plan]
@@ -231,5 +224,5 @@ def _print_one(
 ) -> None:
     render.print_suggestion(console, question, suggestion)
     if whole:
-        print_whole_job(console, whole)
+        render.print_whole_job(console, whole)
     render.print_next(console, suggestion.plan, output)

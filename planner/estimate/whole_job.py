@@ -28,9 +28,6 @@ NOTHING = Span(0.0, 0.0)
 HOUR, KWH = 3600.0, 3.6e6
 """Seconds, joules."""
 
-DENOISING_STEPS = {"flux": 28, "sd3": 28, "mochi": 64}
-"""Of one sample, by family, when nobody says: the default of the model's diffusers pipeline; 50 of all others."""
-
 
 class ShapeCount(NamedTuple):
     """The samples that are trained at one shape."""
@@ -57,7 +54,7 @@ class JobLength(NamedTuple):
     """noise levels of a sample; None: the pipeline's own number"""
 
 
-class Part(NamedTuple):
+class JobPart(NamedTuple):
     """A part of a job: how many there are of what it does, and its seconds in all."""
 
     number: int
@@ -74,7 +71,7 @@ class WholeJob(NamedTuple):
     steps: int
     epochs: float | None
     """None where the data is not known"""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, JobPart]
     """encoding, training, samples, checkpoints"""
     gpus: int
     power_watts: float
@@ -140,10 +137,10 @@ def whole_job(
     saves = _times(steps, length.checkpoint_every)
     usual = _checkpoint(estimate, facts, min(length.checkpoint_every, steps) * per_step.low)
     parts = {
-        "encoding": Part(count, encoded),
-        "training": Part(steps, per_step.times(steps)),
-        "samples": Part(rounds, made.times(rounds)),
-        "checkpoints": Part(saves, usual.times(saves)),
+        "encoding": JobPart(count, encoded),
+        "training": JobPart(steps, per_step.times(steps)),
+        "samples": JobPart(rounds, made.times(rounds)),
+        "checkpoints": JobPart(saves, usual.times(saves)),
     }
     unknown = per_sample[max(runs, key=_size)] if length.data is None else None
     watts = machine.world * facts.gpu.power_watts
@@ -237,7 +234,7 @@ def _sample(run: Run, length: JobLength) -> Span:
     weights = run.total_bytes(weights_on_gpu(run))
     grouped = strategy.group_offload != "none"
     call = forward_seconds(run.configuration, work, facts.gpu, attention_of(run), weights if grouped else 0)
-    levels = length.validation_steps or DENOISING_STEPS.get(model.family, 50)
+    levels = length.validation_steps or model.traits.denoising_steps
     decoding = _pass_seconds(run, [decoder(run, validation_grid(job, model), 1)])
     moved = 2 * weights if strategy.validation_mode == "offload" and not grouped else 0
     moved += sum(weight_bytes(entry) for entry in encoders(run, "cached", 1) if _is_vae(run, entry))  # for its turn
