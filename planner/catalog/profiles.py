@@ -290,6 +290,8 @@ class GpuProfile(Record):
     """to host RAM, one direction, as reached"""
     nvlink_gbs: NotNegative = 0.0
     """to another card, one direction; 0: none"""
+    power_watts: Positive
+    """its power limit as shipped"""
     attention_tflops: tuple[Positive, Positive] | None = None
     """(forward, backward) of torch's own attention in bf16, where it was measured; else published shares are taken"""
     unified: Flag = False

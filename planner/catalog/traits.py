@@ -141,6 +141,8 @@ class Traits(Record):
     guidance_in_one_batch: Flag = False
     """its pipeline runs the prompt and the empty prompt as one batch of two (diffusers pipelines); else the model is
     called twice, or was distilled to need it once"""
+    denoising_steps: Count = 50
+    """of one sample, when nobody says: ``num_inference_steps`` of its pipeline's call (diffusers pipelines)"""
     stored_positions: str = ""
     """buffer with the table of sine positions for the shape in the config, from which any other shape's is made anew"""
     saved_tables: tuple[Text, ...] = ()

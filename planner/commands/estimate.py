@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.commands._shared.render import headline, print_estimate, print_next
+from planner.commands._shared.data_options import asked_length, whole_job_options
+from planner.commands._shared.render import headline, print_estimate, print_next, print_whole_job
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     Verb,
@@ -33,18 +34,24 @@ if TYPE_CHECKING:
     epilog=examples(
         "vplan estimate wan2.1-t2v-1.3b --gpu 24GB --frames 81",
         "vplan estimate plan.toml --frames 49 --json",
+        "vplan estimate plan.toml --epochs 10 --data clips --price 2.5",
     ),
 )
 @request_options()
+@whole_job_options
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @output_option("the plan")
 @report_option
 @json_option
-def command(asked: TypedQuestion, strict: bool, output: str | None, report: str | None, as_json: bool) -> int:
+def command(
+    asked: TypedQuestion, strict: bool, output: str | None, report: str | None, as_json: bool, **said: Any
+) -> int:
     """Estimate one configuration: peak memory by phase, its breakdown, host RAM, seconds per step.
 
-    Nothing is searched: options you do not set take vplan's defaults (`vplan suggest` searches instead).
+    Nothing is searched: options you do not set take vplan's defaults (`vplan suggest` searches instead). With --steps
+    or --epochs it also tells the hours, kWh and money of the whole job.
     """
+    length = asked_length(said)
     question = asked.settle()
     configuration = question.configuration()
     if question.frames_max:
@@ -52,6 +59,7 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
     facts = with_learned(load_facts(configuration, question.model, question.gpu), asked.trainer)
     found = assess(configuration, facts, asked.trainer).estimate
     found = found.replace(assumptions=(*question.assumptions, *found.assumptions))
+    whole = length.of(found, facts, asked.trainer) if length else None
     if output:
         write_plan(Plan.of(found, trainer=asked.trainer), output)
 
@@ -61,7 +69,10 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
     def render(console: Console) -> None:
         headline(console, question, found)
         print_estimate(console, found)
+        if whole:
+            print_whole_job(console, whole)
         print_next(console, found, output)
 
-    show(found.to_json(), as_json, render)
+    answer = found.to_json() | ({"whole_job": whole.to_json()} if whole else {})
+    show(answer, as_json, render)
     return verdict_exit_code(found.verdict, strict=strict)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from planner.catalog import lookup
 from planner.commands import USAGE
 from planner.commands._shared import render
+from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
@@ -24,6 +25,7 @@ from planner.commands._shared.verb import (
     write_report,
 )
 from planner.errors import VplanError
+from planner.estimate.whole_job import WholeJob
 from planner.parallel import spread
 from planner.search.objectives import PREFERRED, more_ram
 from planner.search.question import Question, Suggestion
@@ -43,9 +45,11 @@ if TYPE_CHECKING:
         "vplan suggest wan2.1-i2v-14b-480p --gpu h100-80gb --frames 129 -o plan.toml",
         "vplan suggest flux.1-dev --method full",
         "vplan suggest wan2.1-t2v-14b --gpu rtx4090 --frames max",
+        "vplan suggest wan2.1-t2v-1.3b --steps 2000 --price 24GB=0.4 --price 80GB=2.5",
     ),
 )
 @request_options(searched=True)
+@whole_job_options
 @click.option(
     "--prefer",
     type=click.Choice(["speed", *PREFERRED]),
@@ -67,38 +71,56 @@ def command(
     output: str | None,
     report: str | None,
     as_json: bool,
+    **said: Any,
 ) -> int:
     """Find the fastest way to train that fits, lossless if possible.
 
     Options you set stay fixed; the rest is searched. Without --gpu the answer covers every card class, without --model
-    every model that can train at that length.
+    every model that can train at that length. With --steps or --epochs it also tells the hours, kWh and money of the
+    whole job.
     """
     started = time.perf_counter()
+    length = asked_length(said, [] if asked.gpu else [group.name for group in lookup.gpu_classes()])
     if asked.model is None and asked.gpu is None:
         raise VplanError("no --model and no --gpu", "pass one of them, as --gpu 24GB", USAGE)
     several = lookup.several(asked.model) if asked.model and asked.gpu else ()
     if asked.model is not None and asked.gpu is not None and not several:
         question = asked.settle()._replace(allow_lossy=allow is not None)
-        suggestion = Suggester(asked.trainer, prefer).suggest(question)
+        suggester = Suggester(asked.trainer, prefer)
+        suggestion = suggester.suggest(question)
+        whole = _whole_job(length, suggester, suggestion.plan)
         if output:
             write_plan(suggestion.to_plan(asked.trainer), output)
         if report:
             write_report(report, [(output or "plan.toml", suggestion.to_plan(asked.trainer))])
-        answer = suggestion.to_json(time.perf_counter() - started)
-        show(answer, as_json, lambda console: _print_one(console, question, suggestion, output))
+        answer = suggestion.to_json(time.perf_counter() - started) | _json(whole)
+        show(answer, as_json, lambda console: _print_one(console, question, suggestion, whole, output))
         return verdict_exit_code(suggestion.plan.verdict, strict=strict)
     if report or output:
         fix = f"write one of {', '.join(several)}" if several else "pass --model and --gpu"
         raise VplanError(f"{'--report' if report else '-o'} needs a single plan", fix, USAGE)
     kind = "models" if asked.model is None or several else "classes"
-    table = _Table(asked, prefer, allow is not None, several)
+    if length and length.folders and kind == "models":
+        fix = f"write one of {', '.join(several)}" if several else "pass --model"
+        raise VplanError("--data needs a single model", fix, USAGE)
+    if length and kind == "classes":
+        question = asked.settle(gpu=lookup.gpu_classes()[0].name)
+        length = length.counting(question.model, question.job)
+    table = _Table(asked, prefer, allow is not None, several, length)
     rows = table.models() if kind == "models" else table.classes()
     answer = {
         kind: [row.to_json(kind) for row in rows],
+        **(render.best_rows(rows) if length and kind == "classes" else {}),
         "considered": sum(row.considered for row in rows),
         "seconds": round(time.perf_counter() - started, 3),
     }
-    show(answer, as_json, lambda console: render.print_rows(console, table.first_line(), kind, rows))
+
+    def print_table(console: Console) -> None:
+        render.print_rows(console, table.first_line(), kind, rows)
+        if length and kind == "classes":
+            render.print_best(console, rows)
+
+    show(answer, as_json, print_table)
     verdicts = [row.plan.verdict for row in rows if row.plan]
     return min((verdict_exit_code(verdict, strict=strict) for verdict in verdicts), default=DOES_NOT_FIT)
 
@@ -106,12 +128,20 @@ def command(
 class _Table:
     """The answer for every model, or for every class of card: a line each, worked out on several cores."""
 
-    def __init__(self, asked: TypedQuestion, prefer: str, allow_lossy: bool, several: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        asked: TypedQuestion,
+        prefer: str,
+        allow_lossy: bool,
+        several: tuple[str, ...] = (),
+        length: AskedLength | None = None,
+    ) -> None:
         """``several``: the models to answer for, where the name that was typed means these."""
         self.asked = asked
         self.several = several
         self.prefer = prefer
         self.allow_lossy = allow_lossy
+        self.length = length
         self.suggester = Suggester(asked.trainer, prefer)
 
     def models(self) -> list[render.TableRow]:
@@ -139,8 +169,8 @@ class _Table:
         return rows
 
     @property
-    def _typed(self) -> tuple[TypedQuestion, str, bool, tuple[str, ...]]:
-        return self.asked, self.prefer, self.allow_lossy, self.several
+    def _typed(self) -> tuple[TypedQuestion, str, bool, tuple[str, ...], AskedLength | None]:
+        return self.asked, self.prefer, self.allow_lossy, self.several, self.length
 
     def row(self, name: str) -> render.TableRow | VplanError:
         """The line for one model, or for one class of card of the model that was typed; or why there is none."""
@@ -171,13 +201,26 @@ class _Table:
             reason = _shortage(search, plan) if plan else search.missing.message if search.missing else ""
             return render.TableRow(name, None, reason, search.considered)
         plan = plan.replace(assumptions=assumptions(question, plan))
-        return render.TableRow(name, plan, "", search.considered)
+        whole = _whole_job(self.length, self.suggester, plan)
+        return render.TableRow(name, plan, "", search.considered, whole)
 
 
 def _row_maker(
-    asked: TypedQuestion, prefer: str, allow_lossy: bool, several: tuple[str, ...]
+    asked: TypedQuestion, prefer: str, allow_lossy: bool, several: tuple[str, ...], length: AskedLength | None
 ) -> Callable[[str], render.TableRow | VplanError]:
-    return _Table(asked, prefer, allow_lossy, several).row
+    return _Table(asked, prefer, allow_lossy, several, length).row
+
+
+def _whole_job(length: AskedLength | None, suggester: Suggester, plan: Estimate) -> WholeJob | None:
+    """The whole job of a plan that was found, where one was asked for and the plan runs."""
+    if length is None or plan.verdict == "no":
+        return None
+    screen = suggester.screen
+    return length.of(plan, screen.facts(plan.configuration), suggester.trainer, screen.run_cache.lay_out)
+
+
+def _json(whole: WholeJob | None) -> dict[str, Any]:
+    return {"whole_job": whole.to_json()} if whole else {}
 
 
 def _shortage(search: Search, least: Estimate) -> str:
@@ -193,6 +236,10 @@ def _shortage(search: Search, least: Estimate) -> str:
     return reason + (f" with {format_gib(ram)} of host RAM" if ram and least.host_ram_bytes > 0.8 * ram else "")
 
 
-def _print_one(console: Console, question: Question, suggestion: Suggestion, output: str | None) -> None:
+def _print_one(
+    console: Console, question: Question, suggestion: Suggestion, whole: WholeJob | None, output: str | None
+) -> None:
     render.print_suggestion(console, question, suggestion)
+    if whole:
+        render.print_whole_job(console, whole)
     render.print_next(console, suggestion.plan, output)

@@ -17,7 +17,7 @@ from planner.estimate import cache_flushes, fragmentation, host_ram
 from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
 from planner.estimate.traffic import traffic
-from planner.estimate.work import step_work, total_flops
+from planner.estimate.work import StepWork, step_work, total_flops
 from planner.layout import attention_kernel, margin, phases
 from planner.layout.correction import Correction
 from planner.layout.encoders_vae import ComponentPass
@@ -175,7 +175,7 @@ def after_step_bytes(configuration: Configuration, facts: Facts, trainer: str = 
 
 def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
     """The estimate of a run from its replayed stages."""
-    configuration, facts = run.configuration, run.facts
+    facts = run.facts
     job, strategy, machine = run.job, run.strategy, run.machine
     correction, outside = facts.measurements.correction, outside_bytes(run)
     by_phase = {
@@ -194,8 +194,7 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
     unrecorded = phases.unrecorded_components(run)
     work = step_work(run)
     flops = total_flops(work, strategy)
-    seconds = step_seconds(configuration, work, facts.gpu, traffic(run))
-    usual, longest = correction.step_seconds(seconds.total, seconds.high)
+    usual, longest = run_seconds(run, work)
     words = (*correction.words, *splitting, *_assumptions(run, played, unrecorded))
     verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, sides)
     low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
@@ -209,8 +208,8 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
         host_ram_bytes=ram.nbytes,
         host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
         disk_bytes=disk_bytes,
-        step_seconds=usual * run.calls,
-        step_seconds_high=longest * run.calls,
+        step_seconds=usual,
+        step_seconds_high=longest,
         flops=flops * run.calls,
         budget_bytes=_budget_bytes(run),
         verdict="tight" if verdict == "fits" and unrecorded else verdict,
@@ -223,6 +222,13 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
         assumptions=words,
     )
     return facts.measurements.with_proofs(unproved, run.trainer)
+
+
+def run_seconds(run: Run, work: StepWork | None = None) -> tuple[float, float]:
+    """(usual, longest) seconds of a step of a run, as measurements correct them. ``work``: when it is known already."""
+    seconds = step_seconds(run.configuration, work or step_work(run), run.facts.gpu, traffic(run))
+    usual, longest = run.facts.measurements.correction.step_seconds(seconds.total, seconds.high)
+    return usual * run.calls, longest * run.calls
 
 
 def _most(played: list[ReplayedStage], correction: Correction, outside: int) -> tuple[ReplayedStage, int]:

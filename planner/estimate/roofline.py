@@ -162,7 +162,11 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
         kernels = _kernel_seconds(part, gpu, strategy, reached) / strategy.context_parallel
         kernels += nbytes / (COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9)  # copies take the card's bandwidth too
         turn = KernelBatch.of(part, strategy, kernels, launch_seconds, extra)
-        turns.append(turn._replace(copies=nbytes / _host_rate(gpu, machine), beside=traffic.host_beside))
+        turns.append(turn._replace(copies=nbytes / host_rate(gpu, machine), beside=traffic.host_beside))
+    if work.encoding:  # of what stays on the GPU or comes for each batch
+        forward = {half: _attention_passes(gpu, work.attention, half)[0] for half in (0, 1)}
+        encoding = _kernel_seconds(work.encoding, gpu, strategy, forward)
+        turns.insert(0, KernelBatch.of(work.encoding, strategy, encoding, LAUNCH_SECONDS))
     turns *= strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else machine.world
@@ -176,6 +180,34 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
     slow = _busy_seconds([turn._replace(copies=0.0) for turn in turns], ROOFLINE_LEAST, SLOW_LAUNCHES)
     compute, launch = sum(turn.kernels for turn in turns), sum(turn.launches for turn in turns)
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
+
+
+class Span(NamedTuple):
+    """Seconds, or what follows from them, between the usual case and the longest."""
+
+    low: float
+    high: float
+
+    def plus(self, other: Span) -> Span:
+        """Both, one after the other."""
+        return Span(self.low + other.low, self.high + other.high)
+
+    def times(self, count: float) -> Span:
+        """So many of it."""
+        return Span(self.low * count, self.high * count)
+
+
+def forward_seconds(
+    configuration: Configuration, work: Mapping[Kind, Work], gpu: GpuProfile, attention: Attention, nbytes: int = 0
+) -> Span:
+    """Seconds of work without gradients, such as one pass of an encoder; ``nbytes`` come from host RAM beside it at
+    best, and before it at worst."""
+    strategy = configuration.strategy
+    reached = {half: _attention_passes(gpu, attention, half)[0] for half in (0, 1)}
+    batch = KernelBatch.of(work, strategy, _kernel_seconds(work, gpu, strategy, reached), LAUNCH_SECONDS)
+    copies = nbytes / host_rate(gpu, configuration.machine)
+    usual = _busy_seconds([batch._replace(copies=copies)], ROOFLINE_USUAL, 1.0)
+    return Span(usual, _busy_seconds([batch], ROOFLINE_LEAST, SLOW_LAUNCHES) + copies)
 
 
 class KernelBatch(NamedTuple):
@@ -220,7 +252,7 @@ def _busy_seconds(turns: Sequence[KernelBatch], reached: float, slower: float) -
 def _transfer_seconds(host_bytes: int, gpu_bytes: int, gpu: GpuProfile, machine: Machine) -> float:
     """Seconds that the links of one GPU are busy."""
     between = gpu_bytes / _gpu_rate(gpu, machine) if machine.world > 1 else 0.0
-    return host_bytes / _host_rate(gpu, machine) + between
+    return host_bytes / host_rate(gpu, machine) + between
 
 
 def _kernel_seconds(
@@ -306,7 +338,7 @@ def matmul_efficiency(gpu: GpuProfile) -> float:
     return MATMUL_GEFORCE if "GeForce" in gpu.title else MATMUL.get(gpu.capability, DEFAULT_EFFICIENCY)
 
 
-def _host_rate(gpu: GpuProfile, machine: Machine) -> float:
+def host_rate(gpu: GpuProfile, machine: Machine) -> float:
     """Bytes per second between a GPU and host RAM, one direction."""
     if machine.links and machine.links.host_gbs:
         return machine.links.host_gbs * 1e9

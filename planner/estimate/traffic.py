@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.estimate.roofline import Traffic
 from planner.layout.checkpoint_inputs import offloaded_bytes
+from planner.layout.encoders_vae import component_bytes
 from planner.layout.experts import exchanged_bytes
 from planner.layout.run import Run
 from planner.layout.sharding import nvme
@@ -49,6 +50,8 @@ def traffic(run: Run) -> Traffic:
         coming += weights if strategy.group_offload_stream else 0
         host_waiting += 0 if strategy.group_offload_stream else 2 * weights
     host_waiting += exchanged_bytes(run)
+    if not run.samples_only:  # what is swapped comes, encodes and is gone: its weights wait in host RAM as they are
+        host_waiting += accumulation * component_bytes(run, "swapped")
     return Traffic(
         host_forward_bytes=max(coming, offloaded),
         host_backward_bytes=0 if run.samples_only else coming + offloaded,

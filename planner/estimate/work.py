@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.layout import attention_kernel
+from planner.layout.encoders_vae import ComponentPass, encoders
 from planner.layout.run import Run, main_piece
 from planner.spec.job import Strategy
 from planner.tape.format import KINDS, Tape
@@ -62,6 +63,8 @@ class StepWork(NamedTuple):
     attention: Attention = Attention()
     recomputed: int = 0
     """launches of the passes that are forward's, again, inside backward"""
+    encoding: Mapping[Kind, Work] = {}
+    """of one micro-batch's prompts and clips, where that is not done before training"""
 
 
 Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
@@ -74,7 +77,33 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
     optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
     own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, run.work.optimizer_bytes)}
-    return StepWork(both, add_work(optimizer, own), forward, attention_of(run), recomputed_launches(run))
+    encoding = encoding_work(run)
+    return StepWork(both, add_work(optimizer, own), forward, attention_of(run), recomputed_launches(run), encoding)
+
+
+def encoding_work(run: Run) -> dict[Kind, Work]:
+    """The work of the text encoders and the VAE in each micro-batch: of those that are not cached."""
+    total: dict[Kind, Work] = {}
+    if not run.samples_only:
+        for place in ("resident", "swapped"):
+            for component in encoders(run, place, run.grid["B"]):
+                total = add_work(total, component_work(component))
+    return total
+
+
+def component_work(component: ComponentPass) -> dict[Kind, Work]:
+    """The work of one pass of a text encoder or the VAE, all its tiles together; nothing where it is not recorded."""
+    if component.tape is None:
+        return {}
+    terms = _component_terms(component.tape, component.piece, component.counts)
+    times = component.part.batch * component.tiles
+    found = evaluate_work(terms, component.tape.values(component.part.grid))
+    return {kind: Work(times * amount.flops, times * amount.nbytes) for kind, amount in found.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _component_terms(tape: Tape, piece: str, counts: tuple[int, ...] | None) -> dict[SizeTerm, Work]:
+    return symbolic_work(tape, piece, counts)
 
 
 def recomputed_launches(run: Run) -> int:
@@ -198,6 +227,8 @@ def _recorded_work(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
 
 def total_flops(work: StepWork, strategy: Strategy) -> int:
     """Floating-point operations of one step, recomputation included."""
-    parts = (work.passes, work.optimizer)
-    passes, optimizer = (sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in parts)
-    return passes * strategy.gradient_accumulation + optimizer
+    parts = (work.passes, work.optimizer, work.encoding)
+    passes, optimizer, encoding = (
+        sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in parts
+    )
+    return (passes + encoding) * strategy.gradient_accumulation + optimizer

@@ -158,8 +158,9 @@ def gpus_page() -> str:
         "",
         "*Gives* is what a process can be given (torch's `total_memory`), which is the budget of a plan; *total* is",
         "what `nvidia-smi` shows; *context* is what one process takes beside its tensors. Rates are dense, never",
-        "sparse: bf16 and fp16 with fp32 accumulation. The link is to host RAM, one direction, as measured. For any",
-        "other card name the memory itself, as `--gpu 23.5GiB`.",
+        "sparse: bf16 and fp16 with fp32 accumulation. The link is to host RAM, one direction, as measured. *W* is the",
+        "power limit as shipped: NVIDIA's total power of the card, on AWS what `nvidia-smi` shows (A10G), with the CPU",
+        "where it is one module (GH200, GB10). For any other card name the memory itself, as `--gpu 23.5GiB`.",
         "",
         *_table(
             (
@@ -176,6 +177,7 @@ def gpus_page() -> str:
                 ">GB/s",
                 "link",
                 ">NVLink GB/s",
+                ">W",
             ),
             [_card_row(card) for card in cards],
         ),
@@ -208,6 +210,7 @@ def _card_row(card: GpuProfile) -> list[str]:
         f"{card.bandwidth_gbs:g}",
         "one memory with the CPU" if card.unified else f"{card.link}, {card.link_gbs:g} GB/s",
         f"{card.nvlink_gbs:g}" if card.nvlink_gbs else "-",
+        f"{card.power_watts:g}",
     ]
 
 

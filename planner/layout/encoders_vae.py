@@ -96,7 +96,12 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
 
 def component_bytes(run: Run, residence: str) -> int:
     """The weights of the text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``."""
-    return sum(int(entry.parameters * BYTES_PER_PARAMETER[entry.dtype]) for entry in encoders(run, residence, 1))
+    return sum(map(weight_bytes, encoders(run, residence, 1)))
+
+
+def weight_bytes(component: ComponentPass) -> int:
+    """The weights of a text encoder or the VAE, as they are stored."""
+    return int(component.parameters * BYTES_PER_PARAMETER[component.dtype])
 
 
 def components_host_bytes(run: Run) -> int:

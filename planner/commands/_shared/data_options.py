@@ -1,14 +1,28 @@
-"""The options that say which data is trained on: shared by the verbs that read it."""
+"""The options that say which data is trained on, and for how long: shared by the verbs that read it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import importlib.util
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from planner.dataset.sources import DataSource
+from planner.catalog.profiles import ModelProfile
+from planner.commands import USAGE
+from planner.commands._shared.verb import FiniteRange, Function
+from planner.dataset.sources import DataSource, sources
+from planner.errors import VplanError, quoted
+from planner.estimate.estimate import Layout
+from planner.estimate.whole_job import JobLength, ShapeCount, WholeJob, whole_job
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Facts
 from planner.schema import choices
+from planner.spec.job import Bucket, Job
+from planner.spec.plan import Estimate
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -16,15 +30,16 @@ SETTINGS = ("trigger", "caption", "repeats", "frame_sampling", "fps", "flip")
 """Options that are a source's fields. `frames` is the plan's length elsewhere, so its option has another name."""
 
 
-def data_options(*, required: bool) -> Callable[[Command], Command]:
-    """Adds --data and the settings of a folder to a command."""
-    what = "Folder of clips or images with their captions, or a dataset.toml."
+def data_options(*, required: bool, what: str | None = None) -> Callable[[Command], Command]:
+    """Adds --data and the settings of a folder to a command. ``what``: its help text, where it is another."""
+    folder = "Folder of clips or images with their captions, or a dataset.toml."
+    usual = folder if required else f"Also check this data against the plan's shapes: {folder[0].lower()}{folder[1:]}"
     options = [
         click.option(
             "--data",
             required=required,
             metavar="DIR|FILE",
-            help=what if required else f"Also check this data against the plan's shapes: {what[0].lower()}{what[1:]}",
+            help=what or usual,
         ),
         click.option("--trigger", metavar="TEXT", help="Put in front of every caption."),
         click.option("--caption", metavar="TEXT", help="One caption for all files."),
@@ -58,3 +73,120 @@ def typed_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a folder that were typed, by field of `DataSource`."""
     typed = {name: options[name] for name in SETTINGS if options[name] not in (None, False)}
     return {"frames" if name == "frame_sampling" else name: value for name, value in typed.items()}
+
+
+# ---- whole jobs
+
+OPTIONS = ("steps", "epochs", "price", "checkpoint_every", "validate_every", "validation_steps")
+LENGTHS = "--steps or --epochs"
+
+Counts = Mapping[Bucket, ShapeCount]
+
+
+def whole_job_options(function: Function) -> Function:
+    """Adds how long the job is to be, the data it is trained on, and the price of an hour; the command gets them by
+    name, and makes an `AskedLength` of them."""
+    several = click.IntRange(1, 10**5)
+    options = [
+        click.option("--steps", type=click.IntRange(1, 10**7), metavar="N", help="Price so many optimizer steps."),
+        click.option("--epochs", type=FiniteRange(0, 10**5, min_open=True), metavar="X", help="Passes over --data."),
+        click.option(
+            "--price", multiple=True, metavar="X|CARD=X", help="Price of a GPU for an hour; of one card by its name."
+        ),
+        click.option("--checkpoint-every", type=several, metavar="N", help="Steps between checkpoints.  [default: 50]"),
+        click.option(
+            "--validate-every", type=several, metavar="N", help="Steps between samples.  [default: at the end]"
+        ),
+        click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps a sample."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return data_options(required=False, what="Count the samples of a folder of clips, or of a dataset.toml.")(function)
+
+
+class AskedLength(NamedTuple):
+    """The length that was typed. Data is read once for each set of shapes it is asked about."""
+
+    length: JobLength
+    prices: Mapping[str, float]
+    """by card as typed; of every other card under the empty name"""
+    folders: tuple[DataSource, ...] = ()
+    counted: Mapping[tuple[Bucket, ...], Counts] = {}
+    """what was read, by the shapes it was read for"""
+
+    def counting(self, model: ModelProfile, job: Job) -> AskedLength:
+        """The same with the data read for a job's shapes."""
+        if not self.folders or job.shapes in self.counted:
+            return self
+        return self._replace(counted={**self.counted, job.shapes: count(self.folders, model, job)})
+
+    def of(self, plan: Estimate, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out) -> WholeJob:
+        """The whole job of a plan."""
+        if plan.job.method == "sample":
+            raise VplanError(
+                f"{LENGTHS}: a job that only samples has no steps", "leave it out, or train: --method lora"
+            )
+        data = self.counting(facts.model, plan.job).counted.get(plan.job.shapes)
+        found = whole_job(plan, facts, self.length._replace(data=data), trainer, layout)
+        return found._replace(price=self.prices.get(plan.machine.gpu, self.prices.get("")))
+
+
+def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = ()) -> AskedLength | None:
+    """The length in a command's options; None where none was asked for. ``gpus``: the cards that a price may name. A
+    VplanError for options that need one, and for those that contradict each other."""
+    if said["steps"] is None and said["epochs"] is None:
+        typed = [name for name in OPTIONS if said[name] not in (None, ())]
+        if typed:
+            flag = typed[0].replace("_", "-")
+            raise VplanError(f"--{flag} is about a whole job", f"say how long it is: {LENGTHS}", USAGE)
+        if said["data"] is not None:
+            raise VplanError("--data has no effect here", f"say how long the job is: {LENGTHS}", USAGE)
+        return None
+    if said["steps"] is not None and said["epochs"] is not None:
+        raise VplanError("both --steps and --epochs say how long it is", "leave one of them out", USAGE)
+    if said["epochs"] is not None and said["data"] is None:
+        raise VplanError("--epochs needs the data", "pass --data DIR, or --steps N", USAGE)
+    length = JobLength(
+        steps=said["steps"],
+        epochs=said["epochs"],
+        checkpoint_every=said["checkpoint_every"] or JobLength().checkpoint_every,
+        validate_every=said["validate_every"],
+        validation_steps=said["validation_steps"],
+    )
+    folders = sources(Path(said["data"]).expanduser(), typed_settings(said)) if said["data"] is not None else ()
+    return AskedLength(length, _prices(said["price"], gpus), folders)
+
+
+def _prices(texts: Sequence[str], gpus: Sequence[str]) -> dict[str, float]:
+    prices: dict[str, float] = {}
+    for text in texts:
+        card, equals, number = text.rpartition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = math.nan
+        if not 0 <= price < math.inf or (equals and not card):
+            raise VplanError(f"--price {quoted(text)} is not a price", "write one as 2.5, or 24GB=0.4", USAGE)
+        if card and card not in gpus:
+            raise VplanError(f"--price {quoted(text)} is of no card in this answer", f"use {', '.join(gpus)}", USAGE)
+        if card in prices:
+            raise VplanError(f"two prices {'of ' + card if card else 'for every card'}", "leave one of them out", USAGE)
+        prices[card] = price
+    return prices
+
+
+def count(folders: Sequence[DataSource], model: ModelProfile, job: Job) -> Counts:
+    """The samples of the data by the shape they are trained at. A VplanError for files that cannot be used."""
+    for package in ("av", "PIL", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            raise VplanError(f"reading clips needs {package}", "install it: pip install 'vplan[train]'")
+    from planner.dataset.scan import read
+
+    encoded: Counter[Bucket] = Counter()
+    draws: Counter[Bucket] = Counter()
+    most: dict[Bucket, int] = {}
+    for sample in read(folders, model, job).samples:
+        encoded[sample.bucket] += 1
+        draws[sample.bucket] += sample.repeats
+        most[sample.bucket] = max(sample.repeats, most.get(sample.bucket, 1))
+    return {shape: ShapeCount(encoded[shape], draws[shape], most[shape]) for shape in encoded}

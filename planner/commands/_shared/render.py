@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from planner.catalog.profiles import ModelProfile
+    from planner.estimate.roofline import Span
+    from planner.estimate.whole_job import WholeJob
     from planner.search.question import Question, Relaxed, Suggestion, Switch
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
@@ -261,16 +263,20 @@ def _need(found: Estimate) -> str:
 class TableRow:
     """One line of an answer for many models or many cards: a plan, or the reason why there is none."""
 
-    def __init__(self, name: str, plan: Estimate | None, reason: str, considered: int) -> None:
+    def __init__(
+        self, name: str, plan: Estimate | None, reason: str, considered: int, whole: WholeJob | None = None
+    ) -> None:
         self.name = name
         self.plan = plan
         self.reason = reason
         self.considered = considered
+        self.whole = whole
 
     def to_json(self, kind: str) -> dict[str, object]:
         """The line as `vplan suggest --json` prints it. ``kind``: "models" or "cards"."""
         plan = self.plan.to_json() if self.plan else None
-        return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None}
+        whole = {"whole_job": self.whole.to_json()} if self.whole else {}
+        return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None, **whole}
 
 
 def print_data(console: Console, model: ModelProfile) -> None:
@@ -286,10 +292,12 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
     console.print()
     name = "model" if kind == "models" else "card"
     data = ("data",) if kind == "models" else ()
-    found = table((name, ">clip", "verdict", ">GiB", ">s/step", *data, "with"), [])
+    whole = whole_columns(rows)
+    found = table((name, ">clip", "verdict", ">GiB", ">s/step", *whole, *data, "with"), [])
     found.columns[0].no_wrap, found.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
     for row in rows:
         *cells, last = _row(row)
+        cells += whole_cells(row.whole, len(whole))
         found.add_row(*cells, *([lookup.model(row.name).train_data] if data else []), last)
     console.print(found)
     for profile in (lookup.model(row.name) for row in rows if data):
@@ -315,3 +323,88 @@ def _row(row: TableRow) -> tuple[str | Text, ...]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"
+
+
+# ---- whole jobs
+
+
+def print_whole_job(console: Console, found: WholeJob) -> None:
+    """Prints a whole job: hours, energy and money in one line, then its parts."""
+    epochs = f" ({found.epochs:.3g} epochs)" if found.epochs is not None else ""
+    words = [f"{_span(found.hours)} hours", f"{_span(found.kwh)} kWh at {found.power_watts:g} W"]
+    if found.money is not None:
+        words.append(f"{_span(found.money)} at {found.price:g} per GPU-hour")
+    console.print()
+    console.print(f"{found.steps} steps{epochs}: {', '.join(words)}", style="bold")
+    rows = [
+        (name, part.number, *map(format_seconds, part.seconds)) for name, part in found.parts.items() if part.number
+    ]
+    console.print(table(("part", ">number", ">time", ">at most"), rows))
+    if found.sample_seconds is not None:
+        console.print(f"encoding not counted: {_span(found.sample_seconds)} s a sample (--data DIR)", style="dim")
+
+
+def whole_columns(rows: Iterable[TableRow]) -> tuple[str, ...]:
+    """The columns that whole jobs have in a table of them; none where there are none."""
+    found = [row.whole for row in rows if row.whole]
+    if not found:
+        return ()
+    return (">hours", ">kWh", ">price") if any(whole.money for whole in found) else (">hours", ">kWh")
+
+
+def whole_cells(whole: WholeJob | None, columns: int) -> list[str]:
+    """A row's cells in the columns of `whole_columns`."""
+    if whole is None:
+        return ["-"] * columns
+    cells = [_span(whole.hours), _span(whole.kwh), _span(whole.money) if whole.money else "-"]
+    return cells[:columns]
+
+
+def best_rows(rows: Sequence[TableRow]) -> dict[str, str | None]:
+    """The names of the fastest row and of the cheapest, by money where anything has a price, else by energy."""
+    found = [row for row in rows if row.whole]
+    priced = [row for row in found if row.whole and row.whole.money]
+    by = "money" if priced else "kwh"
+
+    def cost(row: TableRow) -> float:
+        assert row.whole is not None
+        return (row.whole.money or row.whole.kwh).low
+
+    def hours(row: TableRow) -> float:
+        assert row.whole is not None
+        return row.whole.hours.low
+
+    fastest, cheapest = min(found, key=hours, default=None), min(priced or found, key=cost, default=None)
+    return {
+        "fastest": fastest.name if fastest else None,
+        "cheapest": cheapest.name if cheapest else None,
+        "cheapest_by": by if cheapest else None,
+    }
+
+
+def print_best(console: Console, rows: Sequence[TableRow]) -> None:
+    """Prints which row is the fastest and which the cheapest."""
+    best = best_rows(rows)
+    by_name = {row.name: row.whole for row in rows if row.whole}
+    fastest, cheapest = (by_name.get(best[word] or "") for word in ("fastest", "cheapest"))
+    if fastest is None or cheapest is None:
+        return
+    console.print()
+    console.print(f"fastest: {best['fastest']}, {_span(fastest.hours)} hours", style="bold")
+    if best["cheapest_by"] == "money" and cheapest.money:
+        console.print(f"cheapest: {best['cheapest']}, {_span(cheapest.money)}", style="bold")
+    else:
+        words = f"cheapest in energy: {best['cheapest']}, {_span(cheapest.kwh)} kWh (--price gives money)"
+        console.print(words, style="bold")
+
+
+def _span(span: Span) -> str:
+    low, high = (_number(value) for value in span)
+    return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    """Three digits, two below a tenth."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.0995 else f"{value:.2g}"

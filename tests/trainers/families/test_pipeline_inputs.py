@@ -15,6 +15,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution  # no
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from planner.catalog import lookup  # noqa: E402
 from planner.catalog.shapes import job_for  # noqa: E402
 from planner.dataset import scan  # noqa: E402
 from tests.trainers import tiny  # noqa: E402
@@ -163,3 +164,12 @@ def test_training_gives_a_model_what_its_pipeline_gives_it(
     assert {key for key, value in training.items() if not is_nothing(value)} == given.keys()
     for key, value in given.items():
         assert_alike(training[key], value, key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_has_the_noise_levels_of_its_pipeline(name: str) -> None:
+    kind = families.family(tiny.profile(name))
+    called = getattr(diffusers, kind.sampler().pipeline, None)  # one of ours follows its model's own script
+    if called is not None:
+        usual = inspect.signature(called.__call__).parameters["num_inference_steps"].default
+        assert lookup.model(name.partition(" ")[0]).traits.denoising_steps == usual

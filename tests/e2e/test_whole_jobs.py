@@ -1,0 +1,164 @@
+"""Hours, energy and money of whole jobs, as `vplan estimate` and `vplan suggest` tell them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import vplan
+
+WAN = ("wan2.1-t2v-1.3b", "--frames", "81", "--gradient-checkpointing", "full")
+H100 = ("--gpu", "h100-80gb")
+
+
+def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(vplan.command(*words), capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def answer(*words: str, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*words, "--json", code=code).stdout)
+    return found
+
+
+def test_a_step_encodes_what_is_not_cached() -> None:
+    told = {}
+    for place in ("cached", "resident", "swapped"):
+        told[place] = answer("estimate", *WAN, *H100, "--vae", place, "--text-encoder", place)
+    clip, prompt = 163.75e12, 4.845e12  # FLOP of Wan's VAE over 81 frames of 480x832, and of UMT5 over 512 tokens
+    encoding = told["resident"]["flops"] - told["cached"]["flops"]
+    assert encoding == pytest.approx(clip + prompt, rel=1e-3)
+    waits = told["resident"]["step_seconds"] - told["cached"]["step_seconds"]
+    assert encoding / 989e12 < waits < 6 * encoding / 989e12  # an H100's peak, and a sixth: half of it moves memory
+    coming = told["swapped"]["step_seconds"] - told["resident"]["step_seconds"]
+    assert coming == pytest.approx(2 * 5.81e9 / 55e9, rel=0.02)  # 16-bit weights over the card's PCIe 5 link
+
+
+def test_a_job_is_the_sum_of_its_parts_and_costs_what_its_hours_cost() -> None:
+    words = ("--steps", "2000", "--price", "2.5", "--validation-mode", "on", "--validate-every", "500")
+    found = answer("estimate", *WAN, *H100, *words)
+    whole = found["whole_job"]
+    parts = whole["parts"]
+    assert {name: part["count"] for name, part in parts.items()} == {
+        "encoding": 0,
+        "training": 2000,
+        "samples": 4,
+        "checkpoints": 40,
+    }
+    for high in ("", "_high"):
+        assert parts["training"][f"seconds{high}"] == pytest.approx(2000 * found[f"step_seconds{high}"])
+        hours = whole[f"hours{high}"]
+        assert 3600 * hours == pytest.approx(sum(part[f"seconds{high}"] for part in parts.values()))
+        assert whole[f"kwh{high}"] == pytest.approx(0.7 * hours)  # an H100 SXM's 700 W
+        assert whole[f"money{high}"] == pytest.approx(2.5 * hours)
+    assert whole["hours"] < whole["hours_high"]
+    one_step = found["step_seconds"]  # forward, forward again, backward: a sample's forwards are a quarter of it
+    assert parts["samples"]["seconds"] == pytest.approx(4 * 50 * 2 * one_step / 4, rel=0.25)
+    copied = found["disk_bytes"] / 55e9  # over the card's link, 40 times
+    assert parts["checkpoints"]["seconds"] == pytest.approx(40 * copied)
+    page = " ".join(run("estimate", *WAN, *H100, *words).stdout.split())
+    assert f"2000 steps: {whole['hours']:.2f} to {whole['hours_high']:.2f} hours" in page
+    assert "kWh at 700 W" in page and "at 2.5 per GPU-hour" in page
+
+
+def test_two_cards_cost_twice_as_much_an_hour() -> None:
+    whole = answer("estimate", *WAN, "--gpu", "2xh100-80gb", "--steps", "100", "--price", "2")["whole_job"]
+    assert whole["money"] == pytest.approx(2 * 2 * whole["hours"])
+    assert whole["kwh"] == pytest.approx(2 * 0.7 * whole["hours"])
+
+
+def pictures(folder: Path, sizes: list[tuple[int, int]]) -> Path:
+    """A folder of pictures (width, height) with captions."""
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        Image.new("RGB", size, (number, 0, 0)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a picture")
+    return folder
+
+
+IMAGE = ("sd1.5", "--gpu", "24GB", "--batch-size", "4")
+
+
+def test_epochs_are_counted_as_the_trainer_draws_them(tmp_path: Path) -> None:
+    data = str(pictures(tmp_path / "data", [(512, 512)] * 6))
+    whole = answer("estimate", *IMAGE, "--epochs", "10", "--data", data)["whole_job"]
+    assert whole["steps"] == 15  # 60 pictures in fours
+    assert whole["parts"]["encoding"]["count"] == 6
+    again = answer("estimate", *IMAGE, "--steps", "30", "--data", data, "--repeats", "2")["whole_job"]
+    assert again["epochs"] == pytest.approx(30 * 4 / 12)
+    unknown = answer("estimate", *IMAGE, "--steps", "15")["whole_job"]
+    assert unknown["epochs"] is None
+    each = whole["parts"]["encoding"]["seconds"] / 6
+    assert unknown["encoding_seconds_per_sample"] == pytest.approx(each) and each > 0
+    assert whole["hours"] == pytest.approx(unknown["hours"] + 6 * each / 3600)
+
+
+def test_shapes_weigh_as_much_as_the_data_has_of_them(tmp_path: Path) -> None:
+    buckets = "1x512x512,1x256x256"
+    small, large = (
+        answer("estimate", "sd1.5", "--gpu", "24GB", "--buckets", shape)["step_seconds"]
+        for shape in ("1x256x256", "1x512x512")
+    )
+    words = ("sd1.5", "--gpu", "24GB", "--buckets", buckets, "--steps", "1000")
+    unknown = answer("estimate", *words)["whole_job"]["parts"]["training"]
+    assert unknown["seconds"] == pytest.approx(1000 * small)
+    assert unknown["seconds_high"] > 1000 * large
+    data = str(pictures(tmp_path / "data", [(512, 512)] * 3 + [(256, 256)] * 1))
+    known = answer("estimate", *words, "--data", data)["whole_job"]["parts"]["training"]
+    assert known["seconds"] == pytest.approx(1000 * (3 * large + small) / 4)
+
+
+def test_every_class_of_card_has_hours_and_the_best_are_named() -> None:
+    words = ("suggest", "cogvideox-2b", "--frames", "9", "--steps", "2000", "--resolution", "240x352")
+    found = answer(*words)
+    whole = {row["gpu"]: row["whole_job"] for row in found["classes"] if row["plan"]}
+    assert len(whole) > 10
+    assert found["fastest"] == min(whole, key=lambda name: whole[name]["hours"])
+    assert found["cheapest_by"] == "kwh"
+    assert found["cheapest"] == min(whole, key=lambda name: whole[name]["kwh"])
+    priced = answer(*words, "--price", "24GB=0.4", "--price", "192GB=6")
+    money = {row["gpu"]: row["whole_job"]["money"] for row in priced["classes"] if row["plan"]}
+    assert {name for name, price in money.items() if price is not None} == {"24GB", "192GB"}
+    assert priced["cheapest_by"] == "money"
+    assert priced["cheapest"] == min(("24GB", "192GB"), key=lambda name: money[name])
+    page = run(*words).stdout
+    assert "hours" in page and "kWh" in page and f"fastest: {found['fastest']}, " in page
+    assert f"cheapest in energy: {found['cheapest']}, " in page
+
+
+def test_one_suggestion_tells_its_whole_job() -> None:
+    found = answer("suggest", "cogvideox-2b", "--gpu", "24GB", "--steps", "1000", "--frames", "9")
+    training = found["whole_job"]["parts"]["training"]
+    assert training["seconds"] == pytest.approx(1000 * found["plan"]["step_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fault"),
+    [
+        (("--price", "2.5"), 2, "--price is about a whole job"),
+        (("--data", "."), 2, "--data has no effect here"),
+        (("--epochs", "2"), 2, "--epochs needs the data"),
+        (("--steps", "10", "--epochs", "2", "--data", "."), 2, "both --steps and --epochs"),
+        (("--steps", "10", "--price", "cheap"), 2, "'cheap' is not a price"),
+        (("--steps", "10", "--price", "=3"), 2, "is not a price"),
+        (("--steps", "10", "--price", "nan"), 2, "is not a price"),
+        (("--steps", "10", "--price", "1", "--price", "2"), 2, "two prices for every card"),
+        (("--steps", "10", "--price", "9GB=1"), 2, "is of no card in this answer"),
+        (("--steps", "10", "--data", "/nowhere"), 1, "there is no folder"),
+    ],
+)
+def test_bad_lengths_are_named_with_their_fix(words: tuple[str, ...], code: int, fault: str) -> None:
+    done = run("estimate", *WAN, *H100, *words, code=code)
+    assert fault in done.stderr and "fix: " in done.stderr and done.stdout == ""
+
+
+def test_a_job_that_only_samples_has_no_length() -> None:
+    done = run("estimate", "wan2.1-t2v-1.3b", *H100, "--method", "sample", "--steps", "10", code=1)
+    assert "a job that only samples has no steps" in done.stderr
