@@ -16,6 +16,9 @@ GRIDS = FOLDER / "grids"
 COMFYUI = FOLDER / "comfyui.toml"
 """Names of layers in ComfyUI's models."""
 
+BLOCK_SWAP = FOLDER / "block_swap.toml"
+"""How trainers count the blocks they swap."""
+
 
 def model_path(name: str) -> Path:
     """Where the model of that name is described, whether or not there is one."""

@@ -30,7 +30,7 @@ from planner.dialects.base.script import Script, from_file, from_words
 from planner.errors import VplanError
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
-from planner.foreign.oom_message import render
+from planner.foreign.oom_cause import render
 from planner.spec.job import Machine
 from planner.spec.plan import Plan, write_plan
 from planner.units import format_gib, format_seconds, gib

@@ -226,7 +226,7 @@ def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
     estimate = priced(plan, dialect.name)
     if estimate is None or estimate.verdict != "no":
         return plan
-    for tried, changes in enumerate(_changes(dialect)):
+    for tried, changes in enumerate(_changes(dialect, fields_of(plan))):
         if tried == MOST_TRIES:
             return None
         wanted = fields_of(plan) | changes
@@ -241,14 +241,9 @@ def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
     return None
 
 
-def _changes(dialect: Dialect) -> Iterator[Fields]:
+def _changes(dialect: Dialect, now: Fields) -> Iterator[Fields]:
     """Each of the trainer's changes alone, then two together; of a field with several values the mildest first."""
-    single: list[Fields] = []
-    for move in dialect.moves:
-        if move.values:
-            single += [dict.fromkeys(move.changes, value) for value in move.values]
-        else:
-            single.append(dict(move.changes))
+    single: list[Fields] = [dict(step) for move in dialect.moves for step in move.steps(now)]
     yield from single
     for one, other in itertools.combinations(single, 2):
         if not one.keys() & other.keys():

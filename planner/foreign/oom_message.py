@@ -1,18 +1,18 @@
-"""CUDA's out-of-memory message, as torch 2.x words it and people paste it: what it says, and what it means.
+"""Out-of-memory messages, as they are worded and people paste them: what they say. `oom_cause` says what they mean.
 
-The wording is c10/cuda/CUDACachingAllocator.cpp's (`malloc`), in its forms of 2.0, 2.1 and 2.2 on. The request in it is
-what the allocator asked the driver for, a tensor rounded up (`get_allocation_size`), in two decimals of its unit
-(c10/util `format_size`). So a tensor of a job is the one that asked if it is printed alike and comes when as much is
-allocated. Pure: text in, records out.
+PyTorch's own have numbers: c10/cuda/CUDACachingAllocator.cpp (`malloc`) in its forms of 1.x, 2.0, 2.1 and 2.2 on, the
+same for HIP and XPU (c10/xpu/XPUCachingAllocator.cpp), MPS's (aten/src/ATen/mps/MPSAllocator.mm) and cudaMallocAsync's
+(c10/cuda/CUDAMallocAsyncAllocator.cpp), which ComfyUI runs with. All others are in `oom_formats`. Pure: text in,
+records out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from planner.allocator.caching import (
     BLOCK_ROUND_BYTES,
@@ -23,23 +23,30 @@ from planner.allocator.caching import (
     SMALL_SEGMENT_BYTES,
 )
 from planner.errors import VplanError
-from planner.estimate.estimate import describe_moment
-from planner.estimate.stages import ReplayedStage
-from planner.units import GIB, KIB, MIB, format_gib
+from planner.foreign.oom_formats import find
+from planner.units import GIB, KIB, MIB
 
 LONGEST = 16 << 20
 """Characters of a log that are read."""
 
-Cause = Literal["fragmentation", "others", "need", "unknown"]
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40, "KB": KIB, "MB": MIB, "GB": GIB}
 _SIZE = r"([\d.]+) (bytes|[KMGT]i?B)"
-_START = re.compile(r"(?:CUDA|HIP) out of memory\.? Tried to allocate " + _SIZE)
+_START = re.compile(r"(CUDA|HIP|XPU) out of memory\.? Tried to allocate " + _SIZE)
+_MPS = re.compile(
+    rf"(MPS) backend out of memory \(MPS allocated: {_SIZE}, other allocations: {_SIZE}, max allowed: {_SIZE}\)\.?"
+    rf" Tried to allocate {_SIZE}"
+)
+_ASYNC = re.compile(
+    rf"Allocation on (device) \d* ?would exceed allowed memory\. \(out of memory\) Currently allocated ?: {_SIZE}"
+    rf" Requested ?: {_SIZE} Device limit ?: {_SIZE} Free \(according to CUDA\) ?: {_SIZE}"
+)
 _PARTS = {
     "capacity": (rf"total capaci?ty of {_SIZE}", rf"{_SIZE} total capacity"),
     "free": (rf"of which {_SIZE} is free", rf"{_SIZE} free"),
     "in_use": (rf"this process has {_SIZE} memory in use",),
     "allowed": (rf"{_SIZE} allowed",),
     "allocated": (rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated"),
+    "cached": (rf"{_SIZE} cached",),
     "private": (rf"with {_SIZE} allocated in private pools",),
     "unallocated": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
     "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
@@ -50,7 +57,6 @@ _SET = re.compile(
     r"(?<!try setting )PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF['\"]?\s*\]?\s*[=:]\s*['\"]?\S*expandable_segments:(\w+)"
 )
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d+), in (\S+)')
-_BARE = re.compile(r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation")
 
 HINTS = (
     ("optimizer", ("/optim/", "optimizers/", "optimizer.step", "adamw", "bitsandbytes/optim")),
@@ -68,14 +74,18 @@ HINTS = (
 class OomMessage:
     """The numbers of one out-of-memory message, in bytes; None where its wording has no such number."""
 
-    requested_bytes: int
+    requested_bytes: int | None
     """asked of the driver: a tensor rounded up as the allocator rounds"""
     requested_text: str
+    form: str = "CUDA"
+    """whose message it is: CUDA, HIP, XPU, MPS, cudaMallocAsync, or the name of an `oom_formats.Format`"""
     gpu: int | None = None
     capacity_bytes: int | None = None
     free_bytes: int | None = None
     in_use_bytes: int | None = None
     """by this process, with CUDA's context"""
+    allowed_bytes: int | None = None
+    """by the process's own limit, which `capacity_bytes` is then too"""
     others_bytes: int = 0
     """by other processes on the card"""
     allocated_bytes: int | None = None
@@ -96,77 +106,81 @@ class OomMessage:
         return dataclasses.asdict(self)
 
 
-@dataclass(frozen=True)
-class MatchingTensor:
-    """A tensor of a job that asks the driver for as much as the message says."""
-
-    phase: str
-    moment: str
-    tensor: str
-    nbytes: int
-    allocated_bytes: int
-    """before it, in the job as we lay it out"""
-    times: int
-    """how often such a tensor is asked for in this moment"""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The explanation of an out-of-memory message: the cause, why, and what to switch on."""
-
-    message: OomMessage
-    cause: Cause
-    why: str
-    advice: tuple[str, ...]
-    asked: tuple[MatchingTensor, ...] | None
-    """the likeliest first; None where no job was given"""
-
-    def to_json(self) -> dict[str, Any]:
-        """The explanation as `vplan check --error --json` prints it."""
-        requests = None if self.asked is None else [dataclasses.asdict(each) for each in self.asked]
-        return {
-            "error": self.message.to_json(),
-            "cause": self.cause,
-            "why": self.why,
-            "advice": list(self.advice),
-            "asked": requests,
-        }
-
-
 def parse(text: str) -> OomMessage:
     """The first out-of-memory message of a text, which may have log lines around it; a VplanError when it has none."""
     text = text[:LONGEST]
     lines = re.sub(r"^\s*(?:\[?(?:rank|default)\s?\d+\]?:|\|)[ \t]?", "", text, flags=re.MULTILINE)
-    starts = list(_START.finditer(plain := " ".join(lines.split())))
+    plain = " ".join(lines.split())
+    starts = list(_START.finditer(plain))
+    setting = _SET.search(plain)
+    expandable = setting[1].lower() == "true" if setting else None
     if not starts:
-        if _BARE.search(plain):
-            fault = "the driver's own error has no numbers: it was not PyTorch's allocator that ran out of memory"
-            raise VplanError(fault, "look for PyTorch's `CUDA out of memory. Tried to allocate` in the log")
-        raise VplanError("there is no `CUDA out of memory. Tried to allocate` in it", "paste PyTorch's whole message")
+        found = _of_other_allocators(plain) or _without_numbers(lines)
+        frame, hint = _traceback(lines)
+        return dataclasses.replace(found, frame=frame, hint=hint, expandable_segments=expandable)
     end = starts[1].start() if len(starts) > 1 else len(plain)
     words = plain[starts[0].start() : min(end, starts[0].start() + 2_000)]
     parts = {name: _first(patterns, words) for name, patterns in _PARTS.items()}
-    unallocated = parts["unallocated"]
+    unallocated = parts["unallocated"] if parts["unallocated"] is not None else parts["cached"]
     if unallocated is None and parts["reserved"] is not None and parts["allocated"] is not None:
         unallocated = max(0, parts["reserved"] - parts["allocated"])
-    own, others = _processes(parts["in_use"], words, (parts["allocated"] or 0) + (unallocated or 0))
+    held = (parts["allocated"] or 0) + (unallocated or 0)
+    own, others = _processes(parts["in_use"], words, held)
     frame, hint = _traceback(lines[: _opening(lines)])
-    which, setting = _WHICH.search(words), _SET.search(plain)
+    which = _WHICH.search(words)
+    device, *size = starts[0].groups()
     return OomMessage(
-        requested_bytes=_bytes(*starts[0].groups()),
-        requested_text=" ".join(starts[0].groups()),
+        requested_bytes=_bytes(*size),
+        requested_text=" ".join(size),
+        form=device,
         gpu=int(which[1]) if which else None,
         capacity_bytes=parts["allowed"] or parts["capacity"],
-        free_bytes=parts["free"],
+        free_bytes=_free(parts, held),
         in_use_bytes=own,
+        allowed_bytes=parts["allowed"],
         others_bytes=others,
         allocated_bytes=parts["allocated"],
         unallocated_bytes=unallocated,
-        expandable_segments=setting[1].lower() == "true" if setting else None,
+        expandable_segments=expandable,
         frame=frame,
         hint=hint,
         messages=len(starts),
     )
+
+
+def _free(parts: dict[str, int | None], held: int) -> int | None:
+    """Bytes that the process could still get: free on the card, and inside its own limit. HIP prints a difference below
+    zero as one of 64 bits, which is more than the card has: then it is not known."""
+    free, capacity = parts["free"], parts["capacity"]
+    if free is not None and capacity is not None and free > capacity:
+        free = None
+    if parts["allowed"] is None:
+        return free
+    inside = max(0, parts["allowed"] - held)
+    return inside if free is None else min(free, inside)
+
+
+def _of_other_allocators(plain: str) -> OomMessage | None:
+    """A message of MPS's allocator, or of cudaMallocAsync as PyTorch words it."""
+    if match := _MPS.search(plain):
+        tensors, other, allowed, wanted = (_bytes(*match.groups()[at : at + 2]) for at in (1, 3, 5, 7))
+        free = max(0, allowed - tensors - other)
+        text = " ".join(match.groups()[7:9])
+        return OomMessage(wanted, text, "MPS", None, allowed, free, tensors + other, allowed, 0, tensors, None)
+    if match := _ASYNC.search(plain):
+        tensors, wanted, capacity, free = (_bytes(*match.groups()[at : at + 2]) for at in (1, 3, 5, 7))
+        text = " ".join(match.groups()[3:5])
+        return OomMessage(wanted, text, "cudaMallocAsync", None, capacity, free, allocated_bytes=tensors)
+    return None
+
+
+def _without_numbers(lines: str) -> OomMessage:
+    if (found := find(lines)) is None:
+        fix = "paste the whole message, as PyTorch's `CUDA out of memory. Tried to allocate`"
+        raise VplanError("there is no out-of-memory message in it that is known here", fix)
+    form, match = found
+    asked = next((int(group) for group in match.groups() if group), None)
+    return OomMessage(asked, "" if asked is None else format_size(asked), form.name)
 
 
 def _processes(own: int | None, words: str, held: int) -> tuple[int | None, int]:
@@ -236,139 +250,3 @@ def format_size(nbytes: int) -> str:
         if nbytes <= size * 1024:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes / GIB:.2f} GiB"
-
-
-def asked_for(message: OomMessage, played: Sequence[ReplayedStage], most: int = 3) -> tuple[MatchingTensor, ...]:
-    """The tensors of a job that may have asked, the likeliest first: printed alike, at about as much allocated."""
-    requests: dict[tuple[str, str, str, int], list[int]] = {}
-    for entry, at, buffer, allocated in _requests(message.requested_text, played):
-        here = entry._replace(replayed=entry.replayed._replace(allocated_peak_at=at))
-        moment = describe_moment(here, entry.run.strategy)
-        program = entry.run.program
-        tensor = f"{program.category[buffer]} ({program.op[buffer]})"
-        requests.setdefault((entry.phase, moment, tensor, entry.run.sizes[buffer]), []).append(allocated)
-    known = message.allocated_bytes
-    ranked = []
-    for (phase, moment, tensor, nbytes), before in requests.items():
-        nearest = min(before, key=lambda one: abs(one - known)) if known is not None else max(before)
-        ranked.append(MatchingTensor(phase, moment, tensor, nbytes, nearest, len(before)))
-    ranked.sort(key=lambda one: abs(one.allocated_bytes - known) if known is not None else -one.allocated_bytes)
-    return tuple(ranked[:most])
-
-
-def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[tuple[ReplayedStage, int, int, int]]:
-    """Every allocation that would be printed so: stage, index of its event, buffer, bytes allocated before it."""
-    shown: dict[int, bool] = {}
-    allocated = 0
-    for entry in played:
-        sizes = entry.run.sizes
-        alone = bool(entry.run.encoding_only.peak_bytes)  # what is cached before the run has the card for itself
-        before = 0 if alone else allocated
-        for at, event in enumerate(entry.stage.ops):
-            nbytes = sizes[event if event >= 0 else ~event]
-            rounded = -(-nbytes // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
-            if event < 0:
-                before -= rounded
-                continue
-            if nbytes not in shown:
-                shown[nbytes] = nbytes > 0 and format_size(allocation_bytes(nbytes)) == printed
-            if shown[nbytes]:
-                yield entry, at, event, before
-            before += rounded
-        allocated = allocated if alone else before
-
-
-EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before starting (not on native Windows)"
-BY_PHASE = {
-    "load": "load the components one after the other, or the text encoder and VAE only if latents are not cached",
-    "encode": "cache latents and prompts before training, or tile the VAE",
-    "first_step": "gradient checkpointing; then block swap, a smaller batch or fewer frames",
-    "train": "gradient checkpointing; then checkpoints in host RAM, block swap, a smaller batch or fewer frames",
-    "backward": "gradient checkpointing; then checkpoints in host RAM, block swap, a smaller batch or fewer frames",
-    "optimizer": "an 8-bit optimizer, its states in host RAM or sharded over GPUs (zero-2), or a fused step",
-    "denoise": "turn validation off, or move each component to the GPU only while it runs",
-    "decode": "VAE slicing or tiling for the validation sample, or no validation",
-    "save": "save from host RAM; what is gathered for a checkpoint adds to training memory",
-}
-"""What to switch on, the lossless first, by where it died."""
-
-
-def explain(message: OomMessage, played: Sequence[ReplayedStage] | None = None) -> Explanation:
-    """What a message means; with the stages of its job replayed (`planner.estimate.stages.replay_stages`), which
-    tensor it was."""
-    requests = None if played is None else asked_for(message, played)
-    cause, why = _cause(message)
-    phase = requests[0].phase if requests else message.hint
-    advice = []
-    if cause == "fragmentation" and not message.expandable_segments:
-        advice.append(EXPANDABLE)
-    if cause == "fragmentation" and message.expandable_segments:
-        advice.append("empty the cache between phases (torch.cuda.empty_cache), as sizes differ from phase to phase")
-    if cause == "others":
-        advice.append("end the other processes on this card (`nvidia-smi` lists them), or use another card")
-    if cause in ("need", "unknown") or (message.unallocated_bytes or 0) < message.requested_bytes:
-        advice.append(_by_phase(phase, played))
-    return Explanation(message, cause, why, tuple(advice), requests)
-
-
-def _by_phase(phase: str, played: Sequence[ReplayedStage] | None) -> str:
-    """What helps in a phase, without what the job has switched on already."""
-    if not played:
-        return BY_PHASE.get(phase, "gradient checkpointing, an 8-bit optimizer, cached latents and prompts")
-    advice = BY_PHASE.get(phase, "the same `vplan check` without --error says what to change in the command")
-    checkpointed = played[0].run.strategy.gradient_checkpointing != "none"
-    return advice.removeprefix("gradient checkpointing; then ") if checkpointed else advice
-
-
-def _cause(message: OomMessage) -> tuple[Cause, str]:
-    wanted, held, free = message.requested_bytes, message.unallocated_bytes, message.free_bytes
-    if held is None and free is None:
-        return "unknown", "the message does not say how much was free"
-    free = free or 0
-    if held is not None and held + free >= wanted:
-        why = f"PyTorch held {format_gib(held)} that no tensor used, in blocks too small for {message.requested_text}"
-        enough = "" if held >= wanted else f"; together with the {format_gib(free)} free it would have been enough"
-        return "fragmentation", why + enough
-    if message.others_bytes and free + (held or 0) + message.others_bytes >= wanted:
-        return "others", f"other processes held {format_gib(message.others_bytes)} of the card"
-    short = wanted - free - (held or 0)
-    return "need", f"the tensors themselves were too much: {format_gib(short)} more than was free or held in reserve"
-
-
-OPENINGS: dict[Cause, str] = {
-    "fragmentation": "Fragmentation",
-    "need": "No fragmentation",
-    "others": "Not this process alone",
-    "unknown": "Cause unknown",
-}
-"""How a line names the cause."""
-
-
-def render(explanation: Explanation) -> list[str]:
-    """The explanation as lines of text for the terminal."""
-    message = explanation.message
-    card = "" if message.gpu is None else f"GPU {message.gpu}: "
-    lines = [f"{card}{message.requested_text} could not be allocated."]
-    parts = (
-        ("capacity", message.capacity_bytes),
-        ("in tensors", message.allocated_bytes),
-        ("reserved, unused", message.unallocated_bytes),
-        ("other processes", message.others_bytes or None),
-        ("free", message.free_bytes),
-    )
-    lines += [f"  {name:<24}{format_gib(nbytes):>12}" for name, nbytes in parts if nbytes is not None]
-    if message.frame:
-        lines.append(f"Requested by {message.frame}.")
-    lines.append(f"{OPENINGS[explanation.cause]}: {explanation.why}.")
-    if explanation.asked:
-        lines.append("In this job it can be:")
-        for one in explanation.asked:
-            times = f", {one.times} of them" if one.times > 1 else ""
-            at = f"at {format_gib(one.allocated_bytes)} in tensors"
-            lines.append(f"  {one.phase}: {one.tensor}, {format_gib(one.nbytes)}{times}, in {one.moment}, {at}")
-    elif explanation.asked is not None:
-        lines.append("No tensor of this job has that size: the message is from another shape, model or version.")
-    lines += [f"What helps: {advice}." for advice in explanation.advice]
-    if message.messages > 1:
-        lines.append(f"The text holds {message.messages} such messages; this is the first.")
-    return lines

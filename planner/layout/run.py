@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from planner.allocator.implementation import alive
 from planner.catalog.components import calls
 from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.swapped_stacks import split_of
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.run_records import (
     DeviceTerms,
@@ -371,10 +372,17 @@ class Run:
     @property
     def swapped_blocks(self) -> dict[Block, list[int]]:
         """Buffers of the weights of the blocks that are swapped: the last, or the last of those that are
-        checkpointed, as backward needs the weights of the others where they are."""
+        checkpointed, as backward needs the weights of the others where they are; of some trainers, of each stack."""
         blocks, count = self.swappable_weights, self.strategy.swap_blocks
         names = [block for block in blocks if block in self.checkpointed or not self.checkpointed]
-        return {block: blocks[block] for block in names[len(names) - count :]}
+        split = split_of(self.trainer, self.facts.model, count) if count else None
+        if split is None:
+            return {block: blocks[block] for block in names[len(names) - count :]}
+        swapped = []
+        for stack, leaving in zip(self.facts.model.stacks, split, strict=True):
+            own = [block for block in names if block[0] == stack.list]
+            swapped += own[len(own) - leaving :]
+        return {block: blocks[block] for block in swapped}
 
     @property
     def swappable_weights(self) -> dict[Block, list[int]]:

@@ -12,7 +12,9 @@ from planner.dialects.base.script import Script
 from planner.errors import VplanError
 from planner.estimate.estimate import replay
 from planner.foreign.check import settle
-from planner.foreign.oom_message import LONGEST, Explanation, explain, parse
+from planner.foreign.oom_cause import Explanation, explain
+from planner.foreign.oom_formats import ON_HOST
+from planner.foreign.oom_message import LONGEST, parse
 from planner.layout.inputs import load_facts
 from planner.units import GIB
 from planner.untrusted import read_text
@@ -27,8 +29,9 @@ def explained(path: str, script: Script | None, told: Mapping[str, Any], machine
     the script's job asked, on the card given or else on one of the capacity that the message states. Raises a
     VplanError when there is neither."""
     message = parse(_piped() if path == "-" else read_text(Path(path), LONGEST))
-    if script is None:
-        return explain(message)
+    alone = explain(message)
+    if script is None or alone.cause in ON_HOST or message.requested_bytes is None:
+        return alone
     if not machine.get("gpu"):
         if message.capacity_bytes is None:
             raise VplanError("the message does not state the card's capacity, and no card is given", "add --gpu 80GB")

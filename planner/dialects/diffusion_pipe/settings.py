@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.base import config_text, flags
+from planner.dialects.base import block_swap, config_text, flags
 from planner.dialects.base.bindings import (
     Binding,
     Choice,
@@ -182,7 +182,11 @@ def _spread_of(settings: Settings) -> Fields:
     world = settings.get("gpus", 1) * settings.get("nodes", 1)
     return {
         "sharding": "ddp" if world > 1 else "none",
-        "swap_blocks": integer(settings.get("config:blocks_to_swap", 0), "blocks_to_swap"),
+        "swap_blocks": block_swap.swapped(
+            "diffusion-pipe",
+            model_of(settings)["model"],
+            integer(settings.get("config:blocks_to_swap", 0), "blocks_to_swap"),
+        ),
     }
 
 
@@ -199,7 +203,8 @@ def _write_spread(fields: Fields) -> Settings:
     if refused:
         raise InexpressibleError(*refused)
     settings: Settings = {"config:pipeline_stages": 1}
-    return settings | ({"config:blocks_to_swap": fields["swap_blocks"]} if fields["swap_blocks"] else {})
+    blocks = block_swap.setting("diffusion-pipe", fields)
+    return settings | ({"config:blocks_to_swap": blocks} if blocks else {})
 
 
 def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: str) -> FunctionPair:
@@ -334,7 +339,11 @@ MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
     Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
-    Move({"swap_blocks": 8}, "slower, and host RAM for the blocks", values=(8, 16, 20, 26, 32, 38)),
+    Move(
+        {"swap_blocks": 8},
+        "slower, and host RAM for the blocks",
+        by_fields=block_swap.steps("diffusion-pipe", (8, 16, 20, 26, 32, 38)),
+    ),
     Move({"optimizer_step": "backward"}, "no gradient accumulation"),
     Move({"optimizer": "adamw-8bit"}),
     Move({"weights_dtype": "fp8"}),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.base import flags
+from planner.dialects.base import block_swap, flags
 from planner.dialects.base.bindings import (
     Binding,
     Choice,
@@ -32,6 +32,7 @@ from planner.dialects.base.launchers import (
     word_for,
 )
 from planner.dialects.base.script import PythonCommand, Script
+from planner.dialects.base.values import integer
 from planner.dialects.musubi_tuner.files import files
 from planner.dialects.musubi_tuner.models import (
     AT,
@@ -202,6 +203,17 @@ def _write_attention(fields: Fields) -> Settings:
     return {words[fields["attention"]]: True}
 
 
+def _swap_of(settings: Settings) -> Fields:
+    blocks = integer(settings.get("--blocks_to_swap") or 0, "--blocks_to_swap")
+    model = model_of(settings)["model"]
+    return {"swap_blocks": block_swap.swapped("musubi-tuner", model, blocks, "--blocks_to_swap")}
+
+
+def _write_swap(fields: Fields) -> Settings:
+    blocks = block_swap.setting("musubi-tuner", fields)
+    return {"--blocks_to_swap": blocks} if blocks else {}
+
+
 def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: str) -> FunctionPair:
     return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
 
@@ -249,7 +261,7 @@ TABLE: tuple[Binding | When, ...] = (
     _pair(_sharding_of, _write_sharding, (), sharding="none on one GPU, ddp on several"),
     When("sharding", frozenset({"ddp"}), Choice("grad_buckets", {
         "copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}})),
-    Value("swap_blocks", "--blocks_to_swap", 0, int),
+    _pair(_swap_of, _write_swap, ("--blocks_to_swap",), swap_blocks="--blocks_to_swap"),
     Fixed("text_encoder", "cached", "prompts are cached by a script of their own before"),
     Fixed("vae", "cached", "latents are cached by a script of their own before"),
     _pair(_encoder_of, _write_encoder, _ENCODER_FLAGS, text_encoder_dtype="bf16, or fp8 by a flag"),
@@ -333,7 +345,11 @@ MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
     Move({"grad_buckets": "view"}, "free"),
-    Move({"swap_blocks": 8}, "slower, and host RAM for the blocks", values=(8, 16, 20, 26, 32, 36, 39)),
+    Move(
+        {"swap_blocks": 8},
+        "slower, and host RAM for the blocks",
+        by_fields=block_swap.steps("musubi-tuner", (8, 16, 20, 26, 32, 36, 39)),
+    ),
     Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
     Move({"optimizer": "adamw-8bit"}),
     Move({"weights_dtype": "fp8"}),

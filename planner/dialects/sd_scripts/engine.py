@@ -67,14 +67,17 @@ def write_engine(fields: Fields) -> Settings:
     return settings
 
 
-def swapped(blocks: int) -> int:
-    """Blocks in host RAM for --blocks_to_swap: half as many double blocks, and twice the rest of single ones, which are
-    half as large (library/flux_models.py enable_block_swap)."""
-    return blocks // 2 + (blocks - blocks // 2) * 2
+SPLIT_MODE_SWAPS = 18
+"""What ``--split_mode`` sets, unless ``--blocks_to_swap`` is given (flux_train_network.py:89)."""
 
 
-def swap_of(settings: Settings) -> Fields:
-    """Blocks in host RAM. The older flags count halves of two (flux_train.py)."""
-    older = int(settings.get("--double_blocks_to_swap") or 0) + int(settings.get("--single_blocks_to_swap") or 0) // 2
-    blocks = int(settings.get("--blocks_to_swap") or older)
-    return {"swap_blocks": swapped(blocks)}
+def blocks_to_swap(settings: Settings) -> int:
+    """What ``--blocks_to_swap`` is: given, or by an older flag of the script. Those of flux_train.py:285 count halves
+    of two single blocks."""
+    lora = str(settings.get("script")).endswith(LORA)
+    older = SPLIT_MODE_SWAPS if lora and settings.get("--split_mode") else 0
+    if not lora:
+        older = int(settings.get("--double_blocks_to_swap") or 0)
+        older += int(settings.get("--single_blocks_to_swap") or 0) // 2
+    given = settings.get("--blocks_to_swap")
+    return older if given is None else int(given)

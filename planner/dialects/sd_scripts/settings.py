@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.base import flags
+from planner.dialects.base import block_swap, flags
 from planner.dialects.base.bindings import (
     Choice,
     Fields,
@@ -36,7 +36,7 @@ from planner.dialects.base.launchers import (
     word_for,
 )
 from planner.dialects.base.script import Script
-from planner.dialects.sd_scripts.engine import AT, FULL, LORA, engine, swap_of, swapped, write_engine
+from planner.dialects.sd_scripts.engine import AT, FULL, LORA, blocks_to_swap, engine, write_engine
 from planner.errors import VplanError
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
@@ -156,15 +156,14 @@ def _write_optimizer(fields: Fields) -> Settings:
     return {"--optimizer_type": word} if word != "AdamW" else {}
 
 
+def _swap(settings: Settings) -> Fields:
+    model = _model(settings)["model"]
+    return {"swap_blocks": block_swap.swapped("sd-scripts", model, blocks_to_swap(settings), "--blocks_to_swap")}
+
+
 def _write_swap(fields: Fields) -> Settings:
-    target = int(fields["swap_blocks"])
-    if not target:
-        return {}
-    settable = [blocks for blocks in range(1, 36) if swapped(blocks) <= target] or [1]
-    if swapped(settable[-1]) != target:
-        why = "--blocks_to_swap counts a double block and two single ones alike: 1 to 35"
-        raise InexpressibleError(UnsupportedValue("swap_blocks", target, swapped(settable[-1]), why))
-    return {"--blocks_to_swap": settable[-1]}
+    blocks = block_swap.setting("sd-scripts", fields)
+    return {"--blocks_to_swap": blocks} if blocks else {}
 
 
 def _write_step(fields: Fields) -> Settings:
@@ -190,6 +189,28 @@ def _cached(field: str, flag: str) -> FunctionPair:
         return {flag: True} if fields[field] == "cached" else {}
 
     return FunctionPair((field,), (flag, f"{flag}_to_disk"), to_fields, to_settings, {field: "resident, cached"})
+
+
+T5, T5_FP8 = "t5xxl_fp16.safetensors", "t5xxl_fp8_e4m3fn.safetensors"
+"""The files of T5-XXL that its documentation names (docs/flux_train_network.md)."""
+
+
+def _encoder(settings: Settings) -> Fields:
+    """T5-XXL stays in fp8 where its file is and the base's flag asks for it (flux_train_network.py:141); else it is
+    loaded in the mixed precision's format."""
+    as_it_is = settings.get("--fp8_base") and not settings.get("--fp8_base_unet")
+    fp8 = as_it_is and str(settings.get("script")).endswith(LORA) and "fp8" in str(settings.get("--t5xxl")).lower()
+    return {"text_encoder_dtype": "fp8" if fp8 else "bf16"}
+
+
+def _write_encoder(fields: Fields) -> Settings:
+    dtype = fields["text_encoder_dtype"]
+    if dtype == "fp8" and fields["method"] == "lora" and fields["weights_dtype"] == "fp8":
+        return {"--t5xxl": T5_FP8}
+    if dtype != "bf16":
+        why = "T5-XXL is bf16, or fp8 beside a base in fp8"
+        raise InexpressibleError(UnsupportedValue("text_encoder_dtype", dtype, "bf16", why))
+    return {}
 
 
 SAMPLES = ("--sample_every_n_steps", "--sample_every_n_epochs", "--sample_at_first")
@@ -254,7 +275,7 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     extra: dict[str, object] = {
         "--dataset_config": "dataset.toml",
         "--clip_l": "clip_l.safetensors",
-        "--t5xxl": "t5xxl_fp16.safetensors",
+        "--t5xxl": settings.get("--t5xxl", T5),
         "--ae": "ae.safetensors",
         "--output_dir": "out",
         "--output_name": "flux",
@@ -336,7 +357,7 @@ DIALECT = Dialect(
         FunctionPair(
             ("swap_blocks",),
             ("--blocks_to_swap",),
-            swap_of,
+            _swap,
             _write_swap,
             {"swap_blocks": "--blocks_to_swap"},
         ),
@@ -368,7 +389,14 @@ DIALECT = Dialect(
         NODES,
         Fixed("frames", 1, "these scripts train images"),
         *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
-        *our_defaults("validation", "compute_dtype", "checkpointed_blocks", "ema", "text_encoder_dtype", "vae_dtype"),
+        FunctionPair(
+            ("text_encoder_dtype",),
+            ("--t5xxl",),
+            _encoder,
+            _write_encoder,
+            {"text_encoder_dtype": "bf16; fp8 by T5's file"},
+        ),
+        *our_defaults("validation", "compute_dtype", "checkpointed_blocks", "ema", "vae_dtype"),
         *our_defaults(
             "vae_tiling", "vae_slicing", "inactive_expert", "group_offload", "group_offload_stream", "attention"
         ),
@@ -390,13 +418,20 @@ DIALECT = Dialect(
             when=lambda fields: fields["method"] == "full" and fields["gradient_accumulation"] == 1,
         ),
         Move(
-            {"swap_blocks": 0}, "blocks move for every step", values=tuple(swapped(count) for count in range(4, 36, 4))
+            {"swap_blocks": 0},
+            "blocks move for every step",
+            by_fields=block_swap.steps("sd-scripts", tuple(range(4, 35, 4))),
         ),
         *(
             Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are sharded across the GPUs", when=_several_gpus)
             for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
         ),
         Move({"weights_dtype": "fp8"}, "the frozen base is rounded to 8 bits", when=lambda fields: not _full(fields)),
+        Move(
+            {"text_encoder_dtype": "fp8"},
+            "T5-XXL's file in fp8",
+            when=lambda fields: not _full(fields) and fields["weights_dtype"] == "fp8",
+        ),
     ),
     files=files,
 )

@@ -16,7 +16,8 @@ from planner.catalog.shapes import grid
 from planner.commands import cli
 from planner.errors import VplanError
 from planner.estimate.stages import replay_stages
-from planner.foreign.oom_message import allocation_bytes, explain, format_size, parse, render
+from planner.foreign.oom_cause import explain, render
+from planner.foreign.oom_message import allocation_bytes, format_size, parse
 from planner.layout import inputs
 from planner.layout.pipeline import lay_out
 from planner.spec.configuration import Configuration
@@ -125,7 +126,7 @@ def test_log_lines_rank_marks_and_wraps_around_it() -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("loss 0.3", "there is no"), ("RuntimeError: CUDA error: out of memory", "no numbers"), ("", "there is no")],
+    [("loss 0.3", "there is no"), ("the queue was Killed by its owner", "there is no"), ("", "there is no")],
 )
 def test_what_is_no_message(text: str, says: str) -> None:
     with pytest.raises(VplanError, match=says):
