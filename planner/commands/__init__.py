@@ -115,10 +115,10 @@ class Verbs(click.Group):
             error.show()
             return error.exit_code
         except click.ClickException as error:
-            return _report(_as_ours(error), words)
+            return _report(as_ours(error), words)
 
 
-def _as_ours(error: click.ClickException) -> VplanError:
+def as_ours(error: click.ClickException) -> VplanError:
     """Click's complaint in our words: a bad value is exit 1, a wrong use of the command exit 2."""
     message = " ".join(error.format_message().split()).rstrip(".")
     message = message[:1].lower() + message[1:]

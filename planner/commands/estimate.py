@@ -22,7 +22,8 @@ from planner.errors import VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.layout.inputs import load_facts
-from planner.spec.plan import Plan, write_plan
+from planner.search.question import Question
+from planner.spec.plan import Estimate, Plan, write_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,13 +46,7 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
 
     Nothing is searched: options you do not set take vplan's defaults (`vplan suggest` searches instead).
     """
-    question = asked.settle()
-    configuration = question.configuration()
-    if question.frames_max:
-        raise VplanError("estimate takes one length; --frames max is a search", "use vplan suggest --frames max")
-    facts = with_learned(load_facts(configuration, question.model, question.gpu), asked.trainer)
-    found = assess(configuration, facts, asked.trainer).estimate
-    found = found.replace(assumptions=(*question.assumptions, *found.assumptions))
+    question, found = estimated(asked)
     if output:
         write_plan(Plan.of(found, trainer=asked.trainer), output)
 
@@ -65,3 +60,14 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
 
     show(found.to_json(), as_json, render)
     return verdict_exit_code(found.verdict, strict=strict)
+
+
+def estimated(asked: TypedQuestion) -> tuple[Question, Estimate]:
+    """The complete question, and its estimate with the defaults that were taken."""
+    question = asked.settle()
+    configuration = question.configuration()
+    if question.frames_max:
+        raise VplanError("estimate takes one length; --frames max is a search", "use vplan suggest --frames max")
+    facts = with_learned(load_facts(configuration, question.model, question.gpu), asked.trainer)
+    found = assess(configuration, facts, asked.trainer).estimate
+    return question, found.replace(assumptions=(*question.assumptions, *found.assumptions))
