@@ -1,12 +1,13 @@
 """The one door of vplan: the console script, `python -m vplan`, worker processes and the Python API.
 
 The packages behind it have common names, and users' repositories have folders called `trainers` or `reports` too. So
-nothing imports those packages but a process that came in through `main`, which first sees to it that they are ours.
-A script that says `import vplan` gets functions that start such a process, whatever the script itself has imported:
+nothing imports those packages but what came in through here, which first sees to it that they are ours. A process of
+our own puts our folder first for good; a script that says `import vplan` gets answers in its own process, and its
+search path is as before:
 
     import vplan
-    answer = vplan.estimate("wan2.1-t2v-1.3b", gpu="24GB", frames=81, gradient_checkpointing="full")
-    print(answer["peak"]["device_bytes"], answer["verdict"])
+    plan = vplan.suggest("wan2.1-t2v-14b", gpu="rtx4090", frames=81)
+    print(plan.estimate.verdict, plan.estimate.peak.device_bytes)
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import io
 import json
 import os
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.api import CheckedCommand, EstimateAnswer, PlanAnswer
+    from planner.foreign.export import Exported
+
+__all__ = ["VplanError", "check", "estimate", "export", "preflight", "read_plan", "report", "suggest"]
 
 HOME = os.path.dirname(os.path.realpath(__file__))
 """The folder this file and our packages lie in: a checkout, or the environment's site-packages."""
@@ -36,23 +44,62 @@ class VplanError(ValueError):
         self.exit_code = exit_code
 
 
-def estimate(model: str | None = None, **options: Any) -> dict[str, Any]:
-    """What one way of training needs: the object `vplan estimate --json` prints, also when it does not fit.
+def suggest(model: str | None = None, **options: Any) -> PlanAnswer:
+    """The best way to train a model on a card, as `vplan suggest` finds it.
 
-    Options are those of the command line, with underscores: `frames=81, gpu="24GB", vae_tiling=True`.
+    Options are those of the command line, with underscores: `gpu="24GB", frames=81, vae_tiling=True`. The plan has
+    `estimate`, `ladder` (the next plans to step down to), `alternatives` and `switches`; `save`, `report` and `export`
+    write it. Where nothing fits it is the tightest one, and its verdict `no`.
     """
-    return _ask("estimate", model, options)
+    answer: PlanAnswer = _api().suggest(options, _options({"model": model, **options}))
+    return answer
 
 
-def suggest(model: str | None = None, **options: Any) -> dict[str, Any]:
-    """The best way to train on a card: the object `vplan suggest --json` prints. Options as for `estimate`."""
-    return _ask("suggest", model, options)
+def estimate(model: str | None = None, **options: Any) -> EstimateAnswer:
+    """What one way of training needs, as `vplan estimate` says it, also when it does not fit. Options as in `suggest`.
+
+    It has `verdict`, `peak`, `phases`, `breakdown`, `host_ram_bytes` and `step_seconds`; bytes are whole numbers.
+    """
+    answer: EstimateAnswer = _api().estimate(options, _options({"model": model, **options}))
+    return answer
+
+
+def check(command: str | os.PathLike[str] | Sequence[str], **options: Any) -> CheckedCommand:
+    """Whether another trainer's command runs out of memory, and what to change, as `vplan check` says it.
+
+    `command`: a file (script, TOML, YAML, JSON), a command line, or its words; it is read and never run.
+    """
+    answer: CheckedCommand = _api().check(command, options, _options(options))
+    return answer
+
+
+def read_plan(path: str | os.PathLike[str]) -> PlanAnswer:
+    """The plan in a plan.toml, with its estimate and ladder as they were written."""
+    answer: PlanAnswer = _api().read_plan(path)
+    return answer
+
+
+def report(plans: PlanAnswer | Sequence[PlanAnswer], path: str | os.PathLike[str]) -> None:
+    """Write an HTML report about one plan, or about several side by side."""
+    _api().report(plans, path)
+
+
+def export(
+    plan: PlanAnswer, to: str, folder: str | os.PathLike[str], *, nearest: bool = False, force: bool = False
+) -> Exported:
+    """Write a plan as another trainer's files into a folder; the answer has `files` and `start`, the command to type.
+
+    `nearest`: take the nearest plan that this trainer can express; `force`: overwrite files.
+    """
+    answer: Exported = _api().export(plan, to, folder, nearest=nearest, force=force)
+    return answer
 
 
 def preflight(plan: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     """Whether a plan can start on this machine as it is now: what `vplan preflight --json` prints, or a VplanError.
 
-    For the first lines of anybody's training script; options are those of the command line:
+    For the first lines of anybody's training script, so it runs as a process of its own, whatever that script has
+    imported. Options are those of the command line:
 
         import vplan
         vplan.preflight("plan.toml", data="clips", wait="10m")
@@ -72,6 +119,10 @@ def __getattr__(name: str) -> str:
     import importlib.metadata
 
     return importlib.metadata.version("vplan")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,10 +148,23 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def _put_own_packages_first() -> None:
+def _api() -> Any:
+    """The API's module, imported with our packages in front; the search path is as it was when it returns."""
+    found = sys.modules.get("planner.api")
+    if found is not None and os.path.dirname(str(found.__file__)) == os.path.join(HOME, "planner"):
+        return found
+    before = list(sys.path)
+    try:
+        _put_own_packages_first(("planner", "profiles", "reports"))
+        return importlib.import_module("planner.api")
+    finally:
+        sys.path[:] = before
+
+
+def _put_own_packages_first(packages: Sequence[str] = PACKAGES) -> None:
     """Make our folder the first place imports look; refuse when one of our packages is someone else's all the same."""
     sys.path[:] = [HOME, *(entry for entry in sys.path if entry != HOME)]
-    for name in PACKAGES:
+    for name in packages:
         ours = os.path.join(HOME, name, "__init__.py")
         loaded = sys.modules.get(name)
         if loaded is not None:
@@ -111,8 +175,8 @@ def _put_own_packages_first() -> None:
         if found is None or os.path.realpath(found) != ours:
             raise VplanError(
                 f"the package {name!r} is {found or 'something without a file'}, not vplan's own in {HOME}",
-                "reinstall vplan if that file is gone; in a script that has its own, start vplan as a process: "
-                "`import vplan; vplan.estimate(...)`, or the command line",
+                "reinstall vplan if that file is gone; a script that has imported its own starts vplan as a process: "
+                "subprocess.run(vplan.command('suggest', '--json', ...))",
             )
 
 

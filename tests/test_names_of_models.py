@@ -24,6 +24,7 @@ ALLOWED = {
     "planner/evidence/published.py": "defaults of publishers' scripts, by trainer and model of their rows",
     "planner/catalog/diffusers_folder.py": "`unet` is what diffusers calls a folder",
     "planner/commands/_shared/request.py": "an example in a message",
+    "planner/launch/demo.py": "the pipeline that the demo's is made after",
     "planner/probe/grid.py": "the model that is calibrated with where nobody names one",
 }
 """Where a name may stand as a literal, by how its path begins."""

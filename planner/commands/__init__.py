@@ -39,6 +39,7 @@ VERBS = {
     "calibrate": "Measure this machine's GPU to improve its estimates.",
     "accuracy": "Compare estimates with measurements.",
     "doctor": "Report what this machine has and lacks for training.",
+    "demo": "Write a tiny model and clips, to try training on a CPU.",
 }
 """Verb to its line in the help, in the order people need them. `planner/commands/VERB.py` has its `command`."""
 
@@ -123,10 +124,10 @@ class Verbs(click.Group):
             error.show()
             return error.exit_code
         except click.ClickException as error:
-            return _report(_as_ours(error), words)
+            return _report(as_ours(error), words)
 
 
-def _as_ours(error: click.ClickException) -> VplanError:
+def as_ours(error: click.ClickException) -> VplanError:
     """Click's complaint in our words: a bad value is exit 1, a wrong use of the command exit 2."""
     message = " ".join(error.format_message().split()).rstrip(".")
     message = message[:1].lower() + message[1:]

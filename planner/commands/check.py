@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ from planner.units import format_gib, format_seconds, gib
 if TYPE_CHECKING:
     from rich.console import Console
 
+TOLD = ("model", "frames", "height", "width")
+"""Options that say what the command does not, or otherwise."""
+
 FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 
 
@@ -72,25 +76,33 @@ def command(
     Pass the command after `--`, or a file: a shell script, a trainer's TOML, YAML or JSON, or a Python file. It is
     read as text and never run.
     """
-    script = None if error and not words and path is None else _script(words, path)
-    strict, search, report = said.pop("strict"), not said.pop("no_fixes"), said.pop("report")
-    told = {name: said.pop(name) for name in ("model", "frames", "height", "width")}
+    strict, report = said.pop("strict"), said.pop("report")
     if error:
+        script = None if not words and path is None else _script(words, path)
+        told = {name: said.pop(name) for name in TOLD}
+        said.pop("no_fixes")
         why = explained(error, script, told, said)
         show(why.to_json(), as_json, lambda console: console.print("\n".join(render(why)), markup=False))
         return 0
-    assert script is not None
-    if not said.get("gpu"):
-        raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
-    dialect, given = dialects.read_script(script)
-    found = check_case(settle(dialect, given, told, said), search)
+    found = checked({"words": words, "path": path, **said})
     plan = Plan.of(found.outcome.estimate, trainer=found.case.trainer)
     if output:
         write_plan(plan, output)
     if report:
         write_report(report, [(output or plan.trainer, plan)])
-    show(found.to_json(), as_json, lambda console: _print(console, found))
+    show(found.to_json(), as_json, lambda console: print_checked(console, found))
     return verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
+
+
+def checked(said: Mapping[str, Any]) -> Checked:
+    """The answer to a command or file and a card, as the options say them."""
+    script = _script(said["words"], said["path"])
+    if not said.get("gpu"):
+        raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
+    dialect, given = dialects.read_script(script)
+    told = {name: said[name] for name in TOLD}
+    machine = {name: value for name, value in said.items() if name in Machine.model_fields}
+    return check_case(settle(dialect, given, told, machine), not said["no_fixes"])
 
 
 def _script(words: tuple[str, ...], path: str | None) -> Script:
@@ -108,7 +120,8 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
 # ---- for people
 
 
-def _print(console: Console, found: Checked) -> None:
+def print_checked(console: Console, found: Checked) -> None:
+    """Prints the verdict, where it is decided, and what to change."""
     case, estimate = found.case, found.outcome.estimate
     job = in_words(case.model, case.job)
     console.print(f"{case.dialect.title}: {case.model.title}, {case.job.method}, {job}", markup=False)

@@ -23,7 +23,9 @@ from planner.errors import VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.layout.inputs import load_facts
-from planner.spec.plan import Plan, write_plan
+from planner.layout.run import Facts
+from planner.search.question import Question
+from planner.spec.plan import Estimate, Plan, write_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,13 +54,7 @@ def command(
     or --epochs it also tells the hours, kWh and money of the whole job.
     """
     length = asked_length(said)
-    question = asked.settle()
-    configuration = question.configuration()
-    if question.frames_max:
-        raise VplanError("estimate takes one length; --frames max is a search", "use vplan suggest --frames max")
-    facts = with_learned(load_facts(configuration, question.model, question.gpu), asked.trainer)
-    found = assess(configuration, facts, asked.trainer).estimate
-    found = found.replace(assumptions=(*question.assumptions, *found.assumptions))
+    question, found, facts = estimated(asked)
     whole = length.of(found, facts, asked.trainer) if length else None
     if output:
         write_plan(Plan.of(found, trainer=asked.trainer), output)
@@ -76,3 +72,14 @@ def command(
     answer = found.to_json() | ({"whole_job": whole.to_json()} if whole else {})
     show(answer, as_json, render)
     return verdict_exit_code(found.verdict, strict=strict)
+
+
+def estimated(asked: TypedQuestion) -> tuple[Question, Estimate, Facts]:
+    """The complete question, its estimate with the defaults that were taken, and the facts it rests on."""
+    question = asked.settle()
+    configuration = question.configuration()
+    if question.frames_max:
+        raise VplanError("estimate takes one length; --frames max is a search", "use vplan suggest --frames max")
+    facts = with_learned(load_facts(configuration, question.model, question.gpu), asked.trainer)
+    found = assess(configuration, facts, asked.trainer).estimate
+    return question, found.replace(assumptions=(*question.assumptions, *found.assumptions)), facts

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from planner.commands._shared.verb import Verb, examples, json_option, show
-from planner.errors import VplanError, did_you_mean
-from planner.foreign.export import export, flags_of, targets, write_files
+from planner.foreign.export import export, flags_of, write_files
 from planner.spec.plan import read_plan
 from planner.terminal import echo
 from planner.units import format_gib
@@ -51,9 +50,6 @@ def command(plan: str, name: str, output: str, nearest: bool, force: bool, as_js
     What that trainer does not support is refused by name, and the nearest plan it supports is offered. What only you
     know (paths of data and weights) is at the top, to be filled in.
     """
-    if name not in targets():
-        listed = "export supports " + ", ".join(targets())
-        raise VplanError(f"there is no export to {name!r}", did_you_mean(name, targets(), listed))
     done = export(read_plan(plan), name, nearest)
     paths = write_files(done, Path(output), force)
     estimate = done.plan.estimate

@@ -15,7 +15,7 @@ from planner.catalog.shapes import check_blocks, check_job
 from planner.dialects.base import config_text
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
 from planner.dialects.base.dialect import Dialect, nearest_fields, settings_for
-from planner.errors import NotEstimatedError, VplanError, quoted
+from planner.errors import NotEstimatedError, VplanError, did_you_mean, quoted
 from planner.estimate.estimate import assess
 from planner.launch.slurm import slurm_script
 from planner.layout import trainer_terms
@@ -134,11 +134,13 @@ def priced(plan: Plan, trainer: str) -> Estimate | None:
 def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     """The files that make a trainer do this plan. What it cannot express is a VplanError that offers the nearest plan
     that it can; with `take_nearest` that one is exported. One that does not fit as that trainer trains is exit 3."""
+    if name not in targets():
+        listed = "export supports " + ", ".join(targets())
+        raise VplanError(f"there is no export to {name!r}", did_you_mean(name, targets(), listed))
     if name == SLURM:
         return _slurm(plan)
     dialect = dialects.dialect(name)
-    if dialect.files is None:
-        raise VplanError(f"there is no export to {name}", f"pass one of {', '.join(targets())}")
+    assert dialect.files is not None
     changed: Fields = {}
     before = fields_of(plan)
     plan = plan_with(plan, before)

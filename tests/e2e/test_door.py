@@ -65,19 +65,126 @@ def test_a_launchers_worker_is_ours(decoys: Path, tmp_path: Path) -> None:
 
 
 def test_a_script_with_its_own_trainers_gets_answers(decoys: Path) -> None:
-    """`import vplan` touches neither the script's modules nor its search path: the work happens in a process."""
+    """Answers come in the script's own process, beside folders called like ours: neither its modules nor its search
+    path are touched, and torch is not imported."""
     (decoys / "trainers" / "__init__.py").write_text("MINE = True\n")
     (decoys / "script.py").write_text(
         "import sys, trainers, vplan\n"
         "before = list(sys.path)\n"
+        "assert 'planner' not in sys.modules\n"
+        "plan = vplan.suggest('wan2.1-t2v-1.3b', gpu='24GB', frames=9)\n"
+        "plan.report('page.html')\n"
+        "assert trainers.MINE and sys.path == before and 'torch' not in sys.modules\n"
+        "print(plan.estimate.verdict)\n"
+    )
+    assert run([sys.executable, "script.py"], decoys, path=str(ROOT)).stdout == "fits\n"
+    assert "<html" in (decoys / "page.html").read_text()[:200]
+
+
+def test_a_script_with_a_planner_of_its_own_is_told_so(decoys: Path) -> None:
+    (decoys / "planner" / "__init__.py").write_text("")
+    (decoys / "script.py").write_text(
+        "import sys, planner, vplan\n"
+        "before = list(sys.path)\n"
         "try:\n"
-        "    vplan.estimate('no-such-model-at-all', gpu='24GB')\n"
+        "    vplan.estimate('wan2.1-t2v-1.3b', gpu='24GB')\n"
         "except vplan.VplanError as error:\n"
-        "    print(error.exit_code, error.message)\n"
-        "assert trainers.MINE and sys.path == before and 'planner' not in sys.modules\n"
+        "    print(error.exit_code, error.fix)\n"
+        "assert sys.path == before\n"
     )
     done = run([sys.executable, "script.py"], decoys, path=str(ROOT))
-    assert "no-such-model-at-all" in done.stdout or "estimate" in done.stdout
+    assert done.stdout.startswith("1 ") and "vplan.command('suggest'" in done.stdout
+
+
+def test_import_is_light_and_dir_is_the_api() -> None:
+    names = [*vplan.__all__, "__version__"]
+    assert dir(vplan) == sorted(names)
+    source = "import sys, vplan; print(set(sys.modules), dir(vplan), sep='|')"
+    done = run([sys.executable, "-S", "-c", source], ROOT)
+    loaded, _, listed = done.stdout.strip().partition("|")
+    assert "'json'" in loaded and listed == str(sorted(names))
+    assert not {f"'{name}'" for name in ("planner", "click", "pydantic", "rich", "subprocess", "numpy")} & set(
+        loaded.strip("{}").split(", ")
+    )
+    public = [name for name in vars(vplan) if not name.startswith("_") and callable(getattr(vplan, name))]
+    assert set(public) - set(names) <= {"command", "main", "Sequence", "Any"}
+
+
+def test_answers_are_typed_and_the_command_lines_own(tmp_path: Path) -> None:
+    plan = vplan.suggest("wan2.1-t2v-14b", gpu="rtx4090", frames=33)
+    words = ["suggest", "wan2.1-t2v-14b", "--gpu", "rtx4090", "--frames", "33"]
+    said = json.loads(run(vplan.command(*words, "--json"), tmp_path).stdout)
+    assert plan.estimate is not None and plan.estimate.to_json() == said["plan"]
+    assert [switch.to_json() for switch in plan.switches] == said["switches"]
+    assert [each.to_json() for each in plan.alternatives] == said["alternatives"]
+    assert {each.peak.device_bytes for each in plan.ladder} <= {each.peak.device_bytes for each in plan.alternatives}
+    assert plan.fits and (plan.job.frames, plan.machine.gpu) == (33, "rtx4090")
+    environment = {**os.environ, "COLUMNS": "100"}
+    printed = subprocess.run(vplan.command(*words), env=environment, capture_output=True, text=True, check=True).stdout
+    assert str(plan).splitlines() == [line.rstrip() for line in printed.splitlines()]
+    assert repr(plan).startswith("<vplan: wan2.1-t2v-14b lora on rtx4090 fits: ")
+    page = plan._repr_html_()
+    assert page.startswith("<pre") and "GeForce RTX 4090" in page and "font-weight: bold" in page
+
+    plan.save(tmp_path / "plan.toml")
+    read = vplan.read_plan(tmp_path / "plan.toml")
+    assert (read.job, read.strategy, read.ladder) == (plan.job, plan.strategy, plan.ladder)
+    assert "GeForce RTX 4090" in str(read) and read.alternatives == ()
+    vplan.report([plan, read], tmp_path / "both.html")
+    assert (tmp_path / "both.html").stat().st_size > 10_000
+
+    found = vplan.estimate(plan=tmp_path / "plan.toml")
+    assert found.peak == plan.estimate.peak and found.verdict == "fits" and "at the peak" in str(found)
+    assert found.to_plan().job == plan.job
+
+
+def test_check_and_export_answer_in_objects(tmp_path: Path) -> None:
+    plan = vplan.suggest("wan2.1-t2v-1.3b", gpu="24GB", frames=33, gradient_checkpointing="full")
+    done = plan.export("diffusion-pipe", tmp_path / "out", nearest=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(done.files)
+    (tmp_path / "out" / next(iter(done.files))).write_text("mine")
+    with pytest.raises(vplan.VplanError, match="force"):
+        vplan.export(plan, "diffusion-pipe", tmp_path / "out", nearest=True)
+    command = "accelerate launch train_dreambooth_lora_flux.py --pretrained_model_name_or_path x/FLUX.1-dev"
+    command += " --mixed_precision bf16"
+    checked = vplan.check(command, gpu="48GB")
+    assert checked.verdict == "no" and checked.phase == checked.to_json()["phase"]
+    assert checked.fixes and checked.fixes[0].outcome.estimate.verdict != "no"
+    assert vplan.check(command.split(), gpu="48GB").to_json() == checked.to_json()
+    (tmp_path / "train.sh").write_text(command)
+    assert vplan.check(tmp_path / "train.sh", gpu="48GB").estimate.peak == checked.estimate.peak
+    assert "FLUX.1" in checked._repr_html_() and "does not fit" in str(checked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "fix"),
+    [
+        ({"frames": 80}, "frames 80 is not 4n+1", "77 or 81"),
+        ({"framez": 81}, "no such option --framez", "did you mean --frames"),
+        ({"optimizer": "adamv"}, "adamv", "adamw"),
+        ({"output": "plan.toml"}, "does not take output", "save(FILE)"),
+        ({"swap_blocks": 10, "gradient_checkpointing": "maybe"}, "maybe", "none"),
+    ],
+)
+def test_a_wrong_option_raises_with_the_fix(options: dict[str, object], message: str, fix: str) -> None:
+    with pytest.raises(vplan.VplanError) as refused:
+        vplan.suggest("wan2.1-t2v-1.3b", gpu="24GB", **options)
+    assert message in refused.value.message and fix in refused.value.fix
+    assert str(refused.value) == f"{refused.value.message}; {refused.value.fix}"
+
+
+def test_what_an_answer_refuses_is_the_same_error(tmp_path: Path) -> None:
+    found = vplan.estimate("wan2.1-t2v-1.3b", gpu="24GB", frames=9)
+    for call in (
+        lambda: found.save(tmp_path / "no" / "plan.toml"),
+        lambda: found.report(tmp_path / "page.pdf"),
+        lambda: found.to_plan().export("no-such-trainer", tmp_path),
+        lambda: vplan.read_plan(tmp_path / "none.toml"),
+        lambda: vplan.check("python train.py", gpu="24GB"),
+    ):
+        with pytest.raises(vplan.VplanError) as refused:
+            call()
+        assert refused.value.fix
 
 
 @pytest.mark.parametrize("words", [["gpus"], ["worker", "step"]])

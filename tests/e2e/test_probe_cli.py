@@ -18,7 +18,7 @@ import vplan
 from planner.commands.probe import estimated_bytes
 from planner.probe.probe import RealRunner, probe
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.plan import Estimate, Plan, write_plan
+from planner.spec.plan import Plan, write_plan
 
 torch = pytest.importorskip("torch")
 
@@ -129,10 +129,10 @@ def test_an_end_by_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_encoding_that_does_not_run_is_not_in_the_estimate_beside_it(tmp_path: Path) -> None:
     """At this size the text encoder needs far more than the steps do, and it is on the card before them."""
     estimated = vplan.estimate("wan2.1-t2v-1.3b", gpu="24GB", frames=5, height=32, width=32, lora_rank=4)
-    phases = {name: peak["device_bytes"] for name, peak in estimated["phases"].items()}
+    phases = {name: peak.device_bytes for name, peak in estimated.phases.items()}
     encoding = phases.pop("encode")
     assert encoding > max(phases.values())
     row = {"details": {"phases": {"load": {}, "step": {}}}}
-    made = Plan.of(Estimate.read(estimated))
+    made = estimated.to_plan()
     assert estimated_bytes(row, made) == max(phases.values())
     assert estimated_bytes({"details": {"phases": {"encode": {}, "load": {}}}}, made) == encoding

@@ -152,7 +152,7 @@ def train(place: runs.Place, case: Case, output: Path) -> Course:
     assert (output / "run" / "final").is_dir()
     loads = [line for line in _lines(output / "run" / "memory.jsonl") if line["phase"] == "load"]
     counters = ("allocated_bytes", "reserved_bytes")
-    estimate = vplan.estimate(plan=output / "plan.toml")
+    estimate = vplan.estimate(plan=output / "plan.toml").to_json()
     return Course(
         loads[-1]["step"],
         {name: answer[name] for name in counters},

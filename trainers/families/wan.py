@@ -13,6 +13,9 @@ from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, per_channel, pixels, prompt_of
 from trainers.families.common.sampling import FamilyPipeline
 
+PUBLISHED_POSITIONS = 1024
+"""Frames, rows or columns of latents that every published Wan's table of positions holds."""
+
 
 class Wan(Family):
     """Wan: self-attention over video tokens, cross-attention to text and, for Wan 2.1 I2V, image tokens."""
@@ -27,6 +30,8 @@ class Wan(Family):
         A clip of one frame is an image that is made from text: nothing of it is given."""
 
         self.samples_images = False
+        if self.config["rope_max_seq_len"] < PUBLISHED_POSITIONS:
+            self.longest_side = self.config["rope_max_seq_len"]
         if self.first_frame_given:
             self.sums = {"G": (-1, ("F",))}
 

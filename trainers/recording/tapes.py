@@ -19,6 +19,7 @@ import torch
 from planner.catalog import lookup
 from planner.catalog.components import Component, recorded_lengths
 from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
 from planner.tape.format import ATOMS, FORMAT, HEAD, TAIL, Tape, derived
 from planner.tape.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
@@ -51,6 +52,7 @@ def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int]
 
     The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
     sizes too. What is counted in several and rounded up is a prime of any size: tables of positions keep texts short.
+    Raises a VplanError where a table of positions ends before the shortest of these lengths.
     """
     kind = family(profile)
     regime = {**kind.fixed, **({"B": batch} if batch else {})}
@@ -63,8 +65,15 @@ def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int]
         grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
         sums = derived(grid, kind.rounded, kind.sums)
         if all(_shows(value) or (name in kind.rounded and _is_prime(value)) for name, value in sums.items()):
+            _check_positions(profile, kind.longest_side, max(grid["F"], grid["H"], grid["W"]))
             return grid, sums, regime
     raise AssertionError(f"no prime shape for {profile.name}")
+
+
+def _check_positions(profile: ModelProfile, longest: int | None, needed: int) -> None:
+    if longest is not None and longest < needed:
+        fault = f"the table of positions of {profile.name} ends at {longest}, and recording needs {needed}"
+        raise VplanError(fault, f"record a copy of its config with a longer one: that of {profile.lent_by} will do")
 
 
 def _shows(value: int) -> bool:

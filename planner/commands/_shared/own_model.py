@@ -20,7 +20,7 @@ from planner.spec.job import Strategy
 from planner.spec.rules import resolve
 from planner.tape.format import FORMAT
 from planner.tape.packed_json import DAMAGES, unpack
-from planner.tape.variants import OptimizerVariant, StepVariant
+from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 
 FIRST_OPTIMIZERS = ("adamw", "adamw-8bit")
 
@@ -87,17 +87,17 @@ def _check_untaken(name: str, source: diffusers_folder.Source) -> None:
 
 
 def first_variants(profile: ModelProfile) -> Iterator[str]:
-    """What people need first: LoRA and full in our usual precision, checkpointed or not, one sample or many; under the
-    newest torch, and the one that is installed where that makes a difference."""
+    """What people need first: LoRA and full in our usual precision, checkpointed or not, one sample or many, and the
+    samples of validation; under the newest torch, and the one that is installed where that makes a difference."""
+    contexts = tuple(itertools.product((1, 2), (None, doctor.torch_release())))
     for method in ("lora", "full"):
         job = job_for(profile, {"method": method})
         for mode in ("none", "full"):
             strategy = resolve(job, Strategy.read({"gradient_checkpointing": mode}))
-            names = (
-                StepVariant.of(profile, job, strategy, batch, torch).name
-                for batch, torch in itertools.product((1, 2), (None, doctor.torch_release()))
-            )
+            names = (StepVariant.of(profile, job, strategy, batch, torch).name for batch, torch in contexts)
             yield from dict.fromkeys(names)
+        samples = (SampleVariant.of(profile, job, resolve(job, Strategy()), *context).name for context in contexts)
+        yield from dict.fromkeys(samples)
         for optimizer in FIRST_OPTIMIZERS:
             yield OptimizerVariant.of(profile, job, resolve(job, Strategy.read({"optimizer": optimizer}))).name
 

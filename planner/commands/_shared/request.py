@@ -147,9 +147,7 @@ def request_options(*, searched: bool = False) -> Callable[[Function], Function]
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def command(*, target: str | None, plan_path: str | None, **values: Any) -> Any:
-            asked = _asked(target, plan_path, values)
-            others = {name: value for name, value in values.items() if name not in FIELDS}
-            return function(asked=asked, **others)
+            return function(**question_of({"target": target, "plan_path": plan_path, **values}))
 
         flags = job_options(machine_options(strategy_options(searched=searched)(command)))
         plan = click.option("--plan", "plan_path", metavar="FILE", help="Start from a plan.toml; options override it.")
@@ -161,6 +159,13 @@ def request_options(*, searched: bool = False) -> Callable[[Function], Function]
 
 _RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine": Machine}
 FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
+
+
+def question_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A command's values with `asked` in place of all that one question can say."""
+    asked = _asked(values["target"], values["plan_path"], dict(values))
+    own = FIELDS | {"target", "plan_path"}
+    return {"asked": asked, **{name: value for name, value in values.items() if name not in own}}
 
 
 def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) -> TypedQuestion:

@@ -162,14 +162,25 @@ def test_every_bundled_model_finds_itself_as_its_nearest(tmp_path: Path, name: s
     user_data.write_profile("mine", found.to_json())
     assert lookup.model("mine") == found
     assert found.traits == lender.traits.replace(same_shape=())
-    assert len(list(own_model.first_variants(found))) == len(set(own_model.first_variants(found))) == 12
+    assert len(list(own_model.first_variants(found))) == len(set(own_model.first_variants(found))) == 16
+
+
+def test_a_table_of_positions_that_is_too_short_is_named(tmp_path: Path, own_home: Path) -> None:
+    """Its clips could never be as long as the lengths that tapes are recorded at."""
+    place = wrote(tmp_path / "mine", "transformer", published("wan2.1-t2v-1.3b", **SMALL, rope_max_seq_len=32))
+    done = vplan("record", place, "--variant", "step-lora-half-fp32-autocast-full-one")
+    assert done.exit_code == 1
+    said, fix = done.stderr.splitlines()[-2:]
+    assert said == "error: the table of positions of mine ends at 32, and recording needs 73"
+    assert fix.endswith("with a longer one: that of wan2.1-t2v-1.3b will do")
+    assert user_data.model_names() == ()
 
 
 def test_under_an_older_torch_its_steps_are_recorded_first_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "torch_release", lambda: "2.11")
     names = list(own_model.first_variants(lookup.model("wan2.1-t2v-1.3b")))
-    assert len(names) == len(set(names)) == 20
-    assert sum(name.endswith(OLDER) for name in names) == 8
+    assert len(names) == len(set(names)) == 28
+    assert sum(name.endswith(OLDER) for name in names) == 12
     assert not any(name.endswith(OLDER) for name in own_model.first_variants(lookup.model("cogvideox-2b")))
 
 

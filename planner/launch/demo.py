@@ -1,0 +1,43 @@
+"""The files of `vplan demo`, written by `trainers/demo.py` in a process of its own: a tiny model and three clips."""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import tempfile
+from pathlib import Path
+
+from planner.errors import VplanError, quoted
+from planner.launch import launch
+from planner.schema import Record
+from planner.worker_process import vplan_command
+
+LIKE = "wan2.1-t2v-1.3b"
+"""The bundled model whose pipeline the demo's is, made small."""
+
+MODEL, CLIPS = "model", "clips"
+"""The folders of the demo."""
+
+
+class DemoRequest(Record):
+    """What the process that writes the demo needs; it reads it from its request file."""
+
+    like: str
+    """name of the bundled model"""
+    model: str
+    """folder that is written"""
+    clips: str
+    """folder that is written"""
+
+
+def write(folder: Path) -> None:
+    """Writes the demo into a new or empty folder; a VplanError where that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise VplanError(f"{quoted(folder.name)} is not empty", "name a new folder, as in vplan demo demo")
+    except OSError as error:
+        raise VplanError(f"cannot make {quoted(str(folder))}: {error.strerror}", "name another folder") from None
+    with tempfile.TemporaryDirectory(prefix="vplan-demo-") as place:
+        wanted = DemoRequest(like=LIKE, model=str(folder / MODEL), clips=str(folder / CLIPS))
+        request = launch.write_request(Path(place), wanted)
+        ended = launch.run_worker(vplan_command("worker", "demo", str(request)), request, "cpu", lambda: None)
+    if ended.name != "ok":
+        raise VplanError(f"the demo was not written: {ended.message}", "see `vplan doctor`", ended.exit_code)
