@@ -29,7 +29,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Strategy
 from planner.spec.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhasePeak, Verdict
 from planner.tape.program import Moment
-from planner.tape.variants import UNPAGED
+from planner.tape.variants import NEWEST_TRIED, UNPAGED, is_untried
 from planner.units import format_gib
 
 Layout = Callable[[Configuration, Facts, dict[str, int], str], Run]
@@ -273,7 +273,10 @@ def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[Com
     compiled = ("torch.compile decides what backward keeps: estimated as without it, with 10 % more margin either way",)
     more = compiled if run.strategy.compile != "none" else ()
     part = ("activations are those of full training, so this is an upper bound",) if run.job.trainable else ()
-    return (*left_out, *words, *_elastic(run.strategy), *more, *part)
+    tried = ".".join(map(str, NEWEST_TRIED))
+    newer = f"torch {run.machine.torch} is newer than what estimates were compared with ({tried})"
+    untried = (newer,) if is_untried(run.machine.torch) else ()
+    return (*left_out, *words, *_elastic(run.strategy), *more, *part, *untried)
 
 
 def _elastic(strategy: Strategy) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from planner.allocator import implementation
 from planner.catalog.components import SPLIT_OVER, SPLIT_SHARE, chunks_of, frames_of, recorded_length
 from planner.catalog.profiles import TextEncoder, Vae
 from planner.catalog.shapes import coded_frames, latent_frames
+from planner.layout.cublas import ProductBuffers, add_to_products
 from planner.layout.group_offload import GroupTransfers, host_copy_bytes
 from planner.layout.run import STRATEGY_MOMENT, Facts, Run
 from planner.spec.job import Strategy
@@ -301,7 +302,8 @@ class EncodingLayout(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def lay_out_encoding(components: tuple[ComponentPass, ...], workspace_bytes: int, workspaces: int) -> EncodingLayout:
-    """Loads some components, encodes with them and frees them again, beside cuBLAS's workspaces."""
+    """Loads some components, encodes with them and frees them again, beside cuBLAS's workspaces: the number of them
+    that stays, or one for each product."""
     program = Program()
     beside = [program.buffer(workspace_bytes, "workspace", "cublas") for _ in range(workspaces)]
     stage = Stage("encode", [(STRATEGY_MOMENT, beside)])
@@ -310,6 +312,8 @@ def lay_out_encoding(components: tuple[ComponentPass, ...], workspace_bytes: int
         stage.stretches += loading.stretches
     for component, (_, blocks) in zip(components, loaded, strict=True):
         done = run_component(program, component, blocks)
+        if not workspaces:
+            add_to_products(program, done, ProductBuffers.of(program.buffer, workspace_bytes))
         stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
     stage.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(stage)]))
     sizes = program.bytes_of({})

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from planner.catalog.components import together
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
+from planner.layout.cublas import kept_workspaces, workspace_bytes
 from planner.layout.encoders_vae import (
     BYTES_PER_PARAMETER,
     ComponentPass,
@@ -24,7 +25,6 @@ from planner.layout.encoders_vae import (
 from planner.layout.group_offload import offload_model_groups
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.run_records import EncodingOnly
-from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.spec.job import QUANTISED, Bucket, Job
 from planner.tape.program import Moment, Part, Stage
 from planner.tape.variants import trained_storage
@@ -61,7 +61,7 @@ def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
         layers = weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers
         if layers:
             group = (group[0]._replace(offload="layers"),)
-        layout = lay_out_encoding(group, cublas_bytes(gpu), CUBLAS_HANDLES)
+        layout = lay_out_encoding(group, workspace_bytes(gpu), kept_workspaces(run.machine.torch))
         encoding = Run(run.configuration, run.facts, program=layout.program, sizes=layout.sizes)
         encoding.phases.encode = layout.stage
         by_layer = group[0].name.partition("-")[0] if layers else ""

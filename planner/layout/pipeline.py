@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from planner.layout import trainer_terms
 from planner.layout.context_parallel import context_parallel
+from planner.layout.cublas import cublas_workspace, workspaces_at_use
 from planner.layout.experts import experts, waiting_gradients
 from planner.layout.gradient_sums import gradient_sums
 from planner.layout.optimizer.fp32_masters import masters
@@ -26,11 +27,9 @@ from planner.layout.single_gpu import (
     accumulation,
     block_swap,
     checkpoint_offload,
-    cublas_workspace,
     ddp,
     ema,
     offloaded_optimizer,
-    workspaces_at_first_use,
 )
 from planner.layout.stored_positions import stored_positions, stored_positions_in_validation
 from planner.layout.unpriced import refuse_unpriced
@@ -77,7 +76,7 @@ def transforms(trainer: str) -> tuple[Transform, ...]:
     """All transformations that are applied to a recorded run, in order, for a trainer by name."""
     # A trainer's terms correct ours (no ring, no fetching ahead), so they find them done. The workspaces come last:
     # they make the first step one of its own, and what changed the step behind them would miss it.
-    return (*TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_first_use)
+    return (*TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_use)
 
 
 def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str = "vplan") -> Run:

@@ -7,67 +7,13 @@ from __future__ import annotations
 
 import itertools
 
-from planner.catalog.profiles import GpuProfile
 from planner.errors import VplanError
 from planner.layout.checkpoint_inputs import block_inputs, recomputation
 from planner.layout.run import STRATEGY_MOMENT, Run
-from planner.layout.sharding.stage_editor import first_backward
 from planner.spec.job import SPLIT
 from planner.tape.program import Block, Moment, Stage
 from planner.tape.variants import Precision
-from planner.units import KIB, MIB
-
-
-def cublas_workspace(run: Run) -> None:
-    """cuBLAS takes a workspace per handle from the caching allocator, when a thread first asks for the handle, and
-    keeps it: 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp,
-    getCurrentCUDABlasHandle). One for the thread that runs forward, one for autograd's."""
-    workspaces = [run.new(cublas_bytes(run.facts.gpu), "workspace", "cublas") for _ in range(CUBLAS_HANDLES)]
-    run.handover.workspaces = tuple(workspaces)
-    if run.samples_only:
-        run.place(run.load, workspaces, "cublas")
-
-
-def workspaces_at_first_use(run: Run) -> None:
-    """In training the one of forward's thread comes with the model's first matrix product, and autograd's with
-    backward's first, behind the product's output: that is allocated before the kernel asks for a handle
-    (aten/src/ATen/native/cuda/Blas.cpp). There, among activations, it decides which of the holes around it a large
-    tensor still fits into. Last of all terms: the first step is then one of its own."""
-    if run.samples_only:
-        return
-    forward, backward = run.handover.workspaces
-    run.first_step = (run.first_step or run.step).copy()
-    _behind_product(run, run.first_step, first_backward(run.first_step), backward)
-    _behind_product(run, run.first_step, 0, forward)
-
-
-CUBLAS_HANDLES = 2
-PRODUCTS = frozenset({"addmm", "bmm", "mm"})
-QUANTISED_PRODUCT = "bitsandbytes.gemm_4bit"
-"""cuBLAS's where it makes a copy of the weight first: of one row a sample a kernel of its own does without."""
-
-
-def _behind_product(run: Run, stage: Stage, start: int, buffer: int) -> None:
-    """Allocates a buffer behind the output of the first matrix product of a stage from its ``start``-th stretch on;
-    before all where no product makes a tensor of its own."""
-    operators, categories = run.program.op, run.program.category
-    for position, (moment, events) in enumerate(stage.stretches[start:], start=start):
-        copied = False
-        for at, event in enumerate(events):
-            if event < 0:
-                continue
-            quantised = operators[event] == QUANTISED_PRODUCT
-            if quantised and categories[event] == "workspace":
-                copied = True
-            elif operators[event] in PRODUCTS or (quantised and copied):
-                stage.stretches[position] = (moment, [*events[: at + 1], buffer, *events[at + 1 :]])
-                return
-    run.place(stage, [buffer], "cublas", at=start)
-
-
-def cublas_bytes(gpu: GpuProfile) -> int:
-    """The workspace of one cuBLAS handle on this card, bytes."""
-    return 32 * MIB if gpu.capability[0] >= 9 else (4096 * 2 + 16 * 8) * KIB
+from planner.units import MIB
 
 
 def checkpoint_offload(run: Run) -> None:

@@ -18,10 +18,10 @@ from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError
 from planner.estimate.estimate import outside_bytes
 from planner.layout import margin
+from planner.layout.cublas import kept_bytes, workspace_bytes
 from planner.layout.phases import encoding_runs
 from planner.layout.recorded_run import workspace_kernels
 from planner.layout.run import Run
-from planner.layout.single_gpu import CUBLAS_HANDLES, cublas_bytes
 from planner.search.batched_peaks import PeakForms, peak_forms
 from planner.search.capacity_axes import lengths, sizes
 from planner.search.objectives import Objective
@@ -124,13 +124,14 @@ class Forms:
     def allocated(self, search: Search, strategy: ResolvedStrategy, shapes: Sequence[Shape]) -> list[int]:
         """The peak allocated bytes of the job at each shape, without what is encoded before training."""
         question = search.question
-        # Cards differ in their attention's kernel, and in a workspace that is there all the time.
+        # Cards differ in their attention's kernel, and in a workspace: where that is there all the time, by so much.
+        kept = kept_bytes(question.gpu, question.machine.torch)
         alike = (
             strategy,
+            0 if kept else workspace_bytes(question.gpu),
             workspace_kernels(strategy, question.machine, self.screen.facts(question.candidate(self.job, strategy))),
         )
         by_shape = self._allocated.setdefault(alike, {})
-        workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
         by_recording: dict[int, list[Shape]] = {}
         for shape in shapes:
             by_recording.setdefault(self._recording(search, shape), []).append(shape)
@@ -141,11 +142,11 @@ class Forms:
                 if forms is None:
                     self.straight.add(strategy)
                     between = self._between(search, strategy, new)
-                    by_shape |= {shape: peak - workspace for shape, peak in between.items()}
+                    by_shape |= {shape: peak - kept for shape, peak in between.items()}
                 else:
                     peaks = forms.at([self.grid(search, shape) for shape in new]) - laid_out
                     by_shape.update(zip(new, map(int, peaks), strict=True))
-        return [by_shape[shape] + workspace for shape in shapes]
+        return [by_shape[shape] + kept for shape in shapes]
 
     def _recording(self, search: Search, shape: Shape) -> int:
         """What tells which recording holds for a shape: its batch, or only whether it is more than one sample."""
@@ -177,7 +178,10 @@ class Forms:
             run = self.screen.run_cache.lay_out(candidate, facts, where, self.screen.trainer)
             self.outside[strategy] = outside_bytes(run) - facts.gpu.context_bytes
             own_shape = run.samples_only or run.phases.encode or (run.phases.validation and not job.validation)
-            self._forms[key] = None if own_shape else peak_forms(run), CUBLAS_HANDLES * cublas_bytes(facts.gpu)
+            self._forms[key] = (
+                None if own_shape else peak_forms(run),
+                kept_bytes(facts.gpu, search.question.machine.torch),
+            )
         return self._forms[key]
 
 
@@ -216,7 +220,7 @@ class Room:
         """The way itself, where what is cached before training fits at a shape; in tiles, where that does; or None."""
         card = self.search.question.gpu
         room = int(self.search.question.budget_bytes / margin.interval(ONE)[1] * ONE)
-        room -= card.context_bytes + CUBLAS_HANDLES * cublas_bytes(card)
+        room -= card.context_bytes + kept_bytes(card, self.search.question.machine.torch)
         for tiled in (strategy.vae_tiling, True):
             way = strategy.replace(vae_tiling=tiled) if tiled != strategy.vae_tiling else strategy
             priced = self.forms.encoded.setdefault(tiled, {})
@@ -228,7 +232,7 @@ class Room:
         question, job = self.search.question, self.forms.at(shape)
         candidate = question.candidate(job, way)
         run = Run(candidate, self.search.screen.facts(candidate), grid(question.model, job))
-        workspace = CUBLAS_HANDLES * cublas_bytes(question.gpu)
+        workspace = kept_bytes(question.gpu, question.machine.torch)
         return max((entry.encoding_only.peak_bytes - workspace for entry in encoding_runs(run)), default=0)
 
 
@@ -255,7 +259,7 @@ class Mapper(Room):
             if way is None or self.encoding((columns[-1], height, width), way) == way:
                 break
         card = self.search.question.gpu
-        beside = card.context_bytes + CUBLAS_HANDLES * cublas_bytes(card)
+        beside = card.context_bytes + kept_bytes(card, self.search.question.machine.torch)
         for rung in rungs:
             self._encoding[rung.strategy] = self._encode_bytes((columns[0], *rows[0]), rung.strategy) + beside
         # The largest first: who has the RAM there has it everywhere.

@@ -17,8 +17,16 @@ leaves it in the format of its input: 4 to 7 % less of a checkpointed step of Wa
 FUSED_RMS_NORM = (2, 9)
 """The torch from which on CUDA has a kernel for it. One before took several operators, which are not recorded."""
 
+NEWEST_TRIED = (2, 15)
+"""The newest torch whose training was compared with the tapes, which are of an earlier one (docs/accuracy.md)."""
+
 OLDER = "torch2.11"
 """What names a tape of the torch in between."""
+
+
+def is_untried(torch: str | None) -> bool:
+    """Whether a torch, as 2.16, is newer than any that was compared with the tapes."""
+    return torch is not None and tuple(int(part) for part in torch.split(".")[:2]) > NEWEST_TRIED
 
 
 def is_older(profile: ModelProfile, precision: Precision, torch: str | None) -> bool:

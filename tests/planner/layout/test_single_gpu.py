@@ -312,28 +312,6 @@ def _cast(run: Run, events: list[int], at: int) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("weights", "product"), [("bf16", {"addmm", "mm", "bmm"}), ("nf4", {"bitsandbytes.gemm_4bit"})]
-)
-def test_a_cublas_workspace_comes_behind_the_output_of_the_first_product(weights: str, product: set[str]) -> None:
-    configuration = Configuration.of(
-        Job(model="cogvideox-5b", frames=9, height=480, width=720),
-        Strategy(weights_dtype=weights, gradient_checkpointing="full"),
-        Machine(gpu="h100-80gb"),
-    )
-    facts = load_facts(configuration)
-    run = lay_out(configuration, facts, next(iter(grids(facts.model, configuration.job))))
-    assert run.first_step is not None
-    made = [event for event in run.first_step.ops if event >= 0]
-    operators = [run.program.op[event] for event in made]
-    forward, backward = [place for place, buffer in enumerate(made) if buffer in run.handover.workspaces]
-    assert operators[forward - 1] in product
-    assert operators[backward - 1] in {"addmm", "mm", "bmm"}
-    before = [place for place in range(forward - 1) if operators[place] in {"addmm", "mm", "bmm"}]
-    assert not before
-    assert run.program.category[made[forward - 1]] != "workspace"
-
-
 def test_prodigy_keeps_no_copy_of_what_begins_at_zero() -> None:
     configuration = Configuration.of(
         Job(model="wan2.1-t2v-1.3b", frames=9, height=480, width=832),
