@@ -70,11 +70,7 @@ def test_there_are_capped_rows_of_both_outcomes() -> None:
     assert len(CAPPED) >= 70 and {row.measured.outcome for row in CAPPED} == {"ok", "oom"}
 
 
-AT_THE_EDGE = "cogvideox-5b-i2v-full-fb689189096b"
-"""It ran, emptying its cache once in a steady step; the replay lacks 144 MiB at the same place."""
-
-
-@pytest.mark.parametrize("row", [row for row in CAPPED if row.id != AT_THE_EDGE], ids=lambda row: row.id)
+@pytest.mark.parametrize("row", CAPPED, ids=lambda row: row.id)
 def test_a_replay_at_the_cap_runs_out_where_the_rehearsal_did(row: ProbeRow) -> None:
     assert row.capped_bytes is not None
     facts = load_facts(row.configuration)
