@@ -190,7 +190,7 @@ def _probes(path: str | Path) -> list[ProbeRow]:
 def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tuple[Comparison, Comparison]]:
     """Each number of our own probes beside the estimate that knows no measurement, and beside one that has learned from
     all probes of other plans."""
-    from planner.estimate.estimate import estimate
+    from planner.estimate.estimate import estimate_on_card
     from planner.evidence.from_ledger import with_learned
     from planner.layout.inputs import load_facts
 
@@ -202,7 +202,7 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
 
         def predict(configuration: Configuration, trainer: str, others: list[ProbeRow] = others) -> Prediction:
             facts = with_learned(load_facts(configuration), trainer, others)
-            return Prediction.of(estimate(configuration, facts, trainer))
+            return Prediction.of(estimate_on_card(configuration, facts, trainer))
 
         after += compare([row], predict, lambda *_: 0)
     return list(zip(before, after, strict=True))
@@ -267,12 +267,12 @@ def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
 
 def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
     """The real estimator, imported only when there is something to compare. `cards`: what is known better of some."""
-    from planner.estimate.estimate import after_step_bytes, estimate
+    from planner.estimate.estimate import after_step_bytes, estimate_on_card
     from planner.layout.inputs import load_facts
 
     def predict(configuration: Configuration, trainer: str) -> Prediction:
         card = cards.get(configuration.machine.gpu) if trainer == "vplan" else None
-        return Prediction.of(estimate(configuration, load_facts(configuration, gpu=card), trainer))
+        return Prediction.of(estimate_on_card(configuration, load_facts(configuration, gpu=card), trainer))
 
     def after_step(configuration: Configuration, trainer: str) -> int:
         return after_step_bytes(configuration, load_facts(configuration), trainer)

@@ -71,6 +71,19 @@ def estimate(configuration: Configuration, facts: Facts, trainer: str = "vplan",
     return estimate_run(*replay(configuration, facts, trainer, layout))
 
 
+def estimate_on_card(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> Estimate:
+    """What a measurement on this card is compared with. Where the plan would reserve more than there is, PyTorch
+    empties its cache, and the peaks are those of a replay at the card's capacity; the verdict is that of `estimate`."""
+    run, played = replay(configuration, facts, trainer)
+    whole, capacity = estimate_run(run, played), _capacity_bytes(run)
+    if all(entry.replayed.reserved_peak_bytes <= capacity for entry in played):
+        return whole
+    run, played = replay(configuration, facts, trainer, capacity_bytes=capacity)
+    if cache_flushes.runs_out(played):
+        return whole
+    return estimate_run(run, played).replace(verdict=whole.verdict, limit=whole.limit)
+
+
 class Assessment(NamedTuple):
     """The estimate of one plan, with its run and the stages as they are replayed with room for all."""
 

@@ -8,8 +8,9 @@ probe's own process: nobody reads a pickle. An entry of `device_traces` has `act
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,8 +207,20 @@ def compare(history: History, least: int = LEAST_BYTES) -> Iterator[PhaseCompari
             yield compare_phase(phase, tape[phase], history.of(phase, least))
 
 
-def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event]) -> PhaseComparison:
-    """Aligns the events of one phase of both sides by order, kind and size, and lists where they differ."""
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """The same events, with frees that follow each other from the largest to the smallest: Python frees the locals of a
+    function in the order of their slots, and nothing is allocated in between."""
+    ordered: list[Event] = []
+    for kind, group in itertools.groupby(events, key=lambda event: event.kind):
+        together = list(group)
+        ordered += together if kind == "alloc" else sorted(together, key=lambda event: -event.nbytes)
+    return ordered
+
+
+def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event], most: int = MOST) -> PhaseComparison:
+    """Aligns the events of one phase of both sides by order, kind and size, and lists where they differ, up to ``most``
+    places. Frees that follow each other count in any order."""
+    tape, run = in_order(tape), in_order(run)
     differences: list[Difference] = []
     one = other = 0
     parted = False
@@ -220,7 +233,7 @@ def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event]) -> Ph
         more, others = skipped or (1, 1)
         sides = tuple(tape[one : one + more]), tuple(run[other : other + others])
         differences.append(Difference(one, _what(*sides), *sides, _module(tape, one)))
-        if parted or len(differences) == MOST:
+        if parted or len(differences) == most:
             break
         one, other = one + more, other + others
     return PhaseComparison(phase, len(run), len(tape), _peak(run), _peak(tape), tuple(differences), parted)

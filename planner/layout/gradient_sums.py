@@ -6,7 +6,9 @@ rows on an H100. Recordings on a CPU lack it. A tape does not say what an operat
 the events around the sum.
 
 A linear layer makes the gradients of its input and its weight first, so those two say how many rows there are. Else the
-sum reads a product that is gone behind it, or the newest tensor with its columns.
+sum reads a product that is gone behind it; or, for a shift, what the product of the scale beside it is made of next; or
+the newest tensor with its columns. A part of a tensor (the text's tokens of text and clip) is not on a tape, so the
+newest tensor can have more rows than are read.
 """
 
 from __future__ import annotations
@@ -66,11 +68,23 @@ def _workspace(run: Run, made: int, summed: Summed) -> int:
     """The workspace in bytes of the sum that made a buffer; 0 where it takes none."""
     precision = Precision.of(run.job, run.strategy)
     halved = precision.trained != "fp32" or (summed.weight_gradient is not None and precision.autocast)
-    number_bytes = summed.number_bytes or (2 if halved else 4)
+    number_bytes = summed.number_bytes or (2 if halved or _is_halved(run, made) else 4)
     columns, rows = run.sizes[made] // number_bytes, run.sizes[summed.buffer] // run.sizes[made]
     if summed.weight_gradient is not None:
         rows = run.sizes[summed.buffer] * columns // run.sizes[summed.weight_gradient]
     return column_mean_bytes(rows, columns, run.facts.gpu)
+
+
+def _is_halved(run: Run, made: int) -> bool:
+    """Whether a sum is of 16 bits, by its columns: a gate's gradient has as many numbers as a bias or a norm."""
+    vectors = run.shared(_trained_elements)
+    return run.sizes[made] // 2 in vectors and run.sizes[made] // 4 not in vectors
+
+
+def _trained_elements(run: Run) -> frozenset[int]:
+    """How many numbers the trained weights have."""
+    number_bytes = 4 if Precision.of(run.job, run.strategy).trained == "fp32" else 2
+    return frozenset(run.sizes[buffer] // number_bytes for buffer in run.named("gradient").values())
 
 
 def _sums(run: Run) -> dict[int, Summed]:
@@ -102,9 +116,16 @@ def _summed(run: Run, events: list[int], at: int, live: dict[int, None]) -> Summ
         return Summed(made[0], made[1], cast)
     behind = {~event for event in itertools.takewhile(lambda event: event < 0, events[at + 1 :])}
     gone = [buffer for buffer in reversed(live) if buffer in behind and operators[buffer] == "mul"]
+    following = [event for event in events[at + 1 : at + 1 + NEWEST] if event >= 0]
+    scaled = following[cast is not None :][:1]
+    products = [buffer for buffer in (*gone, *scaled) if operators[buffer] == "mul"]
     others = [buffer for buffer in itertools.islice(reversed(live), NEWEST) if operators[buffer] != "mm"]
-    for buffer in (*gone, *others):
-        if _tokens(run, buffer) and _coefficient(run, buffer) % _coefficient(run, events[at]) == 0:
+    made_bytes = _coefficient(run, events[at])
+    for buffer in products:  # a text of fixed length has rows that do not grow
+        if _coefficient(run, buffer) % made_bytes == 0 and _coefficient(run, buffer) > made_bytes:
+            return Summed(buffer, None, cast)
+    for buffer in others:
+        if _tokens(run, buffer) and _coefficient(run, buffer) % made_bytes == 0:
             return Summed(buffer, None, cast)
     return None
 

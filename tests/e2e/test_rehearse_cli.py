@@ -486,6 +486,30 @@ def test_missing_values_are_no_nan(place: Path, cache: str) -> None:
 
 
 @needs_cuda_wheel
+def test_a_large_tensor_is_known_to_be_zero_or_not_as_it_began(place: Path, cache: str) -> None:
+    """Prodigy asks this of every weight, and keeps a copy of those that are not."""
+    source = """
+        import torch
+        drawn = torch.nn.init.normal_(torch.empty(1000, 1000, device="cuda"))
+        assert drawn.any() and torch.nn.Parameter(drawn.bfloat16().clone()).any()
+        assert torch.ones(1000, 1000).to("cuda").any() and torch.randn(1000, 1000, device="cuda").any()
+        zeros = torch.zeros(1000, 1000, device="cuda")
+        assert not zeros.any() and not torch.zeros_like(drawn).any()
+        zeros.copy_(drawn)
+        assert zeros.any()
+        del drawn, zeros
+        assert not torch.empty(1000, 1000, device="cuda").zero_().any()
+        assert torch.tensor(1.0).to("cuda").any()
+        unknown = torch.zeros(1000, 1000, device="cuda")
+        unknown[0].add_(1)
+        assert not unknown.any()
+    """
+    words = ("--gpu", "24GB", "--steps", "0", "--", CUDA_PYTHON, program(place, source))
+    (note,) = [note for note in rehearse(place, cache, *words)["assumptions"] if "not computed" in note]
+    assert "program.py:15" in note and "program.py:7" not in note
+
+
+@needs_cuda_wheel
 def test_a_value_that_nobody_knows_is_told(place: Path, cache: str) -> None:
     source = """
         import torch

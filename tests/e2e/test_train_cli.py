@@ -167,6 +167,33 @@ def test_a_rank_that_dies_takes_the_others_with_it(place: runs.Place, tmp_path: 
     assert not psutil.wait_procs(tree, timeout=1)[1]
 
 
+@pytest.fixture
+def own_data(place: runs.Place, tmp_path: Path) -> Path:
+    """The samples in a folder that a test may spoil."""
+    return runs.make_entries(tmp_path / "data", place.model, place.kind).parent
+
+
+def test_an_error_on_one_rank_of_a_sharded_run_ends_the_others(
+    place: runs.Place, own_data: Path, tmp_path: Path
+) -> None:
+    """Each rank holds half of every weight: without the one that cannot read its sample, the other would wait for its
+    halves for good. What is told is that error, and not what it did to the other rank."""
+    write_plan(place.plan({"sharding": "fsdp"}, gpus=2, method="full"), place.root / "sharded.toml")
+    said = words(place, tmp_path / "out", "--steps", "9999", "--checkpoint-every", "5", plan="sharded.toml")
+    said[said.index("--data") + 1] = str(own_data)
+    process = subprocess.Popen(said, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: lines(tmp_path / "out") >= 7, process)  # type: ignore[arg-type]
+    tree = psutil.Process(process.pid).children(recursive=True)
+    spoilt = sorted(own_data.glob("*.latents.safetensors"))[0]
+    spoilt.write_bytes(b"no tensors")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode in (1, 4), stderr
+    assert spoilt.name in stderr and stderr.count("error:") == 1 and "Traceback" not in stderr
+    assert not psutil.wait_procs(tree, timeout=10)[1]
+    newest, _ = checkpoints.newest(tmp_path / "out", checkpoints.run_id(tmp_path / "out"))
+    assert newest is not None and int(newest.name[5:]) >= 5
+
+
 def test_what_cannot_be_is_said_in_two_lines(place: runs.Place, tmp_path: Path) -> None:
     cases = [
         (("--learning-rate", "1e30", "--steps", "5"), 4, "is not a number"),

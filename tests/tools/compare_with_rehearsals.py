@@ -4,24 +4,25 @@
 
 Of each family the smallest model of the grid `all-models`, with a plan of its own there that trains a LoRA with
 checkpointing on one H100: rehearsed as `vplan probe` runs it, and every allocation and free of a MiB and more held
-against the tape, laid out for the same plan. Frees that follow each other count in any order: Python frees the locals
-of a function in the order of their slots, and what remains is where memory differs at all. A line for each phase has
-the events of both, how many places differ (20+: it stops there), and the first that does. FOLDER keeps the histories,
-which `vplan accuracy --history FILE` shows with their order; one that is there is not made anew.
+against the tape, laid out for the same plan. A line for each phase has the events of both, how many places differ (with
++: the two could not be brought together behind the last of them), of how many kinds they are whatever the block, the
+peaks, and the commonest kinds. FOLDER keeps the histories, which `vplan accuracy --history FILE` shows place by place;
+one that is there is not made anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import profiles
 from planner.catalog import lookup
 from planner.evidence.allocator_history import (
     LEAST_BYTES,
-    MOST,
     Difference,
     Event,
     PhaseComparison,
@@ -38,6 +39,9 @@ from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter, to
 from planner.spec.job import Machine
 from planner.units import MIB
 from tests.cuda_wheel import CUDA_PYTHON
+
+MOST_CAUSES = 4
+"""Kinds of difference that a line tells."""
 
 
 def plans() -> dict[str, GridEntry]:
@@ -63,16 +67,8 @@ def compared(entry: GridEntry, runner: RehearsalRunner) -> Iterator[PhaseCompari
     tape = on_tape(laid_out(history.plan), LEAST_BYTES)
     for phase in dict.fromkeys(name for name, _ in history.phases):
         if phase in tape:
-            yield compare_phase(phase, _ordered(tape[phase]), _ordered(history.of(phase, LEAST_BYTES)))
-
-
-def _ordered(events: Iterable[Event]) -> list[Event]:
-    """The same events, with frees that follow each other from the largest to the smallest."""
-    ordered: list[Event] = []
-    for kind, group in itertools.groupby(events, key=lambda event: event.kind):
-        together = list(group)
-        ordered += together if kind == "alloc" else sorted(together, key=lambda event: -event.nbytes)
-    return ordered
+            run = history.of(phase, LEAST_BYTES)
+            yield compare_phase(phase, tape[phase], run, most=len(run) + 1)
 
 
 def _rehearse(entry: GridEntry, runner: RehearsalRunner) -> None:
@@ -82,21 +78,38 @@ def _rehearse(entry: GridEntry, runner: RehearsalRunner) -> None:
         raise RuntimeError(f"{entry.title}: {row.measured.outcome}")
 
 
+class Cause(NamedTuple):
+    """What places that differ have in common: the same events, in any block."""
+
+    what: str
+    tape: tuple[tuple[str, int, str], ...]
+    run: tuple[tuple[str, int, str], ...]
+
+    @classmethod
+    def of(cls, difference: Difference) -> Cause:
+        """The cause of one place."""
+        return cls(difference.what, *(tuple(map(_anywhere, side)) for side in (difference.tape, difference.run)))
+
+    def __str__(self) -> str:
+        sides = (f"{name} {_events(side)}" for name, side in (("tape", self.tape), ("run", self.run)) if side)
+        return f"{self.what}, {'; '.join(sides)}"
+
+
+def _anywhere(event: Event) -> tuple[str, int, str]:
+    return event.kind, event.nbytes, re.sub(r"\.\d+", "", event.where)
+
+
 def said(phase: PhaseComparison) -> str:
     """One line of Markdown's table."""
-    more = "+" if phase.parted or len(phase.differences) == MOST else ""
-    counts = f"| {phase.events} | {phase.tape_events} | {len(phase.differences)}{more} |"
-    peaks = f" {phase.tape_peak_bytes / MIB:.1f} | {phase.peak_bytes / MIB:.1f} |"
-    return f"| {phase.phase} {counts}{peaks} {_first(phase.differences[0]) if phase.differences else ''} |"
+    causes = Counter(map(Cause.of, phase.differences))
+    places = f"{len(phase.differences)}{'+' if phase.parted else ''} | {len(causes)}"
+    peaks = f"{phase.tape_peak_bytes / MIB:.1f} | {phase.peak_bytes / MIB:.1f}"
+    told = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(MOST_CAUSES))
+    return f"| {phase.phase} | {phase.events} | {phase.tape_events} | {places} | {peaks} | {told} |"
 
 
-def _first(difference: Difference) -> str:
-    sides = (f"{name} {_events(getattr(difference, name))}" for name in ("tape", "run") if getattr(difference, name))
-    return f"{difference.at}: {difference.what}, {'; '.join(sides)}"
-
-
-def _events(events: tuple[Event, ...]) -> str:
-    shown = [f"{event.kind} {event.nbytes / MIB:.1f} ({event.where})" for event in events[:2]]
+def _events(events: tuple[tuple[str, int, str], ...]) -> str:
+    shown = [f"{kind} {nbytes / MIB:.1f} ({where})" for kind, nbytes, where in events[:2]]
     return ", ".join(shown) + (f" and {len(events) - 2} more" if len(events) > 2 else "")
 
 
@@ -109,7 +122,7 @@ def main() -> None:
         parser.error("VPLAN_CUDA_PYTHON names no Python with the CUDA wheel; ci/cuda-python DIR makes one")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     interpreter = cuda_interpreter(CUDA_PYTHON)
-    print("| model | phase | events: run | tape | places that differ | peak MiB: tape | run | the first |", flush=True)
+    print("| model | phase | events: run | tape | places | kinds | peak MiB: tape | run | most often |", flush=True)
     with ForkServer(interpreter.path) as server:
         for name, entry in plans().items():
             if arguments.models and name not in arguments.models:

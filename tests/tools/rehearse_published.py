@@ -32,7 +32,7 @@ TRAINERS = {"cvx": COGVIDEOX_FACTORY, "ft": FINETRAINERS, "ds": DIFFSYNTH}
 """Start of the ids of its rows -> a trainer."""
 
 OUT = profiles.REHEARSALS / "published"
-ONLINE = "HF_HUB_OFFLINE=0 TRANSFORMERS_OFFLINE=0"
+ONLINE = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
 """`load_lora_weights` refuses a folder of its own offline (diffusers 0.31, lora_base.py). The network is off anyway."""
 TICK_SECONDS, LIMIT_SECONDS = 0.5, 1800.0
 
@@ -43,10 +43,15 @@ def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(python)], check=True)
         # A build of torch for CPUs can lie beside the index under the same version.
-        environment = {**os.environ, "PIP_FIND_LINKS": ""}
+        environment = {**os.environ, "PIP_FIND_LINKS": "", **_variables(trainer, data)}
         pip = [str(python / "bin" / "python"), "-m", "pip", "install", "--quiet"]
         subprocess.run([*pip, *trainer.packages], check=True, env=environment)
         subprocess.run([*pip, "--no-deps", *trainer.packages_alone], check=True, env=environment)
+        if trainer.packages_built:
+            wheels = folder / "wheels"
+            wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
+            subprocess.run([*wheel, "-w", str(wheels), *trainer.packages_built], check=True, env=environment)
+            subprocess.run([*pip, "--no-deps", *map(str, wheels.glob("*.whl"))], check=True, env=environment)
     if not source.exists():
         subprocess.run(["git", "clone", "--quiet", trainer.repository, str(source)], check=True)
         subprocess.run(["git", "-C", str(source), "checkout", "--quiet", trainer.commit(row)], check=True)
@@ -58,6 +63,10 @@ def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
     return folders
 
 
+def _variables(trainer: PublishedTrainer, data: Path) -> dict[str, str]:
+    return {name: value.format(data=data) for name, value in trainer.environment.items()}
+
+
 def rehearse(trainer: PublishedTrainer, row: Row, folder: Path, last: str) -> dict[str, object]:
     """One row's run up to the moment `last`, as a row of `profiles/rehearsals/published`. Raises VplanError where it
     ended early."""
@@ -66,7 +75,8 @@ def rehearse(trainer: PublishedTrainer, row: Row, folder: Path, last: str) -> di
     log = folder / "logs" / f"{row.id}.txt"
     log.parent.mkdir(exist_ok=True)
     log.unlink(missing_ok=True)
-    quiet = ["sh", "-c", f'{ONLINE} exec "$@" >"$0" 2>&1', str(log), *command]
+    variables = " ".join(f"{name}={value}" for name, value in {**ONLINE, **_variables(trainer, folders.data)}.items())
+    quiet = ["sh", "-c", f'{variables} exec "$@" >"$0" 2>&1', str(log), *command]
     vplan = [sys.executable, "-m", "vplan", "rehearse", "--gpu", f"{row.machine.gpus}x{row.machine.gpu}", "--json"]
     vplan += [word for weights in trainer.hollow(row) for word in ("--hollow", weights)]
     vplan += ["--steps", str(trainer.steps), "--python", str(folders.python / "bin" / "python"), "--", *quiet]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from .hollow_copies import COPYING as HOLLOW_COPIES
 from .hollow_copies import HollowCopies
+from .large_zeros import LargeZeros
 
 SMALL_BYTES = 65536
 """As the copies that the virtual card makes (virtual_gpu.h)."""
@@ -139,6 +140,7 @@ class _Values:
         self._known: set[int] = set()
         self._parts: dict[int, list[tuple[int, int]]] = {}
         """of storages that are not known as a whole: ranges of bytes that are, in order"""
+        self._zeros = LargeZeros(SMALL_BYTES)
         self._traits: dict[Any, _OperatorTraits] = {}
         self.plain = {torch.Tensor, torch.nn.Parameter, *filter(None, [getattr(torch.nn, "Buffer", None)])}
         self._random_state: Any = None
@@ -158,10 +160,15 @@ class _Values:
             if traits.name in BY_VALUE:
                 return self._by_value(func, args, kwargs, traits.name)
             args = self._without_masks(traits.name, args)
+        zero = self._zeros.given(traits.name, args)
         result = func(*args, **kwargs)
-        if traits.is_view or (traits.only_returns and self._all_are_large(result)):
+        if traits.is_view:
             return result
-        return self._follow(traits, func, args, kwargs, result)
+        if not (traits.only_returns and self._all_are_large(result)):
+            result = self._follow(traits, func, args, kwargs, result)
+        if zero is not None:
+            self._zeros.note(result, zero)
+        return result
 
     def _all_are_large(self, result: Any) -> bool:
         """Whether all that an operator returned is too large to be computed, and unknown: most of them, so it is quick.
@@ -196,6 +203,11 @@ class _Values:
                 self._told(name)
             self._make_finite(read)
         written = [tensor for tensor in outputs if tensor.is_cuda]
+        zero = self._zeros.asked(name, inputs[0]) if len(inputs) == 1 and not known else None
+        if zero is not None:
+            self._fill(written, float(not zero))
+            self._mark(written[0], True, partly=False)
+            return result
         if traits.is_mutable:
             written += [tensor for tensor in self._mutated(func, args, kwargs) if tensor.is_cuda]
         computed = traits.is_computed and self._compute(func, args, kwargs, result, written)
@@ -271,6 +283,7 @@ class _Values:
         """A part that is written says nothing of the rest: that was known before, or the parts make up all there is."""
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
+        self._zeros.forget(place)
         if not known:
             self._forget(place)
         elif not partly or tensor.numel() * tensor.element_size() >= storage.nbytes():
@@ -287,6 +300,7 @@ class _Values:
     def _forget(self, place: int) -> None:
         self._known.discard(place)
         self._parts.pop(place, None)
+        self._zeros.forget(place)
 
     def _mutated(self, func: Any, args: Any, kwargs: Any) -> Iterable[Any]:
         """Arguments that the operator writes to."""

@@ -13,8 +13,11 @@ FP8_BITS = 0b1000_1111
 
 @torch.no_grad()
 def randomise(name: str, weight: torch.Tensor) -> None:
-    """Fills a weight in place: vectors like fresh norms and biases, the rest with small noise."""
-    if weight.ndim <= 1:
+    """Fills a weight in place: vectors like fresh norms and biases, second matrices of adapters like fresh ones, the
+    rest with small noise. Prodigy keeps a copy of what does not begin at zero."""
+    if "lora_B" in name:
+        weight.zero_()
+    elif weight.ndim <= 1:
         weight.fill_(0.0 if name.endswith("bias") else 1.0)
     elif weight.dtype == torch.float8_e4m3fn:  # has no random numbers of its own, and files fill it without a copy
         weight.view(torch.uint8).random_(0, 256).bitwise_and_(FP8_BITS)

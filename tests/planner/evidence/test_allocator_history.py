@@ -15,6 +15,7 @@ from planner.commands import cli
 from planner.errors import VplanError
 from planner.evidence.allocator_history import (
     LEAST_BYTES,
+    MOST,
     Event,
     compare,
     compare_phase,
@@ -142,6 +143,24 @@ def test_histories_that_have_nothing_in_common_part() -> None:
     assert found.parted and len(found.differences) == 1
     assert compare_phase("load", [], []).differences == ()
     assert compare_phase("load", [], run[:1]).differences[0].what == "missing"
+
+
+def test_frees_that_follow_each_other_count_in_any_order() -> None:
+    sizes = [size << 20 for size in range(1, 30)]
+    made = [Event("alloc", size, "") for size in sizes]
+    gone = [Event("free", size, "") for size in sizes]
+    assert compare_phase("train", [*made, *gone, made[0]], [*made, *reversed(gone), made[0]]).differences == ()
+    first, *others = gone
+    found = compare_phase("train", [*made, *gone, made[3]], [*made, first, made[3], *reversed(others)])
+    assert {each.what for each in found.differences} == {"missing", "extra"}
+
+
+def test_the_comparison_stops_where_it_is_told_to() -> None:
+    tape = [Event("alloc", size << 20, "forward of blocks.0") for size in range(1, 400)]
+    run = [event._replace(nbytes=event.nbytes + 512) if at % 10 == 0 else event for at, event in enumerate(tape)]
+    assert len(compare_phase("train", tape, run).differences) == MOST
+    whole = compare_phase("train", tape, run, most=len(tape))
+    assert len(whole.differences) == 40 and not whole.parted and {each.what for each in whole.differences} == {"size"}
 
 
 def test_the_command_says_where(events: list[tuple[str, list[Row]]], tmp_path: Path) -> None:

@@ -29,12 +29,12 @@ def laid_out(method: str = "full", **strategy: Any) -> Run:
     return lay_out(configuration, load_facts(configuration), grid(Z_IMAGE, job))
 
 
-def workspaces(run: Run) -> list[int]:
-    """Bytes of the workspaces in the last layer's backward, in order."""
+def workspaces(run: Run, module_list: str = "layers", block: int = 29) -> list[int]:
+    """Bytes of the workspaces in a layer's backward, in order; by default Z-Image's last."""
     made = [
         event
         for moment, events in run.step.stretches
-        if (moment.module_list, moment.block, moment.passes) == ("layers", 29, "backward")
+        if (moment.module_list, moment.block, moment.passes) == (module_list, block, "backward")
         for event in events
         if event >= 0 and run.program.op[event] == SUM_WORKSPACE
     ]
@@ -48,6 +48,20 @@ def test_sums_over_tokens_take_what_a_virtual_gpu_allocated() -> None:
     heads = column_mean_bytes(TOKENS * 30, 128, H100)
     assert (whole, heads) == (139_591_680, 138_412_032)
     assert sorted(workspaces(laid_out(weights_dtype="fp32", autocast="bf16"))) == [heads] * 2 + [whole] * 8
+
+
+def test_sums_over_a_part_of_the_tokens_are_as_long_as_that_part() -> None:
+    """A block of CogVideoX-5B at 9 frames of 480x720, text and clip joined in attention and feed-forward (rehearsed
+    with torch 2.13): gate, shift and scale of 4,050 tokens of the clip, twice, of which the gates' sums are of 16 bits;
+    five biases of 3,072 numbers and one of 12,288 over all 4,276; none over the 226 of the text alone."""
+    model = lookup.model("cogvideox-5b-i2v")
+    job = job_for(model, {"method": "full", "frames": 9, "height": 480, "width": 720})
+    strategy = Strategy(weights_dtype="fp32", autocast="bf16", gradient_checkpointing="full")
+    configuration = Configuration.of(job, strategy, Machine(gpu="h100-80gb"))
+    run = lay_out(configuration, load_facts(configuration), grid(model, job))
+    clip, both, wide = (column_mean_bytes(*shape, H100) for shape in ((4050, 3072), (4276, 3072), (4276, 12288)))
+    assert (clip, both, wide) == (96 << 20, 105_381_888, 132 << 20)
+    assert sorted(workspaces(run, "transformer_blocks", 20)) == [clip] * 6 + [both] * 5 + [wide]
 
 
 def test_what_a_lora_does_not_train_is_not_summed() -> None:

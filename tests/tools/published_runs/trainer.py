@@ -48,6 +48,11 @@ class PublishedTrainer:
     """raises a VplanError for a row that it does not cover"""
     published: Callable[[Row], Mapping[str, tuple[str, str]]]
     """id of each row that the run printed -> its moment and counter"""
+    packages_built: tuple[str, ...] = ()
+    """for pip, without, of which only source is published and whose build imports torch: torch's CUDA wheel cannot be
+    imported without NVIDIA's libraries, so they are built with the torch of our own Python"""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """variables that its build and its runs need here; `{data}` stands for that folder"""
     last: str = RUN
     """the moment after which the run may end"""
     headings: Mapping[str, str] = field(default_factory=dict)

@@ -31,3 +31,12 @@ def test_nothing_is_allocated_beside_the_weight(dtype: torch.dtype) -> None:
     with cuda_semantics(), FakeTensorMode(), recorder:
         randomise("blocks.0.weight", torch.empty(256, 256, dtype=dtype))
     assert [made.op for made in recorder.recording.allocations] == ["aten.empty"]
+
+
+def test_the_second_matrix_of_an_adapter_begins_at_zero() -> None:
+    """As in training: Prodigy keeps a copy of every weight that does not."""
+    weight = torch.ones(64, 4)
+    randomise("blocks.0.attn.to_q.lora_B.default.weight", weight)
+    assert not weight.any()
+    randomise("blocks.0.attn.to_q.lora_A.default.weight", weight)
+    assert weight.any()
