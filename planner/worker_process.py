@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import psutil
 
 from planner.errors import VplanError
+from planner.file_writing import write_file
 from planner.signals import unwind_on_signals
 
 DOOR = Path(__file__).resolve().parents[1] / "vplan.py"
@@ -168,12 +169,7 @@ def end_tree(process: subprocess.Popen[bytes], seen: Iterable[psutil.Process] = 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Replaces a file by one JSON object, atomically: a reader sees the old object or the new one, never a part."""
-    partial = path.with_name(f"{path.name}.part")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(data, file, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_file(path, json.dumps(data, allow_nan=False))
 
 
 def read_json(path: Path) -> dict[str, Any]:
