@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
+from planner.signals import end_with_parent, unwind_on_signals
 from planner.terminal import console
 
 T = TypeVar("T")
@@ -31,18 +32,23 @@ def spread(make: Callable[..., Ask[T]], arguments: tuple[object, ...], names: Se
         yield from map(make(*arguments), with_progress(names, what))
         return
     from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
+    from multiprocessing import active_children, get_context
 
     # A fork starts at once and has read what we have; it is safe where no other thread could hold a lock.
     alone = sys.platform == "linux" and threading.active_count() == 1
     context = get_context("fork" if alone else "spawn")
+    unwind_on_signals()
+    others = set(active_children())
     with ProcessPoolExecutor(workers, context, _begin, (make, arguments)) as pool:
         answers = [pool.submit(_answer, name) for name in names]
         try:
             for _, answer in zip(with_progress(names, what), answers, strict=True):
                 yield cast(T, answer.result())
-        finally:
-            pool.shutdown(cancel_futures=True)  # waits, or the pool's thread would write to a closed pipe at the exit
+        except BaseException:  # nobody wants what they are still at: the pool would wait for it
+            for worker in set(active_children()) - others:
+                worker.kill()
+            raise
+        # The pool waits at its end, or its thread would write to a closed pipe at the exit.
 
 
 def cores() -> int:
@@ -54,6 +60,7 @@ def _begin(make: Callable[..., Ask[object]], arguments: tuple[object, ...]) -> N
     global _ask
     # Ctrl-C reaches all that the terminal runs, and what to say of it is the first process's.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
     _ask = make(*arguments)
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 import psutil
 
 from planner.errors import VplanError
+from planner.file_writing import write_file
+from planner.signals import unwind_on_signals
 
 DOOR = Path(__file__).resolve().parents[1] / "vplan.py"
 """vplan's own script: started by its path, so that no other folder can stand in its way."""
@@ -45,25 +46,6 @@ class Ended(NamedTuple):
         return self.returncode is None
 
 
-class Termination(KeyboardInterrupt):
-    """SIGTERM. It unwinds a command as Ctrl-C does, so that its workers are ended and its temporary folders go: those
-    of a probe can hold a checkpoint of 15 GB."""
-
-    exit_code = 128 + signal.SIGTERM
-
-
-def unwind_on_sigterm() -> None:
-    """Turns SIGTERM into a `Termination`, unless somebody handles it already. Only the main thread may do so."""
-
-    def terminate(_number: int, _frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it more than once; the first one unwinds
-        raise Termination
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
-
-
 def result_file(rank: int) -> str:
     """The name of a rank's result file, in the folder that it shares with its parent."""
     return f"result-{rank:05d}.json"
@@ -82,7 +64,7 @@ def start_worker(
     Its standard input is a pipe that closes when we die, however we die; a worker then ends itself. SIGUSR1 is for us
     alone: some batch systems send it to all processes of a job, and it would end a worker.
     """
-    unwind_on_sigterm()
+    unwind_on_signals()
     with _blocked_usr1():
         return subprocess.Popen(
             command,
@@ -187,12 +169,7 @@ def end_tree(process: subprocess.Popen[bytes], seen: Iterable[psutil.Process] = 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Replaces a file by one JSON object, atomically: a reader sees the old object or the new one, never a part."""
-    partial = path.with_name(f"{path.name}.part")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(data, file, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_file(path, json.dumps(data, allow_nan=False))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from planner.errors import VplanError, quoted
 from planner.estimate.timeline import PhaseParts
 from planner.evidence import held_out as halves
 from planner.evidence.accuracy import Comparison
+from planner.file_writing import write_file
 from planner.launch.run_history import BINS
 from planner.search.capacity_map import Cell
 from planner.spec.plan import Breakdown
@@ -88,12 +88,9 @@ def write(html: str, path: str | Path) -> None:
     cannot be written."""
     check_name(path)
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(html, encoding="utf-8")
-        temporary.replace(path)
+        write_file(path, html)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise VplanError(f"cannot write report {quoted(str(path))}: {error.strerror}", "choose another file") from None
 
 

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from planner.errors import VplanError
 from planner.parallel import cores
 from planner.search import ladder
+from planner.signals import end_with_parent, unwind_on_signals
 from reports import page
 from reports.data import Builder, PartDone, Parts, in_turn
 
@@ -41,6 +42,7 @@ class Aside(Generic[T]):
     """Work done in a fork of this process. A VplanError is raised where its result is asked for."""
 
     def __init__(self, work: Callable[[], T]) -> None:
+        unwind_on_signals()
         forking = multiprocessing.get_context("fork")
         self._receiver, sender = forking.Pipe(duplex=False)
         self._process = forking.Process(target=_send, args=(work, sender), daemon=True)
@@ -64,6 +66,7 @@ class Aside(Generic[T]):
 
 
 def _send(work: Callable[[], T], sender: Connection) -> None:
+    end_with_parent()
     try:
         sender.send((work(), None))
     except VplanError as error:

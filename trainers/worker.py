@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from planner.signals import ORPHANED
 from planner.worker_process import write_json
-
-ORPHANED = 130
-"""Exit code when the parent died; nobody reads it."""
 
 
 class ResultFile:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError, quoted
+from planner.file_writing import write_file
 from planner.untrusted import read_bytes
 
 VARIABLE = "VPLAN_HOME"
@@ -102,9 +103,7 @@ def write_profile(name: str, profile: dict[str, Any]) -> Path:
             # In this order, so that whenever we are killed no tape lies beside a profile it was not recorded from.
             for tape in (tapes() / name).glob("*.json.gz"):
                 tape.unlink()
-            partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            write_file(path, text)
     except OSError as error:
         fix = f"free some space there, or set {VARIABLE} to a writable folder"
         raise VplanError(f"cannot write {path}: {error.strerror}", fix) from None

@@ -119,7 +119,7 @@ class Verbs(click.Group):
             fault = f"cannot open {quoted(os.fsdecode(error.filename))}: {error.strerror}"
             return _report(VplanError(fault, "check its name and permissions"), words)
         except click.Abort as abort:
-            return getattr(abort.__cause__, "exit_code", INTERRUPTED)  # Ctrl-C, or `planner.worker_process.Termination`
+            return getattr(abort.__cause__, "exit_code", INTERRUPTED)  # Ctrl-C, or `planner.signals.Termination`
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             return error.exit_code

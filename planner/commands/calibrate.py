@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +23,7 @@ from planner.evidence.calibration import Calibration, calibrated
 from planner.evidence.from_ledger import learned
 from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.measurement import ProbeRow, Setup, is_of_a_gpu
+from planner.file_writing import write_file
 from planner.hardware import doctor
 from planner.probe.grid import DEFAULT_MODEL, TINY, plans
 from planner.probe.probe import RealRunner, measure_device
@@ -260,12 +260,9 @@ def _share(path: str, found: Calibration) -> int:
     bundled = profiles.model_names()
     rows = [row for row in Ledger(default_path()).rows() if Setup.of(row.env) == found.setup and is_of_a_gpu(row)]
     lines = [json.dumps(_without_owner(row, found).to_json()) for row in rows if row.job.model in bundled]
-    partial = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
-        partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        partial.replace(path)
+        write_file(Path(path), "".join(line + "\n" for line in lines))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise VplanError(f"cannot write {quoted(path)}: {error.strerror}", "choose another file") from None
     return len(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
 from planner.dialects.base.dialect import Dialect, nearest_fields, settings_for
 from planner.errors import NotEstimatedError, VplanError, did_you_mean, quoted
 from planner.estimate.estimate import assess
+from planner.file_writing import write_file
 from planner.launch.slurm import slurm_script
 from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
@@ -298,11 +300,7 @@ def write_files(exported: Exported, folder: Path, force: bool) -> list[Path]:
             fault = f"{quoted(str(other[0]))} already exists with other contents"
             raise VplanError(fault, "choose another folder with -o, or add --force")
         for path, text in zip(paths, exported.files.values(), strict=True):
-            aside = path.with_name(f".{path.name}.new")
-            aside.write_text(text, encoding="utf-8", newline="\n")
-            if path.suffix == ".sh":
-                aside.chmod(0o755)
-            aside.replace(path)
+            write_file(path, text, executable=path.suffix == ".sh")
     except OSError as error:
         raise VplanError(
             f"cannot write into {quoted(str(folder))}: {error.strerror}", "choose another folder"
@@ -311,4 +309,7 @@ def write_files(exported: Exported, folder: Path, force: bool) -> list[Path]:
 
 
 def _differs(path: Path, text: str) -> bool:
-    return path.exists() and (not path.is_file() or path.read_bytes() != text.encode())
+    """Whether something else is there; a link is, wherever it leads."""
+    if not os.path.lexists(path):
+        return False
+    return path.is_symlink() or not path.is_file() or path.read_bytes() != text.encode()

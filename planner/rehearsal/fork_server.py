@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from planner.errors import VplanError
-from planner.worker_process import DOOR, Ended, end_tree, unwind_on_sigterm
+from planner.signals import unwind_on_signals
+from planner.worker_process import DOOR, Ended, end_tree
 
 START_SECONDS = 300.0
 """Within which the server has imported everything, on a busy machine."""
@@ -102,7 +103,7 @@ class ForkServer:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        unwind_on_sigterm()
+        unwind_on_signals()
         self._folder = tempfile.TemporaryDirectory(prefix="vplan-", ignore_cleanup_errors=True)
         # Its own folder of cards, which must stay unused: a fork would share it with the next. And torch refuses CUDA
         # in a fork when its parent as much as counted the cards in another way than this one.

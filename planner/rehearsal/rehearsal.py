@@ -30,7 +30,7 @@ from planner.rehearsal.live_memory import ProcessMemory, read_histories
 from planner.rehearsal.observations import Observed, read_observed
 from planner.rehearsal.process_tree import adopt_orphans, end_all, host_bytes
 from planner.rehearsal.ram_guard import spare_ram
-from planner.worker_process import unwind_on_sigterm
+from planner.signals import unwind_on_signals
 
 OBSERVER = Path(__file__).resolve().parents[2] / "trainers" / "observer" / "entry"
 """The folder that the command's Python finds our `sitecustomize` in."""
@@ -109,7 +109,7 @@ def run(
         raise VplanError("a rehearsal needs Linux, for which CUDA's libraries can be replaced", "use Linux or WSL")
     libraries = libraries_for(interpreter, say=say)
     adopt_orphans()
-    unwind_on_sigterm()
+    unwind_on_signals()
     with tempfile.TemporaryDirectory(prefix="vplan-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         (folder / "tmp").mkdir()

@@ -1,7 +1,6 @@
 """Estimate (what will happen: the JSON of DESIGN section 9) and Plan (everything about one run, in one TOML file)."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -9,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from planner.errors import VplanError, quoted
+from planner.file_writing import write_file
 from planner.schema import Bytes, CountOrZero, NotNegative, Record
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
@@ -325,18 +325,9 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     """
     fault = f"cannot write plan {quoted(str(path))}"
     path = Path(path)
-    special = path.exists() and not path.is_file()
-    path = path if special else path.resolve()  # what /dev/stdout leads to need not have a name
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if special:
-            path.write_text(plan_to_toml(plan), encoding="utf-8")
-            return
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(plan_to_toml(plan))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        special = path.exists() and not path.is_file()
+        path = path if special else path.resolve()  # what /dev/stdout leads to need not have a name
+        write_file(path, plan_to_toml(plan))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise VplanError(f"{fault}: {error.strerror}", "choose another file") from None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import zlib
 from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError
+from planner.file_writing import write_file
 from planner.tape.format import DAMAGED_FIX
 from planner.untrusted import read_bytes
 
@@ -41,9 +41,7 @@ def unpack(path: Path) -> bytes:
 def write_packed(data: Any, path: Path) -> Path:
     """Writes JSON data to a compressed file, atomically (a partial file is renamed); returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.part")
-    partial.write_bytes(pack(data))
-    partial.replace(path)
+    write_file(path, pack(data))
     return path
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from planner import parallel as module
@@ -73,6 +77,51 @@ def test_ctrl_c_is_answered_by_the_first_process_alone() -> None:
     words = [sys.executable, "-c", INTERRUPTED]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, start_new_session=True, check=False)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+WORKING = """
+import os, signal, sys, time
+from planner import parallel as module
+module.cores = lambda: 3
+def busy():
+    return work
+def work(name):
+    if name == "idle":
+        return print(os.getpid(), flush=True)
+    print(os.getpid(), flush=True)
+    end = time.time() + 60
+    while time.time() < end:  # in Python, as a search is
+        pass
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell starts with &
+try:
+    list(module.spread(busy, (), ["idle", "a", "b"], "names"))
+except KeyboardInterrupt as stop:
+    sys.exit(getattr(stop, "exit_code", 130))
+"""
+SECONDS = 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals of POSIX")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
+def test_workers_end_with_their_parent_on_every_signal(number: signal.Signals, code: int) -> None:
+    """Idle ones, which wait for work, and those in the middle of it. The signal reaches the parent alone."""
+    parent = subprocess.Popen([sys.executable, "-c", WORKING], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert parent.stdout and parent.stderr
+    workers = [psutil.Process(pid) for pid in {int(parent.stdout.readline()) for _ in range(3)}]
+    begun = time.monotonic()
+    parent.send_signal(number)
+    try:
+        assert parent.wait(30) == code
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive
+        assert time.monotonic() - begun < SECONDS
+        assert parent.stderr.read() == b""
+    finally:
+        for process in (parent, *workers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @pytest.mark.parametrize("cores", [1, 2])

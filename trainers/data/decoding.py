@@ -4,10 +4,7 @@ processes start in half a second."""
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
-import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,6 +16,7 @@ import numpy
 from planner.dataset import clips
 from planner.dataset.clips import Pixels, UnusableError
 from planner.parallel import cores
+from planner.signals import end_with_parent
 from planner.units import GIB
 
 AHEAD_BYTES = GIB
@@ -93,11 +91,4 @@ def decoded(samples: Iterable[SampleFiles], ranks: int = 1) -> Iterator[Decoded]
 def _begin() -> None:
     """In a new process: Ctrl-C is the parent's to answer, and nothing stays when the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="vplan-parent", daemon=True).start()
+    end_with_parent()

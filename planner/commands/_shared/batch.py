@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from planner.commands._shared.request import FIELDS
 from planner.commands._shared.verb import DONE, show
 from planner.errors import VplanError, quoted
+from planner.file_writing import write_file
 from planner.launch.slurm import slurm_script
 from planner.preflight import preflight
 from planner.spec.plan import Plan
@@ -19,6 +20,9 @@ from planner.worker_process import vplan_command
 
 LEFT_OUT = ("plan_path", "slurm", "node_rank", "main_address", "main_port", "print_command", "as_json")
 """Options of `vplan train` that the script gives itself, or that are not of a run."""
+
+OURS, HEAD_BYTES = b"\n#SBATCH --job-name=vplan-", 4096
+"""By what a script of ours is known, and how far down it is looked for."""
 
 
 def write_script(file: Path, plan: Plan, output: Path, as_json: bool) -> int:
@@ -36,12 +40,19 @@ def write_script(file: Path, plan: Plan, output: Path, as_json: bool) -> int:
         gpu=context.params["device"] == "cuda",
     )
     try:
-        file.write_text(script, encoding="utf-8")
+        if file.is_file() and not _is_ours(file):
+            raise VplanError(f"{quoted(str(file))} exists and is no batch script of vplan's", "choose another file")
+        write_file(file, script)
     except OSError as error:
         raise VplanError(f"cannot write {quoted(str(file))}: {error.strerror}", "choose another file") from None
     answer = {"script": str(file), "nodes": plan.machine.nodes}
     show(answer, as_json, lambda console: console.print(f"submit it with: sbatch {file}", markup=False))
     return DONE
+
+
+def _is_ours(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return OURS in opened.read(HEAD_BYTES)
 
 
 def retyped(context: click.Context, left_out: Collection[str]) -> list[str]:

@@ -112,7 +112,9 @@ def test_two_workers_record_what_is_shipped() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
 def test_workers_end_with_their_parent(tmp_path: Path, number: signal.Signals, code: int) -> None:
     words = vplan.command("record", MODEL, "--variant", "step", "--jobs", "2", "-o", str(tmp_path / "tapes"))
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

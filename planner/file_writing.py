@@ -1,0 +1,48 @@
+"""The one way a file gets new contents: written aside and renamed, so it holds the old or the new, never a part."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+NAMED = 100
+"""Characters of a file's name that its temporary one repeats; file systems take 255 bytes."""
+
+
+def write_file(path: Path, content: str | bytes, *, executable: bool = False) -> None:
+    """Gives a file this content, synced to the disk. Raises an OSError when it cannot, and nothing is left of it then.
+
+    The temporary file has a name that nobody can foresee and is created by this call alone, so a link that somebody
+    planted is never written through; one at `path` itself is replaced. A file that was there keeps its permissions.
+    What is no file, as /dev/stdout or a pipe, is written to.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    mode = _mode(path)
+    if mode is not None and not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        path.write_bytes(data)
+        return
+    temporary = path.with_name(f".{path.name[:NAMED]}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(temporary, flags, 0o777 if executable else 0o666)  # less the umask
+    try:
+        with open(descriptor, "wb") as file:
+            if mode is not None and stat.S_ISREG(mode):
+                os.chmod(temporary, stat.S_IMODE(mode) | (0o100 if executable else 0))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # Ctrl-C as well
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _mode(path: Path) -> int | None:
+    """What a path is; None where nothing is. A link is one, but for those that lead to a device or a pipe."""
+    try:
+        found = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    return found if not stat.S_ISREG(found) else os.lstat(path).st_mode
