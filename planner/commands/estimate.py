@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         "vplan estimate plan.toml --frames 49 --json",
     ),
 )
-@request_options()
+@request_options(own_card=True)
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @output_option("the plan")
 @report_option

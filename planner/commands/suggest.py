@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         "vplan suggest wan2.1-t2v-14b --gpu rtx4090 --frames max",
     ),
 )
-@request_options(searched=True)
+@request_options(searched=True, own_card=True)
 @click.option(
     "--prefer",
     type=click.Choice(["speed", *PREFERRED]),
@@ -70,8 +70,9 @@ def command(
 ) -> int:
     """Find the fastest way to train that fits, lossless if possible.
 
-    Options you set stay fixed; the rest is searched. Without --gpu the answer covers every card class, without --model
-    every model that can train at that length.
+    Options you set stay fixed; the rest is searched. Without --gpu the answer is for the card of this machine; where
+    there is none, or with --gpu all, for every card class. Without --model it covers every model that can train at that
+    length.
     """
     started = time.perf_counter()
     if asked.model is None and asked.gpu is None:

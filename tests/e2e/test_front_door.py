@@ -137,3 +137,37 @@ def test_both_kinds_are_in_the_text() -> None:
     assert lossy is not None
     page = prose(f"{question} --frames {lossy[1]}")
     assert re.search(r"lossless up to (\d+) frames \(--frames \1\): [^(]+ \(fits, [\d.]+ GiB\)", page)
+
+
+# ---- cards
+
+
+@pytest.mark.parametrize(
+    ("typed", "card", "note"),
+    [
+        ("24", "24GB", ""),
+        ("24G", "24GB", ""),
+        ("2x24", "24GB", ""),
+        ("5060ti", "rtx5060ti-16gb", "'5060ti' taken for rtx5060ti-16gb"),
+        ("rtx4090laptop", "16GB", "'rtx4090laptop' taken for 16GB, by its memory; a laptop's takes longer a step"),
+        ("rtx4090", "rtx4090", ""),
+    ],
+)
+def test_cards_as_people_name_them(typed: str, card: str, note: str) -> None:
+    found = answer(f"estimate sdxl --gpu {typed}")
+    assert found["machine"]["gpu"] == card
+    assert [said for said in found["assumptions"] if "taken for" in said] == ([note] if note else [])
+
+
+def test_a_card_of_another_maker_has_a_size_to_compare_with() -> None:
+    assert "use --gpu 24GB; speed and kernels are not the same" in said("suggest sdxl --gpu 7900xtx", 1)
+
+
+def test_host_ram_may_be_typed_without_its_unit() -> None:
+    sizes = [answer(f"estimate sdxl --gpu 24GB --host-ram {text}")["machine"]["host_ram"] for text in ("64", "64GiB")]
+    assert sizes[0] == sizes[1]
+
+
+def test_zero_stage_0_is_no_sharding() -> None:
+    assert answer("estimate sdxl --gpu 24GB --zero-stage 0")["strategy"]["sharding"] == "none"
+    assert answer("estimate sdxl --gpu 2x24GB --zero-stage 0")["strategy"]["sharding"] == "ddp"

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """The card that is here: `--gpu auto`."""
 
+ALL = "all"
+"""Every class of card: `--gpu all`, which is what no card means where none is here."""
+
 
 class TypedQuestion(NamedTuple):
     """The options as typed, completed by the plan file; no model or card is looked up yet."""
@@ -70,8 +73,10 @@ class TypedQuestion(NamedTuple):
         """
         typed_model = _needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models")
         profile = lookup.model(typed_model)
-        count, card = lookup.parse_gpus(_needed(gpu or self.gpu, "gpu", "24GB", "gpus"))
-        notes = [note for note in (lookup.taken_for(typed_model, profile),) if note]
+        typed_gpu = _needed(gpu or self.gpu, "gpu", "24GB", "gpus")
+        count, card = lookup.parse_gpus(typed_gpu)
+        taken = lookup.taken_for(typed_model, profile), lookup.card_taken_for(typed_gpu, card)
+        notes = [note for note in taken if note]
         if self.here and gpu is None:
             card = self.here.card
             notes += self.here.notes
@@ -138,16 +143,17 @@ class TypedQuestion(NamedTuple):
         return machine
 
 
-def request_options(*, searched: bool = False) -> Callable[[Function], Function]:
+def request_options(*, searched: bool = False, own_card: bool = False) -> Callable[[Function], Function]:
     """Adds everything one question can say: a model or a plan, and the flags of Job, Machine and Strategy.
 
     The command gets `asked: TypedQuestion` in their place. `searched`: it chooses what of the strategy was not typed.
+    `own_card`: without --gpu it answers for the card of this machine, where there is one.
     """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def command(*, target: str | None, plan_path: str | None, **values: Any) -> Any:
-            asked = _asked(target, plan_path, values)
+            asked = _asked(target, plan_path, values, own_card)
             others = {name: value for name, value in values.items() if name not in FIELDS}
             return function(asked=asked, **others)
 
@@ -163,7 +169,7 @@ _RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine"
 FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
 
 
-def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) -> TypedQuestion:
+def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], own_card: bool) -> TypedQuestion:
     """Sort the typed flags into the three records, over those of the plan file."""
     typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
@@ -171,7 +177,8 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
     elif target is not None:  # an empty one is a shell's unset variable, and no question about every model
         typed["model"] = _once(typed.get("model"), target, "the model")
     if "zero_stage" in typed:
-        stage = f"zero-{typed.pop('zero_stage')}"
+        number = typed.pop("zero_stage")
+        stage = f"zero-{number}" if number else "ddp" if _several(typed) else "none"
         typed["sharding"] = _once(typed.get("sharding"), stage, "the sharding")
     resolution = typed.pop("resolution", None)
     if "height" in typed or "width" in typed:
@@ -187,7 +194,9 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
         for field in {"host_ram", "unified", "torch"} - typed.keys():
             records["machine"].pop(field, None)
     here = None
-    if str(typed.get("gpu", "")).lower() == AUTO:
+    if str(typed.get("gpu", "")).lower() == ALL:
+        del typed["gpu"], records["machine"]["gpu"]
+    elif str(typed.get("gpu", "")).lower() == AUTO or (own_card and "gpu" not in records["machine"] and _has_card()):
         from planner.evidence.this_machine import card_here  # NVML is nobody else's business
 
         here = card_here(Machine(gpu=AUTO, **{name: typed[name] for name in typed.keys() & {"reserve", "torch"}}))
@@ -195,6 +204,19 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
         records["machine"] = {"host_ram": here.host_ram, "torch": here.torch, **records["machine"]}
     fixed = frozenset(typed) | ({"height", "width"} if resolution else frozenset())
     return TypedQuestion(**records, resolution=resolution, typed=fixed, plan=plan, here=here)
+
+
+def _has_card() -> bool:
+    from planner.hardware import doctor
+
+    driver, cards = doctor.visible()
+    return not driver["error"] and bool(cards) and cards[0]["name"] is not None
+
+
+def _several(typed: Mapping[str, Any]) -> bool:
+    """Whether more than one GPU was typed."""
+    count = lookup.parse_gpus(typed["gpu"])[0] if str(typed.get("gpu", AUTO)).lower() != AUTO else 1
+    return bool(max(count, typed.get("gpus", 1)) * typed.get("nodes", 1) > 1)
 
 
 def _check_size(typed: Mapping[str, Any], resolution: str | None) -> None:
