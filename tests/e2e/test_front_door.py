@@ -171,3 +171,25 @@ def test_host_ram_may_be_typed_without_its_unit() -> None:
 def test_zero_stage_0_is_no_sharding() -> None:
     assert answer("estimate sdxl --gpu 24GB --zero-stage 0")["strategy"]["sharding"] == "none"
     assert answer("estimate sdxl --gpu 2x24GB --zero-stage 0")["strategy"]["sharding"] == "ddp"
+
+
+# ---- sizes and clips
+
+
+@pytest.mark.parametrize(
+    ("model", "typed", "size", "note"),
+    [
+        ("wan2.1-t2v-1.3b", "480x832", (480, 832), ""),
+        ("wan2.1-t2v-1.3b", "832x480", (832, 480), "832x480 is height x width: portrait, 832 high"),
+        ("cogvideox-2b", "720x480", (480, 720), "720x480 read as width x height (480x720 pixels"),
+        ("mochi-1", "848x480", (480, 848), "848x480 read as width x height"),
+        ("sdxl", "1024x1024", (1024, 1024), ""),
+    ],
+)
+def test_a_size_is_read_as_the_model_knows_it_and_a_portrait_is_said(
+    model: str, typed: str, size: tuple[int, int], note: str
+) -> None:
+    found = answer(f"estimate {model} --gpu 192GB --gradient-checkpointing full --resolution {typed}")
+    assert (found["job"]["height"], found["job"]["width"]) == size
+    notes = [said for said in found["assumptions"] if typed in said]
+    assert len(notes) == bool(note) and all(said.startswith(note) for said in notes)

@@ -16,7 +16,7 @@ import click
 from planner import dialects
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile, ModelProfile
-from planner.catalog.shapes import check_blocks, job_for, parse_resolution
+from planner.catalog.shapes import check_blocks, how_read, job_for, parse_resolution
 from planner.commands import USAGE
 from planner.commands._shared.options import MAX, job_options, machine_options, strategy_options
 from planner.commands._shared.verb import Function
@@ -112,6 +112,7 @@ class TypedQuestion(NamedTuple):
             del said["frames"]
         if self.resolution:
             said["height"], said["width"] = parse_resolution(model, self.resolution)
+            notes += [note for note in (how_read(self.resolution, said["height"], said["width"]),) if note]
         job = job_for(model, said)
         if "frames" not in self.job and not job.buckets and model.kind == "video":
             notes.append(f"{job.frames} frames (the model's default)")
