@@ -117,9 +117,9 @@ class _Table:
 
     def models(self) -> list[render.TableRow]:
         """A line for every model that can train at that length."""
-        frames = self.asked.job.get("frames")
+        images_too = self.asked.job.get("frames") in (None, 1) and self.prefer != "frames"
         known = lookup.model_names()
-        names = self.several or [name for name in known if lookup.model(name).kind == "video" or frames in (None, 1)]
+        names = self.several or [name for name in known if images_too or lookup.model(name).kind == "video"]
         rows, refusals = [], []
         for name, found in zip(names, spread(_row_maker, self._typed, names, "models"), strict=True):
             if isinstance(found, VplanError):

@@ -193,3 +193,16 @@ def test_a_size_is_read_as_the_model_knows_it_and_a_portrait_is_said(
     assert (found["job"]["height"], found["job"]["width"]) == size
     notes = [said for said in found["assumptions"] if typed in said]
     assert len(notes) == bool(note) and all(said.startswith(note) for said in notes)
+
+
+def test_images_are_one_frame_and_nothing_is_said_of_clips() -> None:
+    question = "suggest wan2.1-t2v-14b --gpu 12GB --images --gradient-checkpointing full"
+    assert answer(question)["plan"]["job"]["frames"] == 1
+    assert not re.search("frames|clip", prose(question))
+    assert "--images are of 1 frame, not 9" in said("suggest wan2.1-t2v-14b --gpu 12GB --images --frames 9", 2)
+
+
+def test_an_image_model_is_asked_about_images() -> None:
+    assert "makes images, so there is no longest clip" in said("suggest sdxl --gpu 24GB --frames max", 1)
+    page = said("suggest klein --gpu 96GB --gradient-checkpointing full")
+    assert re.search(r"model +image +verdict", page) and " 1024x1024 " in page

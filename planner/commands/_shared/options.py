@@ -200,9 +200,11 @@ _METAVARS = {
 
 
 def job_options(function: Function) -> Function:
-    """Adds what to train: a flag per Job field and `--resolution` (a text: what it means depends on the model)."""
+    """Adds what to train: a flag per Job field, `--images`, and `--resolution` (a text, whose meaning depends on the
+    model)."""
     resolution = _in_section(Job, "--resolution", metavar="480p|HxW", help="height and width by name, or as 480x832")
-    return field_options(Job)(resolution(function))
+    images = _in_section(Job, "--images", is_flag=True, default=None, help="train on images: --frames 1")
+    return field_options(Job)(images(resolution(function)))
 
 
 def machine_options(function: Function) -> Function:

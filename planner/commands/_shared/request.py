@@ -167,7 +167,7 @@ def request_options(*, searched: bool = False, own_card: bool = False) -> Callab
 
 
 _RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine": Machine}
-FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
+FIELDS = frozenset({"images", "resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
 
 
 def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], own_card: bool) -> TypedQuestion:
@@ -177,6 +177,8 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], ow
         plan_path = _once(plan_path, target, "the plan")
     elif target is not None:  # an empty one is a shell's unset variable, and no question about every model
         typed["model"] = _once(typed.get("model"), target, "the model")
+    if typed.pop("images", False) and typed.setdefault("frames", 1) != 1:
+        raise VplanError(f"--images are of 1 frame, not {typed['frames']}", "leave out --frames", USAGE)
     if "zero_stage" in typed:
         number = typed.pop("zero_stage")
         stage = f"zero-{number}" if number else "ddp" if _several(typed) else "none"
