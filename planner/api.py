@@ -223,7 +223,7 @@ class CheckedCommand(_Shown):
 def suggest(options: Mapping[str, Any], words: Words) -> PlanAnswer:
     """The best way to train a model on a card; where nothing fits, the tightest, whose verdict is `no`. `words`: the
     options as a command line has them."""
-    said = question_of(_values(suggest_command.command, "suggest", options, words))
+    said = question_of(_values(suggest_command.command, "suggest", options, words), own_card=True)
     asked = said["asked"]
     question = asked.settle()._replace(allow_lossy=said["allow"] is not None)
     found = Suggester(asked.trainer, said["prefer"]).suggest(question)
@@ -234,7 +234,7 @@ def suggest(options: Mapping[str, Any], words: Words) -> PlanAnswer:
 @_door
 def estimate(options: Mapping[str, Any], words: Words) -> EstimateAnswer:
     """What one way of training takes, whether or not it fits."""
-    said = question_of(_values(estimate_command.command, "estimate", options, words))
+    said = question_of(_values(estimate_command.command, "estimate", options, words), own_card=True)
     question, found, _ = estimate_command.estimated(said["asked"])
     return _estimate_answer(found, lambda console: render.headline(console, question, found))
 

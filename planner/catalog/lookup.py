@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import profiles
-from planner.catalog import diffusers_folder, user_data
+from planner.catalog import diffusers_folder, other_cards, user_data
 from planner.catalog.profiles import GpuClass, GpuFile, GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, check_job, check_shape, grid, job_for, parse_resolution
 from planner.catalog.traits import Traits
@@ -29,6 +29,7 @@ __all__ = [
     "GpuProfile",
     "ModelProfile",
     "bundled_name",
+    "card_taken_for",
     "check_blocks",
     "check_job",
     "check_shape",
@@ -53,6 +54,8 @@ __all__ = [
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 _LONGEST_NAME = 200
 """Characters. A longer text is no name, and file systems refuse it with an error of their own."""
+_LARGEST_CARD = 999
+"""GB. A number alone is a size up to here; larger ones are names that are mistyped, as 4900."""
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -318,18 +321,38 @@ def gpu_class(name: str) -> GpuClass | None:
 
 
 def gpu(name: str) -> GpuProfile:
-    """The card of a name, a class (`24GB`: its smallest reference card) or an exact budget (`23.5GiB`)."""
+    """The card of a name, a class (`24GB`, `24G` or `24`: its smallest reference card), an exact budget (`23.5GiB`), or
+    a start that only one card has (`5060ti`). A laptop's card is its class."""
     text = name.strip()
     if len(text) > _LONGEST_NAME:
         raise VplanError(f"--gpu {quoted(name)} is not known", "`vplan gpus` lists all cards")
     if card := _named_card(text):
         return card
-    if group := gpu_class(text):
-        return _class_card(group)
     number, unit = split_quantity(text) or ("", "")
+    if number.replace(".", "").isdigit() and unit in ("", "g") and 1 <= float(number) <= _LARGEST_CARD:
+        unit = "gb"
+    if group := gpu_class(number + unit):
+        return _class_card(group)
     if unit in UNITS or "n" in number.lower():
         return _custom_card(text, number, unit)
-    raise _unknown_gpu(text)
+    starts = _starting_so(text)
+    if len(starts) == 1 and len(_squash(text)) > 3:
+        return gpu(starts[0])
+    if other := other_cards.find(text):
+        return _other_card(text, other)
+    raise _unknown_gpu(text, starts)
+
+
+def card_taken_for(name: str, card: GpuProfile) -> str:
+    """How a card's name that is not its own was understood, in words."""
+    text = re.sub(r"^\s*\d+\s*[x×*]\s*", "", name, flags=re.IGNORECASE)
+    _, unit = split_quantity(text) or ("", None)
+    if _named_card(text) or unit in (*UNITS, "g", ""):
+        return ""
+    laptop = other_cards.find(text) is not None
+    return f"{quoted(text)} taken for {card.name}" + (
+        ", by its memory; a laptop's takes longer a step" if laptop else ""
+    )
 
 
 def parse_gpus(text: str) -> tuple[int, GpuProfile]:
@@ -363,14 +386,15 @@ def _class_card(group: GpuClass) -> GpuProfile:
 
 def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
     """Exactly the budget asked for, with the kernels, rates and context of the nearest reference card."""
-    budget = parse_bytes(text, "--gpu")
+    budget = parse_bytes(number + unit, "--gpu")
     if not GIB <= budget <= 1024 * GIB:
         side = "smaller" if budget < GIB else "larger"
         raise VplanError(f"--gpu {quoted(text)} is {side} than any card", "use a class (24GB) or a budget (23.5GiB)")
     # GB names a class, the label that cards are sold under; what a card gives, and so a budget, is in GiB.
     if unit == "gb":
         near = min(gpu_classes(), key=lambda group: abs(group.gb * GB - budget))
-        fix = f"use {near.name}, or {budget / GIB:.5g}GiB for exactly that much"
+        exact = number if text == number else f"{budget / GIB:.5g}"
+        fix = f"use {near.name}, or {exact}GiB for exactly that much"
         raise VplanError(f"--gpu {quoted(text)} is not a card class", fix)
     like = min(
         (card for card in _gpu_file().gpu if card.reference),
@@ -387,11 +411,31 @@ def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
     )
 
 
-def _unknown_gpu(text: str) -> VplanError:
-    """The refusal of a card's name: what starts so, else what looks so, else the forms there are."""
+def _starting_so(text: str) -> list[str]:
+    """The cards whose names start with a text, with or without their RTX."""
     typed_key = _squash(text)
     keys = [(_squash(card.name), card.name) for card in _gpu_file().gpu] if len(typed_key) > 1 else []
-    starts = [name for key, name in keys if key.startswith(typed_key) or key.removeprefix("rtx").startswith(typed_key)]
+    return [name for key, name in keys if key.startswith(typed_key) or key.removeprefix("rtx").startswith(typed_key)]
+
+
+def _other_card(text: str, other: other_cards.OtherCard) -> GpuProfile:
+    """A laptop's card as its class; any other is refused, with the size to compare with."""
+    group = gpu_class(f"{other.memory_gb}GB")
+    if other.maker == "laptop" and group:
+        return _class_card(group)
+    if other.maker == "laptop":
+        assert other.memory_gb is not None
+        fault = f"{quoted(text)} has {other.memory_gb} GB, less than any card that vplan prices"
+        raise VplanError(fault, f"for memory alone, use --gpu {other.memory_gb - 0.5:g}GiB")
+    maker = other_cards.MAKERS[other.maker]
+    size = f"--gpu {group.name if group else f'{other.memory_gb}GiB'}" if other.memory_gb else "its size, as --gpu 24GB"
+    fault = f"{quoted(text)} is a card of {maker}, and vplan knows what PyTorch takes on NVIDIA's alone"
+    raise VplanError(fault, f"to compare memory with an NVIDIA card, use {size}; speed and kernels are not the same")
+
+
+def _unknown_gpu(text: str, starts: list[str]) -> VplanError:
+    """The refusal of a card's name: what starts so, else what looks so, else the forms there are."""
+    typed_key = _squash(text)
     if len(starts) > 1:
         return VplanError(f"--gpu {quoted(text)} matches several cards", "use one of " + ", ".join(starts[:8]))
     index: dict[str, str] = {key: card.name for key, card in _gpu_aliases().items()}

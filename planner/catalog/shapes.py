@@ -55,12 +55,16 @@ def _around(value: int, step: int, offset: int = 0) -> str:
 def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
     """Height and width of `480x832` (height x width) or `480p` (shorter side: the model's usual shape of that name).
 
-    A `p` the model does not list becomes 16:9, or a square for image models, at the nearest sizes the model takes.
+    Other programs write width x height: where the model lists the size only so, it is read so. A `p` the model does not
+    list becomes 16:9, or a square for image models, at the nearest sizes the model takes.
     """
     fix = "use height x width, such as 480x832, or 480p"
     exact = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*([+-]?\d+)", text.strip(), re.IGNORECASE | re.ASCII)
     if exact:
         height, width = (parse_count(side, "--resolution", at_most=MAX_SIDE) for side in exact.groups())
+        listed_sizes = model.shape.resolutions
+        if (height, width) not in listed_sizes and (width, height) in listed_sizes:
+            height, width = width, height
         check_shape(model, 1 if model.kind == "image" else model.shape.default_frames, height, width)
         return height, width
     shorter = re.fullmatch(r"([+-]?\d+)p?", text.strip(), re.IGNORECASE | re.ASCII)
@@ -73,6 +77,15 @@ def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
     longer = side if model.kind == "image" else side * 16 / 9
     multiple = model.shape.size_multiple
     return max(1, round(side / multiple)) * multiple, max(1, round(longer / multiple)) * multiple
+
+
+def how_read(text: str, height: int, width: int) -> str:
+    """How a `--resolution` was read, in words, where it may have meant the other: as width x height, or a portrait."""
+    first, _, _ = text.partition("x")
+    if height != width and first.strip() == str(width):
+        return f"{text} read as width x height ({height}x{width} pixels, height x width)"
+    portrait = height > width and first.strip() == str(height)
+    return f"{text} is height x width: portrait, {height} high (else --resolution {width}x{height})" if portrait else ""
 
 
 def job_for(model: ModelProfile, arguments: Mapping[str, object]) -> Job:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         "vplan estimate plan.toml --epochs 10 --data clips --price 2.5",
     ),
 )
-@request_options()
+@request_options(own_card=True)
 @whole_job_options
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @output_option("the plan")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         "vplan suggest wan2.1-t2v-1.3b --steps 2000 --price 24GB=0.4 --price 80GB=2.5",
     ),
 )
-@request_options(searched=True)
+@request_options(searched=True, own_card=True)
 @whole_job_options
 @click.option(
     "--prefer",
@@ -75,9 +75,9 @@ def command(
 ) -> int:
     """Find the fastest way to train that fits, lossless if possible.
 
-    Options you set stay fixed; the rest is searched. Without --gpu the answer covers every card class, without --model
-    every model that can train at that length. With --steps or --epochs it also tells the hours, kWh and money of the
-    whole job.
+    Options you set stay fixed; the rest is searched. Without --gpu the answer is for the card of this machine; where
+    there is none, or with --gpu all, for every card class. Without --model it covers every model that can train at that
+    length. With --steps or --epochs it also tells the hours, kWh and money of the whole job.
     """
     started = time.perf_counter()
     length = asked_length(said, [] if asked.gpu else [group.name for group in lookup.gpu_classes()])
@@ -146,9 +146,9 @@ class _Table:
 
     def models(self) -> list[render.TableRow]:
         """A line for every model that can train at that length."""
-        frames = self.asked.job.get("frames")
+        images_too = self.asked.job.get("frames") in (None, 1) and self.prefer != "frames"
         known = lookup.model_names()
-        names = self.several or [name for name in known if lookup.model(name).kind == "video" or frames in (None, 1)]
+        names = self.several or [name for name in known if images_too or lookup.model(name).kind == "video"]
         rows, refusals = [], []
         for name, found in zip(names, spread(_row_maker, self._typed, names, "models"), strict=True):
             if isinstance(found, VplanError):

@@ -97,6 +97,9 @@ def chosen_objective(question: Question, prefer: str) -> Objective | None:
     prefer = "frames" if question.frames_max else prefer
     if prefer == "speed":
         return None
+    if prefer == "frames" and question.model.kind == "image":
+        fault = f"{question.model.title} makes images, so there is no longest clip"
+        raise VplanError(fault, "use --prefer batch or --prefer resolution")
     objective = PREFERRED[prefer](question.model)
     typed = [field for field in objective.fields if field in question.fixed]
     if typed and not question.frames_max:

@@ -373,7 +373,8 @@ class Machine(Record):
     bytes."""
 
     gpu: Annotated[str, Field(min_length=1, max_length=100)]
-    """card (rtx4090, h100-80gb), card class (24GB) or exact budget (23.5GiB); 2x4090 is two of them"""
+    """card (rtx4090, h100-80gb), card class (24GB) or exact budget (23.5GiB); 2x4090 is two of them; auto is the card
+    of this machine"""
     gpus: Annotated[int, Field(strict=True, ge=1, le=1_024)] = 1
     """GPUs per node"""
     nodes: Annotated[int, Field(strict=True, ge=1, le=10_000)] = 1

@@ -137,3 +137,72 @@ def test_both_kinds_are_in_the_text() -> None:
     assert lossy is not None
     page = prose(f"{question} --frames {lossy[1]}")
     assert re.search(r"lossless up to (\d+) frames \(--frames \1\): [^(]+ \(fits, [\d.]+ GiB\)", page)
+
+
+# ---- cards
+
+
+@pytest.mark.parametrize(
+    ("typed", "card", "note"),
+    [
+        ("24", "24GB", ""),
+        ("24G", "24GB", ""),
+        ("2x24", "24GB", ""),
+        ("5060ti", "rtx5060ti-16gb", "'5060ti' taken for rtx5060ti-16gb"),
+        ("rtx4090laptop", "16GB", "'rtx4090laptop' taken for 16GB, by its memory; a laptop's takes longer a step"),
+        ("rtx4090", "rtx4090", ""),
+    ],
+)
+def test_cards_as_people_name_them(typed: str, card: str, note: str) -> None:
+    found = answer(f"estimate sdxl --gpu {typed}")
+    assert found["machine"]["gpu"] == card
+    assert [said for said in found["assumptions"] if "taken for" in said] == ([note] if note else [])
+
+
+def test_a_card_of_another_maker_has_a_size_to_compare_with() -> None:
+    assert "use --gpu 24GB; speed and kernels are not the same" in said("suggest sdxl --gpu 7900xtx", 1)
+
+
+def test_host_ram_may_be_typed_without_its_unit() -> None:
+    sizes = [answer(f"estimate sdxl --gpu 24GB --host-ram {text}")["machine"]["host_ram"] for text in ("64", "64GiB")]
+    assert sizes[0] == sizes[1]
+
+
+def test_zero_stage_0_is_no_sharding() -> None:
+    assert answer("estimate sdxl --gpu 24GB --zero-stage 0")["strategy"]["sharding"] == "none"
+    assert answer("estimate sdxl --gpu 2x24GB --zero-stage 0")["strategy"]["sharding"] == "ddp"
+
+
+# ---- sizes and clips
+
+
+@pytest.mark.parametrize(
+    ("model", "typed", "size", "note"),
+    [
+        ("wan2.1-t2v-1.3b", "480x832", (480, 832), ""),
+        ("wan2.1-t2v-1.3b", "832x480", (832, 480), "832x480 is height x width: portrait, 832 high"),
+        ("cogvideox-2b", "720x480", (480, 720), "720x480 read as width x height (480x720 pixels"),
+        ("mochi-1", "848x480", (480, 848), "848x480 read as width x height"),
+        ("sdxl", "1024x1024", (1024, 1024), ""),
+    ],
+)
+def test_a_size_is_read_as_the_model_knows_it_and_a_portrait_is_said(
+    model: str, typed: str, size: tuple[int, int], note: str
+) -> None:
+    found = answer(f"estimate {model} --gpu 192GB --gradient-checkpointing full --resolution {typed}")
+    assert (found["job"]["height"], found["job"]["width"]) == size
+    notes = [said for said in found["assumptions"] if typed in said]
+    assert len(notes) == bool(note) and all(said.startswith(note) for said in notes)
+
+
+def test_images_are_one_frame_and_nothing_is_said_of_clips() -> None:
+    question = "suggest wan2.1-t2v-14b --gpu 12GB --images --gradient-checkpointing full"
+    assert answer(question)["plan"]["job"]["frames"] == 1
+    assert not re.search("frames|clip", prose(question))
+    assert "--images are of 1 frame, not 9" in said("suggest wan2.1-t2v-14b --gpu 12GB --images --frames 9", 2)
+
+
+def test_an_image_model_is_asked_about_images() -> None:
+    assert "makes images, so there is no longest clip" in said("suggest sdxl --gpu 24GB --frames max", 1)
+    page = said("suggest klein --gpu 96GB --gradient-checkpointing full")
+    assert re.search(r"model +image +verdict", page) and " 1024x1024 " in page

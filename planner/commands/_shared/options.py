@@ -6,6 +6,7 @@ A flag only turns its text into the field's type. Whether the value is a good on
 from __future__ import annotations
 
 import functools
+import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -112,8 +113,9 @@ def _reader(record: type[BaseModel], field: str) -> Callable[[str], Any]:
         return _names
     if float in leaves:
         return functools.partial(_number, flag=flag)
-    # Sizes are integers too, but their records read "64GiB" themselves.
-    if int in leaves and _METAVARS.get(field) != "SIZE":
+    if _METAVARS.get(field) == "SIZE":
+        return _size
+    if int in leaves:
         limits = list(_annotations(record, field))
         lowest = max((found.ge for found in limits if hasattr(found, "ge")), default=0)
         highest = min((found.le for found in limits if hasattr(found, "le")), default=10**6)
@@ -123,6 +125,11 @@ def _reader(record: type[BaseModel], field: str) -> Callable[[str], Any]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _size(text: str) -> str:
+    """A size as its record reads it. RAM is sold in GiB, so `64` and `64G` are 64GiB."""
+    return re.sub(r"(?i)^\s*(\d+(?:\.\d+)?)\s*g?\s*$", r"\1GiB", text).strip()
 
 
 def _number(text: str, flag: str) -> float:
@@ -193,9 +200,11 @@ _METAVARS = {
 
 
 def job_options(function: Function) -> Function:
-    """Adds what to train: a flag per Job field and `--resolution` (a text: what it means depends on the model)."""
+    """Adds what to train: a flag per Job field, `--images`, and `--resolution` (a text, whose meaning depends on the
+    model)."""
     resolution = _in_section(Job, "--resolution", metavar="480p|HxW", help="height and width by name, or as 480x832")
-    return field_options(Job)(resolution(function))
+    images = _in_section(Job, "--images", is_flag=True, default=None, help="train on images: --frames 1")
+    return field_options(Job)(images(resolution(function)))
 
 
 def machine_options(function: Function) -> Function:
@@ -218,11 +227,11 @@ def strategy_options(*, searched: bool) -> Callable[[Function], Function]:
         stage = _in_section(
             Strategy,
             "--zero-stage",
-            metavar="1|2|3",
+            metavar="0|1|2|3",
             callback=lambda _context, _option, text: (
-                None if text is None else parse_count(text, "--zero-stage", at_most=3)
+                None if text is None else parse_count(text, "--zero-stage", at_least=0, at_most=3)
             ),
-            help="short for --sharding zero-N",
+            help="short for --sharding zero-N; 0 is DeepSpeed's own word for none (ddp on several GPUs)",
         )
         return field_options(Strategy, show_defaults=not searched)(stage(function))
 

@@ -293,7 +293,8 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
     name = "model" if kind == "models" else "card"
     data = ("data",) if kind == "models" else ()
     whole = whole_columns(rows)
-    found = table((name, ">clip", "verdict", ">GiB", ">s/step", *whole, *data, "with"), [])
+    shape = ">clip" if any(row.plan and row.plan.job.frames > 1 for row in rows) else ">image"
+    found = table((name, shape, "verdict", ">GiB", ">s/step", *whole, *data, "with"), [])
     found.columns[0].no_wrap, found.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
     for row in rows:
         *cells, last = _row(row)
@@ -314,7 +315,8 @@ def _row(row: TableRow) -> tuple[str | Text, ...]:
     if row.plan is None:
         return row.name, "-", Text("no", VERDICTS["no"][1]), "-", "-", row.reason
     found, job = row.plan, row.plan.job
-    clip = f"{job.frames}x{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
+    length = f"{job.frames}x" if job.frames > 1 else ""
+    clip = f"{length}{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
     word = Text(found.verdict, VERDICTS[found.verdict][1])
     need = f"{gib(found.peak.device_bytes):.1f}"
     lossy = " (lossy)" if found.lossy else ""

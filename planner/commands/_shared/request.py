@@ -16,7 +16,7 @@ import click
 from planner import dialects
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile, ModelProfile
-from planner.catalog.shapes import check_blocks, job_for, parse_resolution
+from planner.catalog.shapes import check_blocks, how_read, job_for, parse_resolution
 from planner.commands import USAGE
 from planner.commands._shared.options import MAX, job_options, machine_options, strategy_options
 from planner.commands._shared.verb import Function
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """The card that is here: `--gpu auto`."""
+
+ALL = "all"
+"""Every class of card: `--gpu all`, which is what no card means where none is here."""
 
 
 class TypedQuestion(NamedTuple):
@@ -70,8 +73,10 @@ class TypedQuestion(NamedTuple):
         """
         typed_model = _needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models")
         profile = lookup.model(typed_model)
-        count, card = lookup.parse_gpus(_needed(gpu or self.gpu, "gpu", "24GB", "gpus"))
-        notes = [note for note in (lookup.taken_for(typed_model, profile),) if note]
+        typed_gpu = _needed(gpu or self.gpu, "gpu", "24GB", "gpus")
+        count, card = lookup.parse_gpus(typed_gpu)
+        taken = lookup.taken_for(typed_model, profile), lookup.card_taken_for(typed_gpu, card)
+        notes = [note for note in taken if note]
         if self.here and gpu is None:
             card = self.here.card
             notes += self.here.notes
@@ -107,6 +112,7 @@ class TypedQuestion(NamedTuple):
             del said["frames"]
         if self.resolution:
             said["height"], said["width"] = parse_resolution(model, self.resolution)
+            notes += [note for note in (how_read(self.resolution, said["height"], said["width"]),) if note]
         job = job_for(model, said)
         if "frames" not in self.job and not job.buckets and model.kind == "video":
             notes.append(f"{job.frames} frames (the model's default)")
@@ -138,16 +144,18 @@ class TypedQuestion(NamedTuple):
         return machine
 
 
-def request_options(*, searched: bool = False) -> Callable[[Function], Function]:
+def request_options(*, searched: bool = False, own_card: bool = False) -> Callable[[Function], Function]:
     """Adds everything one question can say: a model or a plan, and the flags of Job, Machine and Strategy.
 
     The command gets `asked: TypedQuestion` in their place. `searched`: it chooses what of the strategy was not typed.
+    `own_card`: without --gpu it answers for the card of this machine, where there is one.
     """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def command(*, target: str | None, plan_path: str | None, **values: Any) -> Any:
-            return function(**question_of({"target": target, "plan_path": plan_path, **values}))
+            said = {"target": target, "plan_path": plan_path, **values}
+            return function(**question_of(said, own_card=own_card))
 
         flags = job_options(machine_options(strategy_options(searched=searched)(command)))
         plan = click.option("--plan", "plan_path", metavar="FILE", help="Start from a plan.toml; options override it.")
@@ -158,25 +166,29 @@ def request_options(*, searched: bool = False) -> Callable[[Function], Function]
 
 
 _RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine": Machine}
-FIELDS = frozenset({"resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
+FIELDS = frozenset({"images", "resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
 
 
-def question_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A command's values with `asked` in place of all that one question can say."""
-    asked = _asked(values["target"], values["plan_path"], dict(values))
+def question_of(values: Mapping[str, Any], *, own_card: bool = False) -> dict[str, Any]:
+    """A command's values with `asked` in place of all that one question can say. ``own_card``: without ``gpu`` the
+    question is about the card of this machine, where it has one."""
+    asked = _asked(values["target"], values["plan_path"], dict(values), own_card)
     own = FIELDS | {"target", "plan_path"}
     return {"asked": asked, **{name: value for name, value in values.items() if name not in own}}
 
 
-def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) -> TypedQuestion:
+def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], own_card: bool) -> TypedQuestion:
     """Sort the typed flags into the three records, over those of the plan file."""
     typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
         plan_path = _once(plan_path, target, "the plan")
     elif target is not None:  # an empty one is a shell's unset variable, and no question about every model
         typed["model"] = _once(typed.get("model"), target, "the model")
+    if typed.pop("images", False) and typed.setdefault("frames", 1) != 1:
+        raise VplanError(f"--images are of 1 frame, not {typed['frames']}", "leave out --frames", USAGE)
     if "zero_stage" in typed:
-        stage = f"zero-{typed.pop('zero_stage')}"
+        number = typed.pop("zero_stage")
+        stage = f"zero-{number}" if number else "ddp" if _several(typed) else "none"
         typed["sharding"] = _once(typed.get("sharding"), stage, "the sharding")
     resolution = typed.pop("resolution", None)
     if "height" in typed or "width" in typed:
@@ -192,7 +204,9 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
         for field in {"host_ram", "unified", "torch"} - typed.keys():
             records["machine"].pop(field, None)
     here = None
-    if str(typed.get("gpu", "")).lower() == AUTO:
+    if str(typed.get("gpu", "")).lower() == ALL:
+        del typed["gpu"], records["machine"]["gpu"]
+    elif str(typed.get("gpu", "")).lower() == AUTO or (own_card and "gpu" not in records["machine"] and _has_card()):
         from planner.evidence.this_machine import card_here  # NVML is nobody else's business
 
         here = card_here(Machine(gpu=AUTO, **{name: typed[name] for name in typed.keys() & {"reserve", "torch"}}))
@@ -200,6 +214,19 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any]) ->
         records["machine"] = {"host_ram": here.host_ram, "torch": here.torch, **records["machine"]}
     fixed = frozenset(typed) | ({"height", "width"} if resolution else frozenset())
     return TypedQuestion(**records, resolution=resolution, typed=fixed, plan=plan, here=here)
+
+
+def _has_card() -> bool:
+    from planner.hardware import doctor
+
+    driver, cards = doctor.visible()
+    return not driver["error"] and bool(cards) and cards[0]["name"] is not None
+
+
+def _several(typed: Mapping[str, Any]) -> bool:
+    """Whether more than one GPU was typed."""
+    count = lookup.parse_gpus(typed["gpu"])[0] if str(typed.get("gpu", AUTO)).lower() != AUTO else 1
+    return bool(max(count, typed.get("gpus", 1)) * typed.get("nodes", 1) > 1)
 
 
 def _check_size(typed: Mapping[str, Any], resolution: str | None) -> None:

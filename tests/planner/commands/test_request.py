@@ -72,6 +72,8 @@ def test_nothing_is_assumed_that_was_typed() -> None:
         (["--vae-tiling"], "vae_tiling", True),
         (["--no-expandable-segments"], "expandable_segments", False),
         (["--zero-stage", "2"], "sharding", "zero-2"),
+        (["--zero-stage", "0"], "sharding", "none"),
+        (["--zero-stage", "0", "--gpus", "2"], "sharding", "ddp"),
         (["--gradient-checkpointing", "partial", "--checkpointed-blocks", "9"], "checkpointed_blocks", 9),
     ],
 )
@@ -159,7 +161,7 @@ def test_long_clips_are_remarked() -> None:
         ([WAN, "--gpu", "24GB", "--zero-stage", "4"], 1, "--zero-stage 4"),
         ([WAN, "--gpu", "24GB", "--optimizer", "adamx"], 1, "'adamx'"),
         ([WAN, "--gpu", "24GB", "--swap-blocks", "99"], 1, "swap_blocks 99"),
-        ([WAN, "--gpu", "24GB", "--host-ram", "64"], 1, "has no unit"),
+        ([WAN, "--gpu", "24GB", "--host-ram", "64XB"], 1, "has no unit"),
         ([WAN, "--gpu", "24GB", "--lora-dropout", "much"], 1, "not a number"),
         ([WAN, "--gpu", "24GB", "--buckets", "81x480"], 1, "not a shape"),
         ([WAN, "--gpu", "24GB", "--buckets", "81x480x832", "--frames", "33"], 1, "so --frames has no effect"),

@@ -80,6 +80,15 @@ def test_the_card_that_is_here_is_planned_for_as_it_is_now(monkeypatch: pytest.M
     assert any("in use by other processes" in words for words in found["assumptions"])
 
 
+def test_the_card_that_is_here_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_4090(monkeypatch)
+    assert asked() == asked("--gpu", "auto")
+    suggest = ["suggest", "sdxl", "--gradient-checkpointing", "full", "--json"]
+    assert json.loads(CliRunner().invoke(cli, suggest).stdout)["plan"]["machine"]["gpu"] == "rtx4090"
+    classes = json.loads(CliRunner().invoke(cli, [*suggest, "--gpu", "all"]).stdout)["classes"]
+    assert [row["gpu"] for row in classes] == [group.name for group in lookup.gpu_classes()]
+
+
 def test_the_torch_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ("--gpu", "auto", "--gradient-checkpointing", "none", "--frames", "17")
     peaks = {}
