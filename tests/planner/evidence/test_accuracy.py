@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 import profiles
+from planner import terminal
 from planner.commands import accuracy as verb
 from planner.commands import cli
 from planner.errors import VplanError
@@ -580,7 +580,8 @@ def test_terminal_fits_80_columns(tmp_path: Path) -> None:
     hostile["measured"]["high_gib"] = 110.0
     entries = [*many(tmp_path), *judged(tmp_path, hostile, line(measured={"counter": "unknown"}))]
     screen = io.StringIO()
-    console = Console(file=screen, width=80)
+    console = terminal.console(width=80)
+    console.file = screen
     verb._render_rows(console, entries)
     verb._render_summary(console, entries, summary(entries))
     text = screen.getvalue()
