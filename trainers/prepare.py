@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch.launch import MEMORY, OUT_OF_MEMORY, Preparation
+from planner.launch.launch import MEMORY, Preparation
 from planner.worker_process import REQUEST, read_json, result_file
-from trainers.worker import ResultFile, end_with_parent, set_allocator
+from trainers.worker import ResultFile, end_with_parent, set_allocator, tell_out_of_memory
 
 if TYPE_CHECKING:
     from planner.dataset.scan import Dataset
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     """Prepares what the request in the folder named by the only argument asks for."""
-    from trainers.memory.out_of_memory import out_of_memory
-
     folder = Path(arguments[0])
     end_with_parent()
     request = Preparation.read(read_json(folder / REQUEST), REQUEST)
@@ -44,11 +42,7 @@ def main(arguments: list[str]) -> int:
         report.tell(outcome="refused", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
     except (RuntimeError, MemoryError) as error:
-        outcome = out_of_memory(error)
-        if outcome is None:
-            raise
-        report.tell(outcome=outcome, message=" ".join(str(error).split())[:1000])
-        return OUT_OF_MEMORY
+        return tell_out_of_memory(report, error)
     report.tell(outcome="ok")
     return 0
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.launch import checkpoints, training_laws
-from planner.launch.launch import MEMORY, METRICS, NAN, OUT_OF_MEMORY, RunRequest
+from planner.launch.launch import MEMORY, METRICS, NAN, RunRequest
 from planner.launch.stop import STOP_REQUEST
 from planner.spec.fp16 import scales_loss
 from planner.spec.plan import plan_to_toml
 from planner.spec.training import NAMED_INITS
 from planner.worker_process import REQUEST, read_json, result_file
-from trainers.worker import ResultFile, end_with_parent, set_allocator
+from trainers.worker import ResultFile, end_with_parent, set_allocator, tell_out_of_memory
 
 if TYPE_CHECKING:
     from trainers.measuring.run_metrics import LateLoss
@@ -56,7 +56,6 @@ def main(arguments: list[str]) -> int:
 def run(request: RunRequest, report: ResultFile) -> int:
     """Trains and reports how it ended; returns the exit code. Unexpected errors are raised."""
     from trainers.data.store import NO_ROOM
-    from trainers.memory.out_of_memory import out_of_memory
     from trainers.parallel.checkpoint import NotFiniteError
 
     try:
@@ -75,11 +74,7 @@ def run(request: RunRequest, report: ResultFile) -> int:
         report.tell(outcome="refused", message=f"the disk of {request.output} is full", fix=fix, exit_code=4)
         return 4
     except (RuntimeError, MemoryError) as error:
-        outcome = out_of_memory(error)
-        if outcome is None:
-            raise
-        report.tell(outcome=outcome, message=" ".join(str(error).split())[:1000])
-        return OUT_OF_MEMORY
+        return tell_out_of_memory(report, error)
     if finished:
         report.tell(outcome="ok")
     else:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from planner.launch.launch import OUT_OF_MEMORY
 from planner.signals import ORPHANED
 from planner.worker_process import write_json
 
@@ -26,6 +27,17 @@ class ResultFile:
         """Adds facts by name and writes the file again. An ``outcome`` is final: later facts are only added."""
         self.facts.update(facts)
         write_json(self.path, self.facts)
+
+
+def tell_out_of_memory(report: ResultFile, error: RuntimeError | MemoryError) -> int:
+    """Tells that memory ran out, and whose; returns the exit code. Any other error is raised again."""
+    from trainers.memory.out_of_memory import out_of_memory
+
+    outcome = out_of_memory(error)
+    if outcome is None:
+        raise error
+    report.tell(outcome=outcome, message=" ".join(str(error).split())[:1000])
+    return OUT_OF_MEMORY
 
 
 def set_allocator(expandable_segments: bool) -> None:
