@@ -14,16 +14,19 @@ from planner.commands._shared.verb import (
     json_option,
     output_option,
     report_option,
+    save_plan,
     show,
     verdict_exit_code,
     write_report,
 )
+from planner.dialects.base import cli_words
 from planner.errors import VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.layout.inputs import load_facts
 from planner.search.question import Question
-from planner.spec.plan import Estimate, Plan, write_plan
+from planner.spec.job import Strategy
+from planner.spec.plan import Estimate, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +51,7 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
     """
     question, found = estimated(asked)
     if output:
-        write_plan(Plan.of(found, trainer=asked.trainer), output)
+        save_plan(Plan.of(found, trainer=asked.trainer), output)
 
     if report:
         write_report(report, [(output or "plan.toml", Plan.of(found, trainer=asked.trainer))])
@@ -56,6 +59,9 @@ def command(asked: TypedQuestion, strict: bool, output: str | None, report: str 
     def render(console: Console) -> None:
         headline(console, question, found)
         print_estimate(console, found)
+        if not asked.typed & Strategy.model_fields.keys() and asked.plan is None:
+            searched = cli_words.command("suggest", found.job, Strategy(), found.machine)
+            console.print(f"to search for the best options: {searched}", style="bold", markup=False, soft_wrap=True)
         print_next(console, found, output)
 
     show(found.to_json(), as_json, render)

@@ -19,6 +19,7 @@ from planner.commands._shared.verb import (
     json_option,
     output_option,
     report_option,
+    save_plan,
     show,
     verdict_exit_code,
     write_report,
@@ -28,7 +29,7 @@ from planner.parallel import spread
 from planner.search.objectives import PREFERRED
 from planner.search.question import Question, Suggestion
 from planner.search.suggester import Suggester, assumptions
-from planner.spec.plan import Estimate, write_plan
+from planner.spec.plan import Estimate
 from planner.units import format_gib, gib
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def command(
         question = asked.settle()._replace(allow_lossy=allow is not None)
         suggestion = Suggester(asked.trainer, prefer).suggest(question)
         if output:
-            write_plan(suggestion.to_plan(asked.trainer), output)
+            save_plan(suggestion.to_plan(asked.trainer), output)
         if report:
             write_report(report, [(output or "plan.toml", suggestion.to_plan(asked.trainer))])
         answer = suggestion.to_json(time.perf_counter() - started)

@@ -312,6 +312,10 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
+MOST_BYTES = 4 << 20
+"""Of a plan; what is longer is something else."""
+
+
 def read_plan(path: str | Path) -> Plan:
     """The plan in a file, or a VplanError that names the file and its fault."""
     path = Path(path)
@@ -321,6 +325,16 @@ def read_plan(path: str | Path) -> Plan:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise VplanError(f"cannot read plan {quoted(str(path))}: {reason}", "pass a plan.toml") from None
     return plan_from_toml(text, where=path.name)
+
+
+def is_plan(path: str) -> bool:
+    """Whether a file is a plan of any version: what may be replaced by another one unasked."""
+    try:
+        with Path(path).open("rb") as file:
+            whole = tomllib.loads(file.read(MOST_BYTES).decode())
+    except (OSError, ValueError, RecursionError):  # TOML's own error is a ValueError
+        return False
+    return {"schema", "job", "machine"} <= whole.keys()
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
