@@ -190,8 +190,8 @@ def _work(arguments: list[str]) -> int:
 
 
 def _refuse(error: VplanError, *, as_json: bool) -> int:
-    if as_json and error.exit_code != 2:
-        sys.stdout.write(json.dumps({"error": {"message": error.message, "fix": error.fix}}) + "\n")
+    if as_json:
+        sys.stdout.write(json.dumps({"schema": 1, "error": {"message": error.message, "fix": error.fix}}) + "\n")
     else:
         text = (
             f"error: {error.message}\nfix: {error.fix}\n"  # escapes as text: `planner.terminal` may be another's here
@@ -206,9 +206,6 @@ def _ask(verb: str, model: str | None, options: dict[str, Any]) -> dict[str, Any
     import subprocess  # only for whoever asks from Python
 
     done = subprocess.run(command(*arguments), capture_output=True, text=True, encoding="utf-8", errors="replace")
-    if done.returncode == 2:
-        message, _, fix = done.stderr.strip().rpartition("\nfix: ")
-        raise VplanError(message.rpartition("error: ")[2] or fix, fix if message else "", 2)
     if not done.stdout.strip():
         raise RuntimeError(f"vplan {verb} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
     answer: dict[str, Any] = json.loads(done.stdout)

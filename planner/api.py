@@ -46,6 +46,7 @@ WIDTH = 100
 
 ELSEWHERE = {
     "error": "use the command line: vplan check --error FILE",
+    "force": "files are overwritten by export(..., force=True)",
     "help": "see docs/json.md",
     "json": "call to_json() on the answer",
     "output": "call save(FILE) on the answer",

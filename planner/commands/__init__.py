@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 import planner
 from planner.commands._shared.flag_aliases import meant
@@ -69,6 +70,11 @@ class Verbs(click.Group):
             return None
         command: click.Command = importlib.import_module(f"planner.commands.{cmd_name}").command
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The verbs that begin so, from the table; and the group's own options."""
+        verbs = [CompletionItem(name, help=line) for name, line in VERBS.items() if name.startswith(incomplete)]
+        return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -144,10 +150,10 @@ def as_ours(error: click.ClickException) -> VplanError:
 
 
 def _report(error: VplanError, words: list[str]) -> int:
-    """Say what is wrong: one JSON object on stdout under --json, two lines on stderr otherwise and for wrong use."""
+    """Say what is wrong: one JSON object on stdout under --json, two lines on stderr otherwise."""
     own_words = words[: words.index("--")] if "--" in words else words
-    if "--json" in own_words and error.exit_code != USAGE:
-        echo(json.dumps({"error": {"message": error.message, "fix": error.fix}}))
+    if "--json" in own_words:
+        echo(json.dumps({"schema": 1, "error": {"message": error.message, "fix": error.fix}}))
     else:
         with contextlib.suppress(OSError):  # the exit code says it too where stderr takes nothing
             echo(f"error: {error.message}", err=True)

@@ -17,11 +17,13 @@ from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.render import bar, counted, verdict_line
 from planner.commands._shared.verb import (
+    PathText,
     Verb,
     examples,
     json_option,
     output_option,
     report_option,
+    save_plan,
     show,
     table,
     verdict_exit_code,
@@ -33,7 +35,7 @@ from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
 from planner.foreign.oom_cause import render
 from planner.spec.job import Machine
-from planner.spec.plan import Plan, write_plan
+from planner.spec.plan import Plan
 from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
         "vplan check --error train.log train.sh",
     ),
 )
-@click.argument("words", nargs=-1, metavar="FILE | -- COMMAND...", type=click.UNPROCESSED)
+@click.argument(
+    "words", nargs=-1, metavar="FILE | -- COMMAND...", type=click.UNPROCESSED, shell_complete=PathText().shell_complete
+)
 @click.option("--from-file", "path", metavar="FILE", help="File with the command; same as FILE.")
 @click.option("--error", metavar="FILE", help="Log with PyTorch's out-of-memory message (- for stdin): explain it, and "
               "find its tensor in the command, if there is one.")  # fmt: skip
@@ -87,7 +91,7 @@ def command(
     found = checked({"words": words, "path": path, **said})
     plan = Plan.of(found.outcome.estimate, trainer=found.case.trainer)
     if output:
-        write_plan(plan, output)
+        save_plan(plan, output)
     if report:
         write_report(report, [(output or plan.trainer, plan)])
     show(found.to_json(), as_json, lambda console: print_checked(console, found))

@@ -15,17 +15,20 @@ from planner.commands._shared.verb import (
     json_option,
     output_option,
     report_option,
+    save_plan,
     show,
     verdict_exit_code,
     write_report,
 )
+from planner.dialects.base import cli_words
 from planner.errors import VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
 from planner.search.question import Question
-from planner.spec.plan import Estimate, Plan, write_plan
+from planner.spec.job import Strategy
+from planner.spec.plan import Estimate, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +60,7 @@ def command(
     question, found, facts = estimated(asked)
     whole = length.of(found, facts, asked.trainer) if length else None
     if output:
-        write_plan(Plan.of(found, trainer=asked.trainer), output)
+        save_plan(Plan.of(found, trainer=asked.trainer), output)
 
     if report:
         write_report(report, [(output or "plan.toml", Plan.of(found, trainer=asked.trainer))])
@@ -67,6 +70,9 @@ def command(
         print_estimate(console, found)
         if whole:
             print_whole_job(console, whole)
+        if not asked.typed & Strategy.model_fields.keys() and asked.plan is None:
+            searched = cli_words.command("suggest", found.job, Strategy(), found.machine)
+            console.print(f"to search for the best options: {searched}", style="bold", markup=False, soft_wrap=True)
         print_next(console, found, output)
 
     answer = found.to_json() | ({"whole_job": whole.to_json()} if whole else {})

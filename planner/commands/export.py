@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
-from planner.commands._shared.verb import Verb, examples, json_option, show
-from planner.foreign.export import export, flags_of, write_files
+from planner.commands._shared.verb import Verb, examples, json_option, show, starting_with
+from planner.foreign.export import export, flags_of, targets, write_files
 from planner.spec.plan import read_plan
 from planner.terminal import echo
 from planner.units import format_gib
@@ -25,6 +26,10 @@ def _page(context: click.Context, _parameter: click.Parameter, asked: bool) -> N
         context.exit()
 
 
+def _complete(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return starting_with(targets(), incomplete)
+
+
 @click.command(
     cls=Verb,
     epilog=examples(
@@ -33,8 +38,8 @@ def _page(context: click.Context, _parameter: click.Parameter, asked: bool) -> N
         "vplan export plan.toml --to accelerate -o out --json",
     ),
 )
-@click.argument("plan", metavar="PLAN")
-@click.option("--to", "name", required=True, metavar="TRAINER", help="Trainer to write for; "
+@click.argument("plan", metavar="PLAN.toml")
+@click.option("--to", "name", required=True, metavar="TRAINER", shell_complete=_complete, help="Trainer to write for; "
               "`accelerate` writes accelerate and DeepSpeed configs for your own script.")  # fmt: skip
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write the files to.")
 @click.option(

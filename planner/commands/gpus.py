@@ -8,6 +8,7 @@ import click
 
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile
+from planner.commands._shared.options import complete_card
 from planner.commands._shared.verb import Verb, examples, json_option, markdown_option, show, table
 from planner.terminal import echo
 from planner.units import MIB, gib
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-@click.command(cls=Verb, epilog=examples("vplan gpus", "vplan gpus --json"))
+@click.command(cls=Verb, epilog=examples("vplan gpus", "vplan gpus rtx4090", "vplan gpus 24GB --json"))
+@click.argument("name", metavar="[NAME]", required=False, shell_complete=complete_card)
 @markdown_option("docs/gpus.md")
 @json_option
-def command(as_markdown: bool, as_json: bool) -> None:
-    """List the known cards.
+def command(name: str | None, as_markdown: bool, as_json: bool) -> None:
+    """List the known cards, or show one, or those of a class.
 
     A plan may use what a process can allocate ("gives"), which is less than the card's nominal size and less than
     nvidia-smi shows ("total"). Cards with a star define their class: --gpu 24GB is the one of them that gives least.
@@ -31,11 +33,38 @@ def command(as_markdown: bool, as_json: bool) -> None:
 
         echo(gpus_page(), nl=False)
         return
-    cards = [lookup.gpu(name) for name in lookup.gpu_names()]
+    cards = [lookup.gpu(each) for each in lookup.gpu_names()]
     cards.sort(key=lambda card: (card.class_gb, card.allocatable_gib, card.name))
-    classes = [{"name": group.name, **group.to_json()} for group in lookup.gpu_classes()]
-    answer = {"gpus": [card.to_json() for card in cards], "classes": classes}
-    show(answer, as_json, lambda console: _table(console, cards))
+    groups = lookup.gpu_classes()
+    if name:
+        group = lookup.gpu_class(name)
+        cards = [card for card in cards if card.class_gb == group.gb] if group else [lookup.parse_gpus(name)[1]]
+        groups = tuple(each for each in groups if each == group)
+    answer = {
+        "gpus": [card.to_json() for card in cards],
+        "classes": [{"name": group.name, **group.to_json()} for group in groups],
+    }
+    single = name and len(cards) == 1
+    show(answer, as_json, lambda console: _print_one(console, cards[0]) if single else _table(console, cards))
+
+
+def _print_one(console: Console, card: GpuProfile) -> None:
+    """Prints what is known of one card, a fact a line."""
+    facts = {
+        "name": card.name,
+        "class": f"{card.class_gb}GB" + (" (one of those that define it)" if card.reference else ""),
+        "chip": card.architecture,
+        "gives": f"{card.allocatable_gib:.2f} GiB to a process",
+        "shows": f"{gib(card.nvml_total_mib * MIB):.2f} GiB in nvidia-smi" if card.nvml_total_mib else "",
+        "speed": f"{card.bf16_tflops:.0f} TFLOPS in bf16" if card.bf16_tflops else "",
+        "memory": f"{card.bandwidth_gbs:.0f} GB/s",
+        "source": card.source,
+    }
+    console.print(card.title, style="bold")
+    lines = table(("", ""), [(fact, value) for fact, value in facts.items() if value])
+    lines.show_header = False
+    console.print(lines)
+    console.print(f"next: vplan suggest --gpu {card.name}", style="bold", markup=False)
 
 
 def _table(console: Console, cards: list[GpuProfile]) -> None:

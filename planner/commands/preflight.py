@@ -12,7 +12,7 @@ import click
 from planner.commands import USAGE
 from planner.commands._shared.data_options import data_options, typed_settings
 from planner.commands._shared.render import memory_bar, print_plan
-from planner.commands._shared.verb import DONE, Verb, examples, json_option, show, table
+from planner.commands._shared.verb import DONE, SCHEMA, Verb, examples, json_option, show, table
 from planner.dataset.sources import sources
 from planner.errors import VplanError
 from planner.preflight.gpu_wait import parse_wait
@@ -81,7 +81,7 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
     report = preflight(plan, asked, lambda text: echo(text, err=True))
     answer, fault = report.to_json(), report.fault
     if as_json and fault:
-        echo(json.dumps({"error": {"message": fault.what, "fix": fault.fix}, **answer}, indent=2))
+        echo(json.dumps({"schema": SCHEMA, "error": {"message": fault.what, "fix": fault.fix}, **answer}, indent=2))
         return fault.exit_code
     show(answer, as_json, lambda console: _render(console, report, plan, path or named or ""))
     if fault:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from planner.commands import USAGE
-from planner.commands._shared.verb import Verb, examples, write_report
+from planner.commands._shared.verb import Verb, examples, force_option, page_file, write_report
 from planner.errors import VplanError, quoted
 from planner.evidence.jsonl import rows_by_id
 from planner.evidence.ledger import OURS, Ledger, default_path
@@ -33,7 +33,8 @@ OF_WHAT = "pass plan.toml files, or the --output of a `vplan train`"
 )
 @click.argument("paths", metavar="PLAN.toml...|OUTPUT", nargs=-1, required=True)
 @click.option("--rows", metavar="FILE", multiple=True, help="Also show and compare the measured rows in FILE.")
-@click.option("-o", "--output", metavar="FILE", help="File to write.  [default: report.html]")
+@click.option("-o", "--output", metavar="FILE.html", callback=page_file, help="File to write.  [default: report.html]")
+@force_option
 def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None) -> None:
     """Write an HTML report about a plan: what it needs and when, what each option saved, how far the card goes.
 

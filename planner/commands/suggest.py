@@ -20,6 +20,7 @@ from planner.commands._shared.verb import (
     json_option,
     output_option,
     report_option,
+    save_plan,
     show,
     verdict_exit_code,
     write_report,
@@ -31,7 +32,7 @@ from planner.search.objectives import PREFERRED, more_ram
 from planner.search.question import Question, Suggestion
 from planner.search.search import Search
 from planner.search.suggester import Suggester, assumptions
-from planner.spec.plan import Estimate, write_plan
+from planner.spec.plan import Estimate
 from planner.units import format_gib, gib
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def command(
         suggestion = suggester.suggest(question)
         whole = _whole_job(length, suggester, suggestion.plan)
         if output:
-            write_plan(suggestion.to_plan(asked.trainer), output)
+            save_plan(suggestion.to_plan(asked.trainer), output)
         if report:
             write_report(report, [(output or "plan.toml", suggestion.to_plan(asked.trainer))])
         answer = suggestion.to_json(time.perf_counter() - started) | _json(whole)

@@ -27,6 +27,7 @@ from planner.commands._shared.verb import (
     json_option,
     output_option,
     report_option,
+    save_plan,
     show,
     stoppable,
     write_report,
@@ -41,7 +42,7 @@ from planner.search.screening import Screen
 from planner.search.space import switched
 from planner.spec import wording
 from planner.spec.job import Job, Strategy
-from planner.spec.plan import Estimate, Evidence, Plan, write_plan
+from planner.spec.plan import Estimate, Evidence, Plan
 from planner.terminal import echo
 from planner.tune.measured_policy import Applicable
 from planner.tune.tuner import Goal, Tuner
@@ -281,7 +282,7 @@ class _Answer:
         found = found.replace(assumptions=(*self._assumptions(found), *found.assumptions))
         plan = self._plan(found, others)
         if output and best is not None:
-            write_plan(plan, output)
+            save_plan(plan, output)
         if report:
             measured = [row.to_json() for row in self.tuning.rows.values()]
             write_report(report, [(output or "plan.toml", plan)], probes=measured)

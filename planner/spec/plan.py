@@ -318,6 +318,15 @@ def read_plan(path: str | Path) -> Plan:
     return plan_from_toml(text, where=path.name)
 
 
+def is_plan(path: str) -> bool:
+    """Whether a file is a plan of any version: what may be replaced by another one unasked."""
+    try:
+        whole = parse(read_bytes(Path(path)).decode(), "toml", path)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(whole, dict) and {"schema", "job", "machine"} <= whole.keys()
+
+
 def write_plan(plan: Plan, path: str | Path) -> None:
     """Write the plan so that, whatever dies meanwhile, the file holds the old plan or the new one, never a part.
 

@@ -19,6 +19,7 @@ import vplan
 from planner.commands import VERBS, cli
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import Verb, json_option, show, verdict_exit_code
+from planner.spec.job import Strategy
 
 ROOT = Path(vplan.HOME)
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "optuna")
@@ -64,7 +65,7 @@ def test_every_verb_has_help_with_examples(verb: str) -> None:
         (["sugest"], "no such command 'sugest'", "did you mean suggest"),
         (["gpu"], "no such command 'gpu'", "did you mean gpus"),
         (["gpus", "--jsn"], "no such option --jsn", "did you mean --json"),
-        (["gpus", "rtx4090"], "unexpected extra argument", "vplan gpus --help"),
+        (["gpus", "rtx4090", "l4"], "unexpected extra argument", "vplan gpus --help"),
         (["--gpu", "24GB"], "no such option --gpu", "vplan --help"),
     ],
 )
@@ -90,6 +91,114 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "planner.commands.ask", SimpleNamespace(command=command))
     monkeypatch.setitem(VERBS, "ask", "For tests.")
+
+
+@pytest.mark.parametrize("verb", ["suggest", "estimate", "train", "tune"])
+def test_help_is_short_and_help_all_is_whole(verb: str) -> None:
+    """The job, the machine and the wishes; the strategy's flags, one for each field, come with --help-all."""
+    short, whole = (
+        CliRunner().invoke(cli, [verb, flag], prog_name="vplan").output for flag in ("--help", "--help-all")
+    )
+    flags = {f"--{name.replace('_', '-')}" for name in Strategy.model_fields}
+    listed = set(re.findall(r"--[a-z0-9-]+", whole))
+    assert flags <= listed and {"--frames", "--gpu", "--host-ram"} <= set(re.findall(r"--[a-z0-9-]+", short))
+    assert len(flags & set(re.findall(r"--[a-z0-9-]+", short.split("Examples:")[0]))) <= 4  # those the section names
+    assert "see --help-all" in short.replace("\n ", "") and "see --help-all" not in whole
+    assert len(short.splitlines()) < 0.72 * len(whole.splitlines())
+    assert max(map(len, whole.splitlines())) <= 80
+
+
+def completed(*words: str, shell: str = "bash") -> list[str]:
+    """What a shell's script gets for a command line; fish says the word itself, the others its number."""
+    at = words[-1] if shell == "fish" else str(len(words))
+    done = run(COMP_WORDS=" ".join(["vplan", *words]), COMP_CWORD=at, _VPLAN_COMPLETE=f"{shell}_complete")
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (["est"], ["estimate"]),
+        (["suggest", "flux.2-k"], ["flux.2-klein-4b", "flux.2-klein-9b"]),
+        (["suggest", "--model", "cogvideox1"], ["cogvideox1.5-5b", "cogvideox1.5-5b-i2v"]),
+        (["suggest", "--gpu", "rtx40"], ["rtx4090"]),
+        (["check", "--gpu", "2x24"], ["2x24GB"]),
+        (["train", "--gradient-checkpointing", "p"], ["partial"]),
+        (["train", "--timestep-sampling", "l"], ["logit_normal"]),
+        (["estimate", "--swap"], ["--swap-blocks"]),
+        (["models", "mochi"], ["mochi-1"]),
+        (["gpus", "rtx-a5"], ["rtx-a5000"]),
+        (["export", "plan.toml", "--to", "mus"], ["musubi-tuner"]),
+    ],
+)
+def test_shells_complete_models_cards_and_choices(words: list[str], known: list[str]) -> None:
+    assert set(known) <= {line.partition(",")[2] for line in completed(*words)}
+
+
+def test_shells_complete_files(tmp_path: Path) -> None:
+    assert completed("check", "--from-file", "tr") == ["file,tr"] == completed("check", "tr")
+    for name in ("plan.toml", "plan.txt"):
+        (tmp_path / name).write_text("")
+    assert completed("train", f"{tmp_path}/pl") == [f"plain,{tmp_path}/plan.toml"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_has_its_script(shell: str, tmp_path: Path) -> None:
+    script = run(_VPLAN_COMPLETE=f"{shell}_source").stdout
+    assert f"_VPLAN_COMPLETE={shell}_complete" in script
+    if shell != "bash":
+        assert "flux.1-dev" in "\n".join(completed("models", "flux.1", shell=shell))
+        return
+    program = tmp_path / "vplan"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(vplan.command())} "$@"\n')
+    program.chmod(0o755)
+    lines = f"COMP_WORDS=(vplan models mochi); COMP_CWORD=2; _vplan_completion {program}; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", f"{script}\n{lines}"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["mochi-1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (["models", "wan2.1-14b"], ["Wan2.1 T2V 14B", "14.29 B", "480x832", "umt5-xxl", "4n+1", "Apache-2.0"]),
+        (["gpus", "4090"], ["GeForce RTX 4090", "23.50 GiB", "23.99 GiB", "ada"]),
+        (["gpus", "24GB"], ["rtx4090", "rtx3090", "a10g"]),
+    ],
+)
+def test_a_name_shows_one(words: list[str], facts: list[str]) -> None:
+    page = run(*words, COLUMNS="80").stdout
+    assert all(fact in page for fact in facts) and max(map(len, page.splitlines())) <= 80
+    entries = json.loads(run(*words, "--json").stdout)[words[0]]
+    assert len(entries) == 1 or words == ["gpus", "24GB"]
+    if words == ["gpus", "24GB"]:
+        assert {entry["class_gb"] for entry in entries} == {24}
+
+
+def test_estimate_without_options_points_to_suggest() -> None:
+    words = ["estimate", "wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "9"]
+    (line,) = (line for line in run(*words).stdout.splitlines() if "vplan suggest" in line)
+    pointed = shlex.split(line.partition(": ")[2])
+    assert pointed[:3] == ["vplan", "suggest", "wan2.1-t2v-1.3b"] and "--frames" in pointed
+    assert "vplan suggest" not in run(*words, "--gradient-checkpointing", "full").stdout
+
+
+def test_what_is_written_is_said_and_nothing_of_others_is_overwritten(tmp_path: Path) -> None:
+    plan, page = tmp_path / "plan.toml", tmp_path / "page.html"
+    words = ["estimate", "wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "9", "-o", str(plan)]
+    for _ in range(2):  # a plan of ours is replaced
+        assert f"wrote {plan}" in run(*words).stderr
+    assert f"wrote {page}" in run("report", str(plan), "-o", str(page)).stderr
+    assert f"wrote {page}" in run("report", str(plan), "-o", str(page)).stderr
+    for path, again in ((plan, words), (page, ["estimate", str(tmp_path / "kept.toml"), "--report", str(page)])):
+        (tmp_path / "kept.toml").write_bytes(
+            plan.read_bytes() if path == plan else (tmp_path / "kept.toml").read_bytes()
+        )
+        path.write_text("[tool]\nname = 'mine'\n")
+        refused = run(*again, code=1).stderr
+        assert f"{path.name}' exists and is no" in refused and "--force" in refused
+        assert "mine" in path.read_text()
+        assert f"wrote {path}" in run(*again, "--force").stderr
+        assert "mine" not in path.read_text()
 
 
 @pytest.mark.usefixtures("ask")
@@ -121,15 +230,17 @@ def test_other_trainers_flags_get_did_you_mean(words: list[str], fix: str) -> No
     ],
 )
 def test_exit_codes(words: list[str], code: int) -> None:
-    """The command's own; 1 for a bad value; 2 for a missing argument, with nothing on stdout even under --json."""
+    """The command's own; 1 for a bad value; 2 for a missing argument. Under --json both are objects."""
     plain, as_json = CliRunner().invoke(cli, ["ask", *words]), CliRunner().invoke(cli, ["ask", "--json", *words])
     assert (plain.exit_code, as_json.exit_code) == (code, code)
     if code == 3:
-        assert json.loads(as_json.stdout) == {"frames": 81}
+        assert json.loads(as_json.stdout) == {"schema": 1, "frames": 81}
     else:
         assert plain.stderr.startswith("error: ")
         assert plain.stdout == ""
-        assert (list(json.loads(as_json.stdout)["error"]) == ["message", "fix"]) if code == 1 else not as_json.stdout
+        error = json.loads(as_json.stdout)
+        assert (list(error), list(error["error"])) == (["schema", "error"], ["message", "fix"])
+        assert error["schema"] == 1 and not as_json.stderr
 
 
 def test_nothing_asked_shows_help() -> None:
@@ -231,7 +342,8 @@ def test_errors_are_json_when_json_was_asked() -> None:
         "assert vplan.main(['gpus']) == 1\n"
     )
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {"error": {"message": "gpus.toml line 3 is damaged", "fix": "reinstall vplan"}}
+    error = {"message": "gpus.toml line 3 is damaged", "fix": "reinstall vplan"}
+    assert json.loads(done.stdout) == {"schema": 1, "error": error}
     assert done.stderr == "error: gpus.toml line 3 is damaged\nfix: reinstall vplan\n"
 
 

@@ -71,6 +71,6 @@ def retyped(context: click.Context, left_out: Collection[str]) -> list[str]:
         for one in value if option.multiple else [value]:
             path = Path(str(one)).expanduser()
             # A folder called 100 or constant is not meant by --steps 100 or --schedule constant.
-            named = option.type is click.STRING and path.exists()
+            named = isinstance(option.type, click.types.StringParamType) and path.exists()
             words += [option.opts[0], str(path.absolute()) if named else str(one)]
     return words

@@ -9,13 +9,16 @@ import functools
 import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from planner.commands._shared.verb import Function
+from planner.catalog import lookup
+from planner.commands._shared.verb import Function, starting_with
 from planner.errors import VplanError, quoted
 from planner.schema import choices, field_docs
 from planner.spec.job import MAX_FRAMES, Bucket, Job, Machine, Strategy, ValidationShape
@@ -53,6 +56,12 @@ class FieldOption(click.Option):
         """The closed list of the field's values; empty where it is open."""
         return choices(self.record, self.field)
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The values that begin so: of a closed list, or names of models and cards."""
+        if self.field == "gpu":
+            return complete_card(ctx, self, incomplete)
+        return starting_with(lookup.model_names() if self.field == "model" else self.values, incomplete)
+
     def make_metavar(self, ctx: click.Context) -> str:
         """What stands for the value in the help: the list of values where it is short."""
         if self.is_flag:
@@ -73,6 +82,28 @@ class FieldOption(click.Option):
             words.append(f"[default: {default}]")
         self.help = "  ".join(words)
         return super().get_help_record(ctx)
+
+
+def complete_card(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Cards and their classes, behind a number of them too: `2xrtx40`."""
+    count, name = re.fullmatch(r"(\d+x|)(.*)", incomplete).groups()  # type: ignore[union-attr]  # matches anything
+    names = [*(group.name for group in lookup.gpu_classes()), *lookup.gpu_names()]
+    return [CompletionItem(f"{count}{item.value}") for item in starting_with(names, name)]
+
+
+def complete_model(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Models by name."""
+    return starting_with(lookup.model_names(), incomplete)
+
+
+def complete_target(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Models by name, and the plans of a folder with the folders in it."""
+    folder, _, _ = incomplete.rpartition("/")
+    found = sorted(Path(folder or ("/" if incomplete.startswith("/") else ".")).glob("*"))
+    prefix = f"{folder}/" if "/" in incomplete else ""
+    paths = [f"{prefix}{path.name}" + ("/" if path.is_dir() else "") for path in found if not path.name.startswith(".")]
+    plans = [CompletionItem(path) for path in paths if path.endswith((".toml", "/")) and path.startswith(incomplete)]
+    return [*complete_model(context, parameter, incomplete), *plans]
 
 
 def field_options(

@@ -18,7 +18,7 @@ from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, how_read, job_for, parse_resolution
 from planner.commands import USAGE
-from planner.commands._shared.options import MAX, job_options, machine_options, strategy_options
+from planner.commands._shared.options import MAX, complete_target, job_options, machine_options, strategy_options
 from planner.commands._shared.verb import Function
 from planner.errors import VplanError
 from planner.layout import trainer_terms
@@ -159,7 +159,8 @@ def request_options(*, searched: bool = False, own_card: bool = False) -> Callab
 
         flags = job_options(machine_options(strategy_options(searched=searched)(command)))
         plan = click.option("--plan", "plan_path", metavar="FILE", help="Start from a plan.toml; options override it.")
-        target = click.argument("target", metavar="[MODEL|PLAN.toml]", required=False)
+        metavar = "[MODEL|PLAN.toml]"
+        target = click.argument("target", metavar=metavar, required=False, shell_complete=complete_target)
         return target(plan(flags))  # type: ignore[return-value]  # click calls what it gets by its own names
 
     return decorate

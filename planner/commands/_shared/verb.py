@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from planner.errors import VplanError, quoted
 from planner.terminal import console, echo
@@ -29,23 +30,84 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DONE = 0
 DOES_NOT_FIT = 3
 
+PAGE_HEAD = 4096
+"""Characters of a page in which it says who made it."""
+
 PIPED_WIDTH = 1_000
 """Columns of a table that goes to a file or another program: a line a row, whatever it holds."""
 
 
+SCHEMA = 1
+"""Of every JSON answer: a number that grows when a key changes its name or its meaning."""
+
+LONG = ("Strategy", "Training")
+"""Sections that only `--help-all` lists: an option for each field."""
+
+PATH_WORDS = ("FILE", "DIR", "FOLDER", "OUTPUT", ".toml", ".json")
+"""What a value is called that a shell completes as a path."""
+
+_ALL, _FORCE = "vplan.help_all", "vplan.force"
+"""What eager options leave in a context for others."""
+
+
+class PathText(click.types.StringParamType):
+    """A text that shells complete as a path."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Leaves it to the shell."""
+        return [CompletionItem(incomplete, type="file")]
+
+
 class Verb(click.Command):
-    """A command whose help shows its options in sections (an option's `section`, else "Options")."""
+    """A command whose help shows its options in sections (an option's `section`, else "Options"), the long ones only
+    under `--help-all`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in self.params:
+            if parameter.type is click.STRING and any(word in (parameter.metavar or "") for word in PATH_WORDS):
+                parameter.type = PathText()
+        if any(_section(parameter) in LONG for parameter in self.params):
+            self.params.append(
+                click.Option(
+                    ["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=_show_all,
+                    help="Show this message with every option.",
+                )
+            )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options by section, in the order the sections first appear."""
-        sections: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[click.Parameter]] = {}
         for parameter in self.get_params(ctx):
-            row = parameter.get_help_record(ctx)
-            if row:
-                sections.setdefault(getattr(parameter, "section", "Options"), []).append(row)
-        for name, rows in sections.items():
+            sections.setdefault(_section(parameter), []).append(parameter)
+        for name, parameters in sections.items():
             with formatter.section(name):
-                formatter.write_dl(rows)
+                if name in LONG and not ctx.meta.get(_ALL):
+                    some = ", ".join(parameter.opts[0] for parameter in parameters[:3])
+                    formatter.write_text(f"{len(parameters)} options ({some}, ...): see --help-all")
+                    continue
+                rows = (parameter.get_help_record(ctx) for parameter in parameters)
+                formatter.write_dl([row for row in rows if row])
+
+
+def _section(parameter: click.Parameter) -> str:
+    return str(getattr(parameter, "section", "Options"))
+
+
+def _show_all(context: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if asked:
+        context.meta[_ALL] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+def starting_with(known: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    """The names that a shell may complete a word to."""
+    return [CompletionItem(name) for name in known if name.startswith(incomplete.lower())]
 
 
 class FiniteRange(click.FloatRange):
@@ -76,22 +138,79 @@ def markdown_option(page: str) -> Callable[[Function], Function]:
 
 
 def output_option(what: str, *, plan: bool = True) -> Callable[[Function], Function]:
-    """Adds `-o/--output FILE`; the command gets `output: str | None`. `what` says what the file will hold."""
-    callback = _plan_file if plan else None
-    return click.option("-o", "--output", metavar="FILE", callback=callback, help=f"Write {what} to FILE.")
+    """Adds `-o/--output FILE`, and of a plan `--force`; the command gets `output: str | None`. `what` says what the
+    file will hold."""
+    written = f"Write {what} to FILE."
+    if not plan:
+        return click.option("-o", "--output", metavar="FILE", help=written)
+
+    def decorate(function: Function) -> Function:
+        return click.option("-o", "--output", metavar="FILE", callback=_plan_file, help=written)(force_option(function))
+
+    return decorate
 
 
-def _plan_file(_context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
+def force_option(function: Function) -> Function:
+    """Adds `--force`, which `_plan_file` and `page_file` look for."""
+    return click.option(
+        "--force",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=lambda context, _option, said: context.meta.update({_FORCE: said}),
+        help="Overwrite a file that vplan did not write.",
+    )(function)
+
+
+def _plan_file(context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
     """A file that every command would know for a plan; or what is no file, as /dev/stdout."""
     if path is not None and not path.endswith(".toml") and (os.path.isfile(path) or not os.path.lexists(path)):
         fix = "use the ending .toml, as in plan.toml: it tells a plan from a model"
         raise VplanError(f"the plan {quoted(path)} is not a .toml file", fix)
-    return path
+    return _ours(context, path, "plan", _is_plan)
+
+
+def page_file(context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
+    """A file that a report may be written to."""
+    return _ours(context, path, "report", _is_page)
+
+
+def _ours(context: click.Context, path: str | None, what: str, known: Callable[[str], bool]) -> str | None:
+    """The path, unless it holds what somebody else wrote."""
+    if path is None or context.meta.get(_FORCE) or not os.path.isfile(path) or not os.path.getsize(path) or known(path):
+        return path
+    forces = any(parameter.name == "force" for parameter in context.command.params)
+    fix = "choose another file" + (", or add --force to overwrite it" if forces else "")
+    raise VplanError(f"{quoted(path, 200)} exists and is no {what} of vplan's", fix)
+
+
+def _is_plan(path: str) -> bool:
+    from planner.spec.plan import is_plan  # the verbs that write none start faster without
+
+    return is_plan(path)
+
+
+def _is_page(path: str) -> bool:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return '<meta name="generator" content="vplan">' in file.read(PAGE_HEAD)
+    except (OSError, ValueError):
+        return False
+
+
+def save_plan(plan: Plan, path: str) -> None:
+    """Writes a plan and says so on stderr."""
+    from planner.spec.plan import write_plan
+
+    write_plan(plan, path)
+    echo(f"wrote {path}", err=True)
 
 
 def report_option(function: Function) -> Function:
     """Adds `--report FILE.html`; the command gets `report: str | None`, for `write_report`."""
-    return click.option("--report", metavar="FILE.html", help="Write an HTML report to FILE.html.")(function)
+    return click.option("--report", metavar="FILE.html", callback=page_file, help="Write an HTML report to FILE.html.")(
+        function
+    )
 
 
 def typed_line(*more: str) -> str:
@@ -133,7 +252,7 @@ def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None
     """Prints the answer on stdout: as JSON, or as `render` prints it."""
     if as_json:
         # NaN and Infinity are not JSON; a command that has no number says null.
-        echo(json.dumps(answer, indent=2, allow_nan=False))
+        echo(json.dumps({"schema": SCHEMA, **answer}, indent=2, allow_nan=False))
     else:
         render(answer_console())
 
