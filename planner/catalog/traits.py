@@ -88,6 +88,8 @@ class SplitPlan(Record):
 TrainerTrait = Literal[
     "modulation-in-8-bits",
     "modulation-in-16-bits",
+    "modulation-adapted",
+    "time-per-token",
     "positions-in-fp64",
     "moved-whole",
     "moved-whole-without-low-vram",

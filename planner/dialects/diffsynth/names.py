@@ -82,6 +82,39 @@ REPOSITORIES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Model -> repository and files, the transformer's first (examples/wanvideo/model_training/lora/*.sh)."""
 
+BASE = "dit"
+TRAINABLE: dict[str, dict[str, tuple[str, ...]]] = {
+    "vace": {"wan-vace": ("vace_blocks", "vace_patch_embedding")},
+    "animate_adapter": {"wan-animate": ("pose_patch_embedding", "motion_encoder", "face_encoder", "face_adapter")},
+}
+"""Part of a pipeline that --trainable_models names -> family of the model that has it inside -> our names of its
+weights (diffsynth/models/wan_video_vace.py, wan_video_animate_adapter.py:616)."""
+
+_IMAGE: Settings = {"--extra_inputs": "input_image"}
+_VACE: Settings = {
+    "--data_file_keys": "video,vace_video,vace_reference_image",
+    "--extra_inputs": "vace_video,vace_reference_image",
+}
+INPUTS: dict[str, Settings] = {
+    "wan2.1-i2v-14b-480p": _IMAGE,
+    "wan2.1-i2v-14b-720p": _IMAGE,
+    "wan2.2-i2v-a14b": _IMAGE,
+    "wan2.2-ti2v-5b": _IMAGE,
+    "wan2.1-vace-1.3b": _VACE,
+    "wan2.1-vace-14b": _VACE,
+}
+"""Model -> what its samples have beside a clip and its prompt, without which the pipeline fails
+(examples/wanvideo/model_training/lora/*.sh)."""
+
+BOUNDARIES = {
+    ("wan2.2-i2v-a14b", "high"): (0.358, 0),
+    ("wan2.2-i2v-a14b", "low"): (1, 0.358),
+    ("wan2.2-t2v-a14b", "high"): (0.417, 0),
+    ("wan2.2-t2v-a14b", "low"): (1, 0.417),
+}
+"""(model, expert) -> --max_timestep_boundary and --min_timestep_boundary of its timesteps, from the noisy end (the same
+scripts)."""
+
 EXPERTS = {"high": "high_noise_model/", "low": "low_noise_model/"}
 """Expert of a two-expert model -> folder of its weights."""
 

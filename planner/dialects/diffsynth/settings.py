@@ -37,14 +37,18 @@ from planner.dialects.base.launchers import (
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.diffsynth.names import (
     AT,
+    BASE,
+    BOUNDARIES,
     ENCODERS,
     EXPERTS,
     FOLDERS,
+    INPUTS,
     OFFLOAD_COST,
     OFFLOAD_NOTE,
     PATHS,
     SHIPPED,
     SPLIT_COST,
+    TRAINABLE,
     WAN_LAYERS,
     files_of,
     folder_of,
@@ -79,6 +83,11 @@ def training_program(script: Script, tail: str, flag_names: tuple[str, ...]) -> 
 
 
 def _profile(settings: Settings) -> ModelProfile:
+    """The model, by the files of its weights where some are named: encoders and VAE of another model, as LongCat's are
+    Wan's, say nothing about it."""
+    weights = [path for path in _listed(settings) if _kind(path) == "weights"]
+    if "model" not in settings and weights:
+        return lookup.model(require_model({"the model's files": ",".join(weights)}, "the model's files"))
     return lookup.model(require_model(settings, *PATHS, "--dit_path"))
 
 
@@ -234,13 +243,32 @@ def _write_plain(fields: Fields) -> Settings:
 
 
 def _method(settings: Settings) -> Fields:
-    return {"method": "lora" if settings.get("--lora_base_model") or not settings.get("--trainable_models") else "full"}
+    """What trains: everything is frozen but the parts named (diffsynth/diffusion/training_module.py:302). Parts that
+    stand beside the model, as a ControlNet does, are not estimated."""
+    parts = [part.strip() for part in str(settings.get("--trainable_models") or "").split(",") if part.strip()]
+    if settings.get("--lora_base_model") or not parts:
+        return {"method": "lora", "trainable": ()}
+    if BASE in parts:
+        return {"method": "full", "trainable": ()}
+    family = _profile(settings).family
+    unknown = [part for part in parts if family not in TRAINABLE.get(part, {})]
+    if unknown:
+        fault = f"--trainable_models {', '.join(unknown)[:80]}: parts beside the base model are not estimated"
+        raise VplanError(fault, "supported: dit, vace of VACE, animate_adapter of Animate")
+    return {"method": "full", "trainable": tuple(name for part in parts for name in TRAINABLE[part][family])}
 
 
 def _write_method(fields: Fields) -> Settings:
     if fields["method"] == "sample":
         raise InexpressibleError(UnsupportedValue("method", "sample", "lora", "these scripts train"))
-    return {"--lora_base_model": "dit"} if fields["method"] == "lora" else {"--trainable_models": "dit"}
+    if fields["method"] == "lora":
+        return {"--lora_base_model": BASE}
+    wanted, family = tuple(fields["trainable"]), lookup.model(fields["model"]).family
+    part = next((part for part, names in TRAINABLE.items() if names.get(family) == wanted), None)
+    if wanted and part is None:
+        why = "it trains whole parts: dit, vace, animate_adapter"
+        raise InexpressibleError(UnsupportedValue("trainable", wanted, (), why))
+    return {"--trainable_models": part or BASE}
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
@@ -285,8 +313,10 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     data = {"--dataset_base_path": "data/my_set", "--dataset_metadata_path": "data/my_set/metadata.csv"}
     extra: dict[str, object] = {"--learning_rate": "1e-4", "--num_epochs": 5, "--output_path": "models/train/out"}
     extra["--remove_prefix_in_ckpt"] = "pipe.dit."
-    if any(encoder.sees for encoder in model.text_encoders):
-        extra["--extra_inputs"] = "input_image"
+    extra |= INPUTS.get(model.name, {})
+    if (model.name, plan.job.experts) in BOUNDARIES:
+        most, least = BOUNDARIES[model.name, str(plan.job.experts)]
+        extra |= {"--max_timestep_boundary": most, "--min_timestep_boundary": least}
     text, train = script_head(plan), command_settings(settings)
     if plan.strategy.text_encoder == "cached":
         caching = train | {"--task": "sft:data_process", "--offload_models": _listed(settings)[0]}
@@ -308,7 +338,7 @@ def _table(*bindings: Binding | When) -> tuple[Binding | When, ...]:
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults("trainable", "lora_dropout", "buckets", "text_tokens", "references", "validation"),
+        *our_defaults("lora_dropout", "buckets", "text_tokens", "references", "validation"),
         *our_defaults("compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype", "vae_dtype"),
         *our_defaults("vae_tiling", "vae_slicing", "inactive_expert", "validation_mode", "group_offload"),
         *our_defaults("group_offload_stream", "attention", "compile", "context_parallel"),
@@ -344,7 +374,11 @@ DIALECT = Dialect(
             },
         ),
         FunctionPair(
-            ("method",), ("--lora_base_model", "--trainable_models"), _method, _write_method, {"method": "lora, full"}
+            ("method", "trainable"),
+            ("--lora_base_model", "--trainable_models"),
+            _method,
+            _write_method,
+            {"method": "lora, full", "trainable": "--trainable_models: dit, vace, animate_adapter"},
         ),
         When("method", frozenset({"lora"}), Value("lora_rank", "--lora_rank", 32)),
         When(

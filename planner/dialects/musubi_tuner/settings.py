@@ -54,6 +54,7 @@ from planner.dialects.musubi_tuner.models import (
     write_shape,
 )
 from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
+from planner.layout.trainer_terms.musubi_tuner import ONE_TIME
 from planner.spec.plan import Plan
 from planner.untrusted import flat
 
@@ -370,5 +371,6 @@ DIALECT: Dialect = Dialect(
     remarks=remarks,
     notes=notes,
     moves=MOVES,
+    version=lambda settings, fields: ONE_TIME if settings.get("--force_v2_1_time_embedding") else "",
     files=_files,
 )

@@ -8,39 +8,18 @@ from __future__ import annotations
 
 from planner.layout.encoders_vae import encoders
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu
+from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, positions_in_fp64
 from planner.tape.program import Stage
 
-FP64 = 8
 COMPLEX128 = 16
-
-
-def rope_in_fp64(run: Run) -> None:
-    """Queries and keys are turned by their positions in fp64, one after the other, before each block's self-attention
-    and behind its backward: a copy, and the product (diffsynth/models/wan_video_dit.py ``rope_apply``)."""
-    hidden = _hidden(run)
-    if not hidden:
-        return
-    nbytes = FP64 * _tokens(run) * hidden
-    copy, product = (run.new(nbytes, "temporary", name) for name in ("fp64 copy", "fp64 product"))
-    turned = [copy, product, ~copy, ~product] * 2
-    for position, (moment, events) in enumerate(run.step.stretches):
-        kernels = [(at, run.program.op[event]) for at, event in enumerate(events) if event >= 0 and moment.block >= 0]
-        forward = [at for at, op in kernels if op.endswith("_attention")]
-        backward = [at for at, op in kernels if op.endswith("_attention_backward")]
-        inserted = list(events)
-        if backward:  # self-attention comes first in a block, so its backward comes last
-            inserted[backward[-1] + 1 : backward[-1] + 1] = turned
-        if forward:
-            inserted[forward[0] : forward[0]] = turned
-        run.step.stretches[position] = (moment, inserted)
 
 
 def table_with_each_checkpoint(run: Run) -> None:
     """The table of positions is an argument of every checkpoint, so each offloaded one holds a copy of it
     (diffsynth/core/gradient/gradient_checkpoint.py: ``save_on_cpu`` around the checkpoint of ``x, context, t_mod,
     freqs``)."""
-    if run.strategy.gradient_checkpointing != "offload" or not _hidden(run):
+    turned = run.facts.model.trained_with("diffsynth", "positions-in-fp64")
+    if run.strategy.gradient_checkpointing != "offload" or not turned:
         return
     size = run.facts.model.config["attention_head_dim"]
     run.host.extra_bytes += (
@@ -48,20 +27,7 @@ def table_with_each_checkpoint(run: Run) -> None:
     )
 
 
-def _hidden(run: Run) -> int:
-    """The width of the blocks of a model whose positions are in fp64; 0 of other models."""
-    if not run.facts.model.trained_with("diffsynth", "positions-in-fp64"):
-        return 0
-    config = run.facts.model.config
-    return int(config["num_attention_heads"] * config["attention_head_dim"])
-
-
-def _tokens(run: Run) -> int:
-    grid = run.grid
-    return grid["B"] * grid["F"] * grid["H"] * grid["W"]
-
-
-TERMS: tuple[Transform, ...] = (rope_in_fp64, table_with_each_checkpoint, checkpoints_saved_on_cpu)
+TERMS: tuple[Transform, ...] = (positions_in_fp64("diffsynth"), table_with_each_checkpoint, checkpoints_saved_on_cpu)
 
 
 def weights_in_turn(run: Run) -> None:

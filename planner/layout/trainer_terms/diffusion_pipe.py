@@ -6,7 +6,7 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 from __future__ import annotations
 
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.lora_layers import wider_adapters
+from planner.layout.trainer_terms.lora_layers import adapters_on_modulation, wider_adapters
 from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
 from planner.tape.variants import trained_storage
 
@@ -25,6 +25,7 @@ def kahan_buffer(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("diffusion-pipe"), wider_adapters, swap_in_place, checkpoints_saved_on_cpu, kahan_buffer),
+    adapters_on_modulation("diffusion-pipe"),
 )
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers with ``x.to('cpu')`` (utils/unsloth_utils.py)."""

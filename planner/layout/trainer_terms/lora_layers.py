@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
 from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
-from planner.layout.run import Run
+from planner.layout.run import Run, Transform
 from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Strategy
 from planner.tape.program import Stage
@@ -77,6 +78,39 @@ def wider_adapters(run: Run) -> None:
         run.add(run.optimizer_first, copies * states * trained // own, "optimizer", "states of more adapters")
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
         _keep_beside(run, stage, kept)
+
+
+MODULATION = re.compile(r"(\.norm\w*\.linear|_mod\.1)\.weight$")
+"""Layers that make a block's scales and shifts from one vector, by the ends of diffusers' names."""
+
+VECTORS = {".norm.linear": 3}
+"""How many of the model's width they make: 6, and 3 in a single block (AdaLayerNormZero, AdaLayerNormZeroSingle)."""
+
+
+def adapters_on_modulation(trainer: str) -> Transform:
+    """The term of a trainer that adapts modulation too, of which our recordings have no adapters. Their layers run on
+    one vector a sample, so only weights, gradients and states count. sd-scripts networks/lora_flux.py:820: every linear
+    layer of a block; musubi-tuner networks/lora_qwen_image.py:37 leaves out ``.*(_mod_).*``, which no name has;
+    diffusion-pipe models/base.py:273. Of which models, their profiles say."""
+
+    def term(run: Run) -> None:
+        """Adapters on modulation layers: their weights, gradients and states."""
+        if run.job.method != "lora" or not run.facts.model.trained_with(trainer, "modulation-adapted"):
+            return
+        config = run.facts.model.config
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        made = [VECTORS.get(layer[1], 6) for name in run.named("weight") if (layer := MODULATION.search(name))]
+        added = run.job.lora_rank * width * sum(1 + vectors for vectors in made)
+        own = run.total_bytes(run.named("gradient").values())
+        states = run.total_bytes(run.named("optimizer").values())
+        trained = (4 if run.strategy.adapter_dtype == "fp32" else 2) * added
+        run.add(run.load, trained, "weight", "adapters on modulation")
+        if run.strategy.offload_optimizer == "none" and own:
+            run.add(run.optimizer_first, states * trained // own, "optimizer", "states of adapters on modulation")
+        for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+            _keep_beside(run, stage, trained)
+
+    return term
 
 
 PIECES = 16

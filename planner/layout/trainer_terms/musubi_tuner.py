@@ -6,13 +6,69 @@ Latents and prompts are cached by scripts of their own, one encoder at a time, a
 from __future__ import annotations
 
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.lora_layers import wider_adapters
+from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
+from planner.layout.trainer_terms.lora_layers import adapters_on_modulation, wider_adapters
 from planner.layout.trainer_terms.shared import (
     cache_kept_while_sampling,
     checkpoints_saved_on_cpu,
     modulation_in_8_bits,
+    positions_in_fp64,
     swap_in_place,
 )
+from planner.tape.program import Stage
+
+
+def time_embedding_per_token(run: Run) -> None:
+    """Wan 2.2's time embedding is made for each token, in fp32: six vectors of the model's width, an argument of every
+    block's checkpoint, and one for the head. A block adds its own modulation, which is another six, and keeps two more,
+    1 + scale of each ``addcmul`` (wan/modules/model.py:858 ``e``, ``e0``; :434 ``WanAttentionBlock._forward``).
+    ``--force_v2_1_time_embedding`` makes one for all tokens (:850)."""
+    if run.samples_only or not run.facts.model.trained_with("musubi-tuner", "time-per-token"):
+        return
+    if run.trainer.partition("@")[2] == ONE_TIME:
+        return
+    config, grid = run.facts.model.config, run.grid
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    token = FP32 * width * grid["B"] * grid["F"] * grid["H"] * grid["W"]
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        _per_token(run, stage, token)
+
+
+def _per_token(run: Run, stage: Stage, token: int) -> None:
+    parts: dict[tuple[str, int], list[int]] = {}
+    for at, (moment, _) in enumerate(stage.stretches):
+        if moment.block >= 0:
+            parts.setdefault((moment.passes, moment.block), []).append(at)
+    forward, backward = ({block: at for (passes, block), at in parts.items() if passes == each}
+                         for each in ("forward", "backward"))  # fmt: skip
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+
+    def held(size: int, name: str, first: int, last: int) -> None:
+        buffer = run.new(size, "activation", name)
+        begins.setdefault(first, []).append(buffer)
+        ends.setdefault(last, []).append(~buffer)
+
+    start, turn = min(at[0] for at in forward.values()), min(at[0] for at in backward.values())
+    held(6 * token, "time embedding of each token", start, max(at[-1] for at in backward.values()))
+    held(token, "time embedding of each token, for the head", start, turn - 1)
+    for block, again in backward.items():
+        own = "modulation of each token"
+        if run.strategy.gradient_checkpointing == "none":
+            held(8 * token, own, forward[block][0], again[-1])
+            continue
+        runs = max(forward[block], key=lambda at: len(stage.stretches[at][1]))  # others are its output's last use
+        held(8 * token, own, runs, runs)
+        held(8 * token, own, again[0], again[-1])
+    stage.stretches = [
+        (moment, [*begins.get(at, ()), *events, *ends.get(at, ())])
+        for at, (moment, events) in enumerate(stage.stretches)
+    ]
+
+
+FP32 = 4
+ONE_TIME = "2.1-time-embedding"
+"""The version of memory terms with --force_v2_1_time_embedding."""
 
 
 def modulation_in_16_bits(run: Run) -> None:
@@ -26,10 +82,16 @@ def modulation_in_16_bits(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("musubi-tuner"), wider_adapters, swap_in_place, checkpoints_saved_on_cpu),
-    cache_kept_while_sampling,
+    *(
+        positions_in_fp64("musubi-tuner"),
+        inputs_as_they_are,
+        adapters_on_modulation("musubi-tuner"),
+        time_embedding_per_token,
+        cache_kept_while_sampling,
+    ),
 )
 """``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
 utils/model_utils.py ``to_cpu``."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {"36f3a98": (modulation_in_16_bits,)}
-"""36f3a98: 2025-08-10, of the table of VRAM in docs/qwen_image.md."""
+OLDER: dict[str, tuple[Transform, ...]] = {"36f3a98": (modulation_in_16_bits,), ONE_TIME: ()}
+"""36f3a98: 2025-08-10, of the table of VRAM in docs/qwen_image.md; and a flag that no field of a plan says."""

@@ -7,6 +7,8 @@ GPU (``resident``). ``--fused_backward_pass`` is ``optimizer_step`` ``backward``
 from __future__ import annotations
 
 from planner.layout.run import Transform
+from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
+from planner.layout.trainer_terms.lora_layers import adapters_on_modulation
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
@@ -17,7 +19,7 @@ from planner.layout.trainer_terms.shared import (
 
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
-    cache_kept_while_sampling,
+    *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling),
 )
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""

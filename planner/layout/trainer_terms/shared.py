@@ -47,6 +47,38 @@ def modulation_in_8_bits(trainer: str) -> Transform:
     return term
 
 
+FP64 = 8
+
+
+def positions_in_fp64(trainer: str) -> Transform:
+    """The term of a trainer that turns queries and keys by their positions in fp64, one after the other, before each
+    block's self-attention and behind its backward: a copy, and the product (DiffSynth-Studio
+    diffsynth/models/wan_video_dit.py ``rope_apply``, musubi-tuner wan/modules/model.py:110
+    ``rope_apply_inplace_cached``). Of which models, their profiles say."""
+
+    def term(run: Run) -> None:
+        """Queries and keys in fp64 while they are turned."""
+        if not run.facts.model.trained_with(trainer, "positions-in-fp64"):
+            return
+        config, grid = run.facts.model.config, run.grid
+        tokens = grid["B"] * grid["F"] * grid["H"] * grid["W"]
+        nbytes = FP64 * tokens * config["num_attention_heads"] * config["attention_head_dim"]
+        copy, product = (run.new(nbytes, "temporary", name) for name in ("fp64 copy", "fp64 product"))
+        turned = [copy, product, ~copy, ~product] * 2
+        for position, (moment, events) in enumerate(run.step.stretches):
+            kernels = [(at, run.program.op[event]) for at, event in enumerate(events) if event >= 0 <= moment.block]
+            forward = [at for at, op in kernels if op.endswith("_attention")]
+            backward = [at for at, op in kernels if op.endswith("_attention_backward")]
+            inserted = list(events)
+            if backward:  # self-attention comes first in a block, so its backward comes last
+                inserted[backward[-1] + 1 : backward[-1] + 1] = turned
+            if forward:
+                inserted[forward[0] : forward[0]] = turned
+            run.step.stretches[position] = (moment, inserted)
+
+    return term
+
+
 def cache_emptied(run: Run) -> None:
     """The allocator's cache is emptied between loading and training."""
     run.empty_cache.after_load = True

@@ -375,11 +375,8 @@ def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() ->
     assert added["kept for more adapters"] * 16 > tokens * wider * 2  # at least the casted input of the second one
     bf16 = resolve(job, Strategy(gradient_checkpointing="full"), ONE)
     plain = library.load_facts(Configuration.of(job, bf16, ONE))
-    sizes = [
-        len(lay_out(Configuration.of(job, bf16, ONE), plain, grid(MODEL, job), name).sizes)
-        for name in ("vplan", "musubi-tuner")
-    ]
-    assert sizes[0] == sizes[1]
+    over_16_bits = lay_out(Configuration.of(job, bf16, ONE), plain, grid(MODEL, job), "musubi-tuner").program.op
+    assert "adapters on more layers" not in over_16_bits
 
 
 def test_diffsynth_s_model_offload_leaves_one_block_of_what_is_frozen() -> None:

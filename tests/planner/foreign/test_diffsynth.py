@@ -1,0 +1,83 @@
+"""DiffSynth-Studio's commands: which part of a pipeline trains, whose weights they are, what an export must say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner import dialects
+from planner.catalog import lookup
+from planner.dialects.base.dialect import translate
+from planner.dialects.base.script import from_file
+from planner.errors import VplanError
+from planner.foreign.export import export
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan
+
+WAN = "Wan-AI/Wan2.1-T2V-14B"
+COMMAND = """accelerate launch examples/wanvideo/model_training/train.py --num_frames 17 --height 480 --width 832 \\
+  --model_id_with_origin_paths "{}" --dataset_base_path d {}
+"""
+REST = "{0}:models_t5_umt5-xxl-enc-bf16.pth,{0}:Wan2.1_VAE.pth"
+
+
+def read(folder: Path, repository: str, words: str, encoders: str = "") -> dict[str, object]:
+    files = f"{repository}:diffusion_pytorch_model*.safetensors,{REST.format(encoders or repository)}"
+    (folder / "a.sh").write_text(COMMAND.format(files, words))
+    reading = translate(*dialects.read_script(from_file(folder / "a.sh")))
+    return {**reading.job, **reading.strategy}
+
+
+VACE = ("vace_blocks", "vace_patch_embedding")
+
+
+@pytest.mark.parametrize(
+    ("repository", "words", "method", "trainable"),
+    [
+        (WAN, "--trainable_models dit", "full", ()),
+        (WAN, "--lora_base_model dit --lora_rank 8", "lora", ()),
+        ("Wan-AI/Wan2.1-VACE-14B", "--trainable_models vace", "full", VACE),
+        ("Wan-AI/Wan2.2-Animate-14B", "--trainable_models animate_adapter", "full",
+         ("pose_patch_embedding", "motion_encoder", "face_encoder", "face_adapter")),
+    ],
+)  # fmt: skip
+def test_only_the_named_part_trains(
+    repository: str, words: str, method: str, trainable: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = read(tmp_path, repository, words)
+    assert (found["method"], found["trainable"]) == (method, trainable)
+
+
+@pytest.mark.parametrize("part", ["controlnet", "motion_controller", "dit.blocks.0.self_attn.q", "vace"])
+def test_a_part_beside_the_model_is_refused_by_name(part: str, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match=f"--trainable_models {part}: parts beside"):
+        read(tmp_path, WAN, f"--trainable_models {part}")
+
+
+def test_the_encoders_of_another_model_do_not_name_the_model(tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match=r"cannot tell the model from .*LongCat"):
+        read(tmp_path, "meituan-longcat/LongCat-Video", "--trainable_models dit", encoders=WAN)
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "wanted"),
+    [
+        ("wan2.2-i2v-a14b", "high", ("--extra_inputs input_image", "--max_timestep_boundary 0.358",
+                                     "--min_timestep_boundary 0\n")),
+        ("wan2.2-t2v-a14b", "low", ("--max_timestep_boundary 1 ", "--min_timestep_boundary 0.417")),
+        ("wan2.1-i2v-14b-480p", None, ("--extra_inputs input_image",)),
+        ("wan2.1-vace-14b", None, ("--extra_inputs vace_video,vace_reference_image", "--data_file_keys video,vace_")),
+    ],
+)  # fmt: skip
+def test_an_export_says_what_its_pipeline_needs(model: str, experts: str | None, wanted: tuple[str, ...]) -> None:
+    profile = lookup.model(model)
+    height, width = profile.shape.resolutions[0]
+    job = Job.read({"model": model, "method": "lora", "frames": 17, "height": height, "width": width,
+                    **({"experts": experts} if experts else {})})  # fmt: skip
+    plan = Plan(
+        job=job, strategy=Strategy(gradient_checkpointing="full"), machine=Machine(gpu="h200", host_ram=1 << 40)
+    )
+    (text,) = export(plan, "diffsynth", take_nearest=True).files.values()
+    for words in wanted:
+        assert words in text.replace("\\\n", "\n").replace(" \n", "\n") or words in text

@@ -1,0 +1,151 @@
+"""musubi-tuner as it trains: Wan 2.2's time embedding, images of video models, what its adapters are on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner import dialects
+from planner.catalog.shapes import grid
+from planner.dialects.base.script import from_file
+from planner.foreign.case import Case, settle
+from planner.foreign.check import Pricing
+from planner.layout import trainer_terms
+from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Run
+from planner.layout.trainer_terms import kohya_lora
+from planner.units import GIB
+
+COMMAND = """accelerate launch --mixed_precision bf16 src/musubi_tuner/{} --sdpa --gradient_checkpointing \\
+  --network_module networks.lora --network_dim {} --dit x_low.safetensors {}
+"""
+
+
+def case_of(folder: Path, script: str, rank: int, words: str, shape: tuple[int, int, int] | None = None) -> Case:
+    (folder / "a.sh").write_text(COMMAND.format(script, rank, words))
+    dialect, given = dialects.read_script(from_file(folder / "a.sh"))
+    told = dict(zip(("frames", "height", "width"), shape, strict=True)) if shape else {}
+    return settle(dialect, given, told, {"gpu": "h200"})
+
+
+def run_of(case: Case) -> Run:
+    facts = load_facts(case.configuration, case.model, case.gpu)
+    return lay_out(case.configuration, facts, grid(case.model, case.job), case.trainer)
+
+
+REHEARSED = {
+    ((81, 480, 832), ""): (59.86, 67.73),
+    ((81, 480, 832), "--force_v2_1_time_embedding"): (51.11, 58.83),
+    ((81, 720, 1280), ""): (101.96, 118.25),
+    ((81, 720, 1280), "--force_v2_1_time_embedding"): (81.77, 97.12),
+}
+"""Of musubi-tuner's own model code at 30c658c on a virtual GPU, I2V-A14B in bf16, rank 16, checkpointed: GiB allocated
+and reserved."""
+
+
+@pytest.mark.parametrize(("shape", "flag"), REHEARSED)
+def test_wan_2_2_holds_what_its_own_code_holds(shape: tuple[int, int, int], flag: str, tmp_path: Path) -> None:
+    case = case_of(tmp_path, "wan_train_network.py", 16, f"--task i2v-A14B {flag}", shape)
+    peaks = Pricing(case).outcome(case).estimate.phases["train"]
+    allocated, reserved = REHEARSED[shape, flag]
+    assert peaks.allocated_bytes / GIB / allocated == pytest.approx(1, abs=0.015)
+    assert peaks.reserved_bytes / GIB / reserved == pytest.approx(1, abs=0.1)
+
+
+def test_a_time_embedding_of_each_token_is_14_vectors_in_fp32(tmp_path: Path) -> None:
+    """Six that all blocks share, six with a block's own modulation, and 1 + scale twice."""
+    task = "--task t2v-A14B"
+    each, one = (case_of(tmp_path, "wan_train_network.py", 16, f"{task} {flag}", (81, 480, 832))
+                 for flag in ("", "--force_v2_1_time_embedding"))  # fmt: skip
+    assert (each.trainer, one.trainer) == ("musubi-tuner", "musubi-tuner@2.1-time-embedding")
+    peaks = [Pricing(case).outcome(case).estimate.peak.allocated_bytes for case in (each, one)]
+    assert peaks[0] - peaks[1] == pytest.approx(14 * 32_760 * 5120 * 4, rel=1e-4)
+    older = case_of(tmp_path, "wan_train_network.py", 16, "--task t2v-14B", (81, 480, 832))
+    assert Pricing(older).outcome(older).estimate.peak.allocated_bytes < peaks[1] * 1.01
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("wan_train_network.py", "--task t2v-A14B"), ("qwen_image_train_network.py", ""), ("hv_train_network.py", "")],
+)
+def test_what_its_terms_add_and_take_away_is_freed(script: str, words: str, checkpointing: str, tmp_path: Path) -> None:
+    case = case_of(tmp_path, script, 16, words).changed({"gradient_checkpointing": checkpointing})
+    run = run_of(case)
+    live = {event for event in run.load.ops if event >= 0} - {~event for event in run.load.ops if event < 0}
+    for event in run.step.ops:
+        if event >= 0:
+            assert event not in live
+            live.add(event)
+        else:
+            live.remove(~event)
+    assert live == {*live} & {*run.load.ops, *run.leftovers, *run.named("gradient").values()}
+
+
+def test_an_adapter_takes_its_layers_input_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of Wan's block, in tokens of bf16: three copies of what q, k and v share are one, attention and its output are
+    kept as they come, and nothing is in fp32 for an adapter."""
+    case = case_of(tmp_path, "wan_train_network.py", 16, "--task t2v-14B", (9, 480, 832))
+    peak = Pricing(case).outcome(case).estimate.peak.allocated_bytes
+    monkeypatch.setattr(kohya_lora, "_uncast", lambda run, stage: None)
+    casting = Pricing(case).outcome(case).estimate.peak.allocated_bytes
+    tokens = 3 * 30 * 52
+    assert (casting - peak) / (tokens * 5120 * 2) > 8
+
+
+def test_qwens_adapters_are_on_modulation_too(tmp_path: Path) -> None:
+    """networks/lora_qwen_image.py:37: no name of a layer matches ``.*(_mod_).*``. Weights, gradients and two states of
+    128 x (3072 + 6 x 3072), twice in each of 60 blocks, in fp32."""
+    case = case_of(tmp_path, "qwen_image_train_network.py", 128, "")
+    run = run_of(case)
+    names = {
+        run.program.op[event]: run.sizes[event] for event in [*run.load.ops, *run.optimizer_first.ops] if event >= 0
+    }
+    added = 4 * 128 * (3072 + 6 * 3072) * 2 * 60
+    assert names["adapters on modulation"] == added
+    assert names["states of adapters on modulation"] == pytest.approx(2 * added, rel=0.001)
+    assert trainer_terms.terms("musubi-tuner") and added / GIB == pytest.approx(1.23, abs=0.01)
+
+
+IMAGES = """[general]
+resolution = [1024, 1024]
+batch_size = 1
+[[datasets]]
+{} = "/data/x"
+cache_directory = "/data/c"
+"""
+MIXED = """[[datasets]]
+image_directory = "/data/x"
+resolution = [1024, 1024]
+batch_size = 4
+[[datasets]]
+video_directory = "/data/v"
+resolution = [832, 480]
+target_frames = [1, 25, 81]
+"""
+
+
+def shaped(folder: Path, dataset: str) -> dict[str, object]:
+    (folder / "d.toml").write_text(dataset)
+    case = case_of(folder, "wan_train_network.py", 16, "--task t2v-14B --dataset_config d.toml")
+    return case.job.to_json()
+
+
+@pytest.mark.parametrize("key", ["image_directory", "image_jsonl_file"])
+def test_a_dataset_of_images_is_one_frame_for_a_video_model(key: str, tmp_path: Path) -> None:
+    job = shaped(tmp_path, IMAGES.format(key))
+    assert (job["frames"], job["height"], job["width"], job["buckets"]) == (1, 1024, 1024, [])
+
+
+def test_clips_without_target_frames_are_one_frame(tmp_path: Path) -> None:
+    """dataset/config_utils.py:68."""
+    assert shaped(tmp_path, IMAGES.format("video_directory"))["frames"] == 1
+
+
+def test_all_datasets_count_each_with_its_own_batch(tmp_path: Path) -> None:
+    job = shaped(tmp_path, MIXED)
+    buckets = {(each["frames"], each["height"], each["batch_size"]) for each in job["buckets"]}  # type: ignore[attr-defined,index]
+    assert buckets == {(1, 1024, 4), (1, 480, 1), (25, 480, 1), (81, 480, 1)}
+    assert (job["frames"], job["height"], job["batch_size"]) == (81, 480, 1)
