@@ -77,14 +77,15 @@ def _workspace(run: Run, made: int, summed: Summed) -> int:
 
 def _is_halved(run: Run, made: int) -> bool:
     """Whether a sum is of 16 bits, by its columns: a gate's gradient has as many numbers as a bias or a norm."""
-    vectors = run.shared(_trained_elements)
-    return run.sizes[made] // 2 in vectors and run.sizes[made] // 4 not in vectors
+    lengths = run.shared(_weight_lengths)
+    return run.sizes[made] // 2 in lengths and run.sizes[made] // 4 not in lengths
 
 
-def _trained_elements(run: Run) -> frozenset[int]:
-    """How many numbers the trained weights have."""
-    number_bytes = 4 if Precision.of(run.job, run.strategy).trained == "fp32" else 2
-    return frozenset(run.sizes[buffer] // number_bytes for buffer in run.named("gradient").values())
+def _weight_lengths(run: Run) -> frozenset[int]:
+    """How many numbers the model's weights have, trained or not."""
+    precision = Precision.of(run.job, run.strategy)
+    stored = 4 if precision.trained == "fp32" and run.job.method == "full" else 2
+    return frozenset(run.sizes[buffer] // stored for buffer in run.named("weight").values())
 
 
 def _sums(run: Run) -> dict[int, Summed]:
@@ -121,11 +122,11 @@ def _summed(run: Run, events: list[int], at: int, live: dict[int, None]) -> Summ
     products = [buffer for buffer in (*gone, *scaled) if operators[buffer] == "mul"]
     others = [buffer for buffer in itertools.islice(reversed(live), NEWEST) if operators[buffer] != "mm"]
     made_bytes = _coefficient(run, events[at])
-    for buffer in products:  # a text of fixed length has rows that do not grow
-        if _coefficient(run, buffer) % made_bytes == 0 and _coefficient(run, buffer) > made_bytes:
-            return Summed(buffer, None, cast)
-    for buffer in others:
-        if _tokens(run, buffer) and _coefficient(run, buffer) % made_bytes == 0:
+    for buffer in (*products, *others):
+        whole = _coefficient(run, buffer)
+        # Of products a text of fixed length has rows too, though they do not grow.
+        rows = _tokens(run, buffer) or (buffer in products and whole > made_bytes)
+        if rows and whole % made_bytes == 0:
             return Summed(buffer, None, cast)
     return None
 

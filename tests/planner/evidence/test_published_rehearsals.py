@@ -19,7 +19,7 @@ from tests.tools.published_runs.trainer import Folders
 def test_every_rehearsed_number_is_of_a_published_row() -> None:
     rows = {row.id for row in shipped_rows()}
     peaks = published_rehearsals.rehearsed_peaks()
-    assert len(peaks) >= 35 and set(peaks) <= rows
+    assert len(peaks) >= 60 and set(peaks) <= rows
 
 
 def test_every_rehearsal_says_how_it_was_made() -> None:

@@ -64,6 +64,17 @@ def test_sums_over_a_part_of_the_tokens_are_as_long_as_that_part() -> None:
     assert sorted(workspaces(run, "transformer_blocks", 20)) == [clip] * 6 + [both] * 5 + [wide]
 
 
+def test_a_lora_of_the_modulation_sums_over_the_clip_in_its_own_format() -> None:
+    """EasyAnimate's adapters are in its modulation, whose gates, shifts and scales take a gradient of 16 bits from the
+    3,072 tokens of the clip; none of the 256 of the text takes a workspace (rehearsed with torch 2.13)."""
+    model = lookup.model("easyanimate-v5.1-7b")
+    job = job_for(model, {"method": "lora", "frames": 9, "height": 512, "width": 512})
+    strategy = Strategy(gradient_checkpointing="full", autocast="bf16")
+    configuration = Configuration.of(job, strategy, Machine(gpu="h100-80gb"))
+    run = lay_out(configuration, load_facts(configuration), grid(model, job))
+    assert workspaces(run, "transformer_blocks", 20) == [column_mean_bytes(3072, 3072, H100)] * 6
+
+
 def test_what_a_lora_does_not_train_is_not_summed() -> None:
     assert workspaces(laid_out("lora")) == []
 

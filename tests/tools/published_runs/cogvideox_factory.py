@@ -108,7 +108,7 @@ COGVIDEOX_FACTORY = PublishedTrainer(
     ),
     packages_built=("deepspeed==0.15.2",),
     environment={"DS_BUILD_OPS": "0", "DS_SKIP_CUDA_CHECK": "1", "LIBRARY_PATH": "{data}/libraries"},
-    versions=("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "torchao"),
+    versions=("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "deepspeed"),
     prepare=_prepare,
     commit=_commit,
     hollow=_hollow,
