@@ -35,9 +35,7 @@ def check_shape(model: ModelProfile, frames: int, height: int, width: int) -> No
 def _check_frames(model: ModelProfile, frames: int) -> None:
     rules = model.shape
     if model.kind == "image" and frames != 1:
-        raise VplanError(
-            f"{model.title} makes images, not {frames} frames", "use --frames 1, or choose a video model"
-        )
+        raise VplanError(f"{model.title} makes images, not {frames} frames", "use --frames 1, or choose a video model")
     if (frames - 1) % rules.frame_step:
         fix = f"use --frames {_around(frames - 1, rules.frame_step, 1)}"
         raise VplanError(f"frames {frames} is not {rules.frame_step}n+1, as {model.title} requires", fix)

@@ -35,7 +35,8 @@ def answer(line: str, code: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "question", ["suggest wan2.2-t2v-a14b --gpu rtx5070ti", "suggest wan2.1-vace-14b --gpu 4090 --host-ram 32GiB"]
+    "question",
+    ["suggest wan2.2-t2v-a14b --gpu rtx5070ti --host-ram 32", "suggest wan2.1-vace-14b --gpu 4090 --host-ram 32GiB"],
 )
 def test_host_ram_that_would_do_stands_first_and_does(question: str) -> None:
     first = answer(question, 3)["relax"][0]
@@ -45,6 +46,25 @@ def test_host_ram_that_would_do_stands_first_and_does(question: str) -> None:
     page = prose(question, 3)
     assert "not enough host RAM for a smaller one" in page
     assert f"change one of: --host-ram {first['to']} instead of" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "ram", "reserve", "notes"),
+    [
+        ("--gpu 24GB", 26, 0, ["no desktop on the card (else --reserve 1GiB)", "26 of 32 GiB of host RAM usable"]),
+        ("--gpu 24GB --os windows", 26, 1, ["a desktop on the card (--reserve)", "26 of 32 GiB of host RAM usable"]),
+        ("--gpu 24GB --os wsl --reserve 0", 16, 0, ["16 of 32 GiB of host RAM usable (--host-ram)"]),
+        ("--gpu 80GB", 122, 0, ["122 of 128 GiB of host RAM usable (--host-ram)"]),
+        ("--gpu 24GB --host-ram 32GiB --reserve 1", 32, 1, []),
+    ],
+)
+def test_the_ram_that_can_be_used_is_stated_and_a_desktop_counted(
+    words: str, ram: int, reserve: int, notes: list[str]
+) -> None:
+    found = answer(f"estimate sdxl {words}")
+    machine, said = found["machine"], [note for note in found["assumptions"] if "RAM" in note or "desktop" in note]
+    assert (machine["host_ram"] / 2**30, machine["reserve"] / 2**30) == (ram, reserve)
+    assert len(said) == len(notes) and all(one.startswith(other) for one, other in zip(said, notes, strict=True))
 
 
 def test_host_ram_is_not_offered_where_it_changes_nothing() -> None:
