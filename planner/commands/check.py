@@ -10,7 +10,7 @@ import click
 from planner import dialects
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
-from planner.commands._shared.fixes import print_fixes, print_helps
+from planner.commands._shared.fixes import print_fixes, print_helps, print_least, print_smaller
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.render import bar, counted, verdict_line
@@ -30,6 +30,7 @@ from planner.errors import VplanError
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
 from planner.foreign.oom_message import render
+from planner.foreign.smaller import with_smaller
 from planner.spec.job import Machine
 from planner.spec.plan import Plan, write_plan
 from planner.units import format_gib, format_seconds, gib
@@ -83,6 +84,7 @@ def command(
         raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
     dialect, given = dialects.read_script(script)
     found = check_case(settle(dialect, given, told, said), search)
+    found = with_smaller(found) if search else found
     plan = Plan.of(found.outcome.estimate, trainer=found.case.trainer)
     if output:
         write_plan(plan, output)
@@ -151,7 +153,8 @@ def _print_fixes(console: Console, found: Checked) -> None:
         return
     console.print()
     if not found.fixes:
-        none = "no option of this trainer makes it fit; smaller sizes and shorter clips were not tried"
-        console.print(none, style="bold", markup=False)
+        console.print("no option of this trainer makes it fit", style="bold", markup=False)
+        print_least(console, found.least)
+        print_smaller(console, found.smaller)
     print_fixes(console, estimate, found.fixes)
     print_helps(console, found.helps)
