@@ -162,10 +162,14 @@ class Builder:
         ``rungs``: the plan's ladder, which is that of its own class.
         """
         machines = []
+        own_card = lookup.parse_gpus(self.plan.machine.gpu)[1]
+        own_ram = lookup.default_host_ram(own_card, self.plan.machine.gpus, self.plan.machine.os)
         for group in lookup.gpu_classes():
             card = lookup.gpu(group.name)
-            ram = lookup.default_host_ram(card, self.plan.machine.gpus)
-            if (ram == self.plan.machine.host_ram) is not same_ram:
+            ram = lookup.default_host_ram(card, self.plan.machine.gpus, self.plan.machine.os)
+            beside_own = ram == own_ram  # the plan's computer with another card of its kind
+            ram = self.plan.machine.host_ram or ram if beside_own else ram
+            if beside_own is not same_ram:
                 continue
             self.cards[card.name] = card
             machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram, reserve=0)

@@ -40,6 +40,7 @@ __all__ = [
     "gpu_classes",
     "gpu_names",
     "grid",
+    "installed_host_ram",
     "job_for",
     "lent_traits",
     "model",
@@ -54,6 +55,12 @@ __all__ = [
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 _LONGEST_NAME = 200
 """Characters. A longer text is no name, and file systems refuse it with an error of their own."""
+SYSTEM_RAM = 6 * GIB
+"""RAM that the system, a desktop and its programs keep for themselves, bytes: of 32 GiB installed, 26 can be used.
+Under WSL Linux gets half of it all (https://learn.microsoft.com/windows/wsl/wsl-config, ``memory``: 50 % of total
+memory)."""
+DESKTOP_BYTES = GIB
+"""Device memory that a desktop and its programs hold: the reserve on Windows and WSL, where one is always there."""
 _LARGEST_CARD = 999
 """GB. A number alone is a size up to here; larger ones are names that are mistyped, as 4900."""
 
@@ -453,9 +460,17 @@ def smaller_cards(card: GpuProfile) -> tuple[GpuProfile, ...]:
     return tuple(_gpu_aliases()[_squash(name)] for name in group.smaller) if group else ()
 
 
-def default_host_ram(card: GpuProfile, gpus: int) -> int:
-    """Host RAM per node in bytes where the user gives none: 32 GiB for cards under 40 GB, 128 GiB per GPU above (DESIGN
-    section 5). A card that shares its memory with the CPU has no other RAM than its own."""
+def installed_host_ram(card: GpuProfile, gpus: int) -> int:
+    """Host RAM per node in bytes that usually stands beside such cards: 32 GiB for cards under 40 GB, 128 GiB per GPU
+    above (DESIGN section 5). A card that shares its memory with the CPU has no other RAM than its own."""
     if card.unified:
         return card.allocatable_bytes
     return 32 * GIB if card.class_gb * GB < 40 * GB else 128 * GIB * gpus
+
+
+def default_host_ram(card: GpuProfile, gpus: int, system: str = "linux") -> int:
+    """What a run can use of `installed_host_ram`, bytes: the rest is the system's. ``system``: as `Machine.os`."""
+    installed = installed_host_ram(card, gpus)
+    if card.unified:
+        return installed
+    return installed // 2 if system == "wsl" else installed - SYSTEM_RAM

@@ -12,7 +12,7 @@ import click
 from planner import dialects
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
-from planner.commands._shared.fixes import print_fixes, print_helps
+from planner.commands._shared.fixes import print_fixes, print_helps, print_least, print_smaller
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.render import bar, counted, verdict_line
@@ -34,6 +34,7 @@ from planner.errors import VplanError
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
 from planner.foreign.oom_cause import render
+from planner.foreign.smaller import with_smaller
 from planner.spec.job import Machine
 from planner.spec.plan import Plan
 from planner.units import format_gib, format_seconds, gib
@@ -106,7 +107,9 @@ def checked(said: Mapping[str, Any]) -> Checked:
     dialect, given = dialects.read_script(script)
     told = {name: said[name] for name in TOLD}
     machine = {name: value for name, value in said.items() if name in Machine.model_fields}
-    return check_case(settle(dialect, given, told, machine), not said["no_fixes"])
+    search = not said["no_fixes"]
+    found = check_case(settle(dialect, given, told, machine), search)
+    return with_smaller(found) if search else found
 
 
 def _script(words: tuple[str, ...], path: str | None) -> Script:
@@ -169,7 +172,8 @@ def _print_fixes(console: Console, found: Checked) -> None:
         return
     console.print()
     if not found.fixes:
-        none = "no option of this trainer makes it fit; smaller sizes and shorter clips were not tried"
-        console.print(none, style="bold", markup=False)
+        console.print("no option of this trainer makes it fit", style="bold", markup=False)
+        print_least(console, found.least)
+        print_smaller(console, found.smaller)
     print_fixes(console, estimate, found.fixes)
     print_helps(console, found.helps)

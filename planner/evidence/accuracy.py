@@ -268,7 +268,7 @@ def _settle(row: Row) -> tuple[Configuration, str]:
         unified=row.machine.unified or card.unified,
     )
     if machine.host_ram is None:
-        machine = machine.replace(host_ram=lookup.default_host_ram(card, machine.gpus))
+        machine = machine.replace(host_ram=lookup.installed_host_ram(card, machine.gpus))
     job = row.job.replace(model=model.name)
     configuration = Configuration.of(job, row.strategy, machine)
     check(configuration)

@@ -43,7 +43,7 @@ def card_here(typed: Machine) -> CardHere:
         why = driver["error"] or "there is none"
         raise VplanError(f"--gpu auto found no card: NVML says {why}", "pass one: --gpu 24GB")
     here, ram = cards[0], doctor.host_ram()
-    host_ram = min(ram["total_bytes"], ram["limit_bytes"] or ram["total_bytes"])
+    host_ram = ram["available_bytes"]
     name, total, used = here["name"], here["total_bytes"], here["used_bytes"] or 0
     if here["known_as"]:
         card = lookup.gpu(here["known_as"])
@@ -51,7 +51,7 @@ def card_here(typed: Machine) -> CardHere:
         card = lookup.gpu(f"{gib(total - (here['reserved_bytes'] or 0)):.4g}GiB")
     else:
         raise VplanError(f"NVML does not say how much memory {name} has", "pass it: --gpu 24GiB")
-    notes = [f"{name}, {format_gib(used)} in use by other processes"]
+    notes = [f"{name}, {format_gib(used)} in use by other processes, {format_gib(host_ram)} of host RAM available"]
     torch, release = doctor.package_version("torch"), doctor.torch_release()
     if release and "torch" not in typed.model_fields_set:
         notes.append(f"torch {release} (installed)")

@@ -23,7 +23,7 @@ from planner.foreign.case import Case, settle
 from planner.layout import margin
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
-from planner.search.screening import Screen
+from planner.search.screening import QuickEstimate, Screen
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
@@ -73,6 +73,10 @@ class Checked:
     searched: bool = True
     today: str = ""
     """the same by today's script, for one that is gone"""
+    least: Fix | None = None
+    """where no option is enough: those that together need least"""
+    smaller: tuple[Fix, ...] = ()
+    """where no option is enough: a shorter clip and a smaller size that fit"""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -95,18 +99,17 @@ class Checked:
             "ineffective": [each._asdict() for each in self.ineffective],
             "gone": [each._asdict() for each in case.given.removed],
             "unknown": list(case.given.unknown),
-            "fixes": [
-                {
-                    "change": list(fix.change),
-                    "lossy": fix.lossy,
-                    "cost": fix.cost,
-                    "estimate": fix.outcome.estimate.to_json(),
-                }
-                for fix in self.fixes
-            ],
+            "fixes": [_fix_json(fix) for fix in self.fixes],
+            "least": _fix_json(self.least) if self.least else None,
+            "smaller": [_fix_json(fix) for fix in self.smaller],
             "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
             **({"today": self.today} if self.today else {}),
         }
+
+
+def _fix_json(fix: Fix) -> dict[str, Any]:
+    estimate = fix.outcome.estimate.to_json()
+    return {"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost, "estimate": estimate}
 
 
 # ---- what happens
@@ -126,18 +129,24 @@ class Pricing:
     def may_be(self, verdict: str, case: Case) -> bool:
         """Whether, by a quick estimate, a replay could still reach the verdict ("fits" or "tight"); False when there is
         no quick estimate."""
-        screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
-        try:
-            configuration = case.configuration
-            check(configuration)
-            check_blocks(case.model, case.strategy)
-            quick = screen.quick_estimate(configuration)
-        except VplanError:  # a combination that contradicts itself, or that nothing was recorded of
+        quick = self.quick_estimate(case)
+        if quick is None:
             return False
         budget = self.gpu.allocatable_bytes - case.machine.reserve
         held = case.machine.host_ram is None or quick.host_ram_bytes <= case.machine.host_ram
         low, high = margin.interval(quick.device_bytes)
         return held and (high if verdict == "fits" else low) <= budget
+
+    def quick_estimate(self, case: Case) -> QuickEstimate | None:
+        """What a case needs, without a replay; None where it contradicts itself, or nothing was recorded of it."""
+        screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
+        try:
+            configuration = case.configuration
+            check(configuration)
+            check_blocks(case.model, case.strategy)
+            return screen.quick_estimate(configuration)
+        except VplanError:
+            return None
 
     def outcome(self, case: Case) -> CheckedEstimate:
         """The estimate of a case, with the phase and moment at which it ends if it does not fit."""
@@ -220,7 +229,7 @@ def _fixes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tuple[tuple[F
 
     Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
     """
-    moves = [move for move in (*case.dialect.moves, *smaller_batches(case.dialect)) if _is_change(case, move)]
+    moves = moves_of(case)
     enough: dict[frozenset[int], Fix] = {}
     tight: dict[frozenset[int], Fix] = {}
     helps: list[Fix] = []
@@ -267,6 +276,11 @@ def _size(fix: Fix) -> int:
     return sum(flag.startswith("--") for flag in _flags(fix)) or len(fix.change)
 
 
+def moves_of(case: Case) -> list[Move]:
+    """The changes that its trainer knows and that change something of a case."""
+    return [move for move in (*case.dialect.moves, *smaller_batches(case.dialect)) if _is_change(case, move)]
+
+
 def _is_change(case: Case, move: Move) -> bool:
     fields = case.fields
     changed = any(fields.get(name) != value for step in move.steps(fields) for name, value in step.items())
@@ -297,7 +311,7 @@ def _tried(case: Case, base: CheckedEstimate, moves: list[Move], pricing: Pricin
         lossy = bool(set(outcome.estimate.lossy) & changes.keys()) or _global_batch(other) != _global_batch(case)
         cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
         try:
-            words = tuple(word for move in moves for word in _words(case, other, move))
+            words = tuple(word for move in moves for word in move_words(case, other, move))
         except InexpressibleError:  # this script of the trainer has no word for it
             return None
         return Fix(words, cost, lossy, other, outcome)
@@ -331,7 +345,7 @@ def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
     return (Move(dict.fromkeys(fields), cost, by_fields=parts),)
 
 
-def _words(case: Case, other: Case, move: Move) -> Iterator[str]:
+def move_words(case: Case, other: Case, move: Move) -> Iterator[str]:
     """One entry: what the move's own bindings write anew, and what goes with it."""
     if move.words_for is not None:
         settings = move.words_for(case.given.settings)

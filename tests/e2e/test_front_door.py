@@ -27,7 +27,7 @@ def prose(line: str, code: int = 0) -> str:
 
 
 def answer(line: str, code: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(said(f"{line} --json", code))
+    found: dict[str, Any] = json.loads(said(line if " --json " in line else f"{line} --json", code))
     return found
 
 
@@ -35,7 +35,8 @@ def answer(line: str, code: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "question", ["suggest wan2.2-t2v-a14b --gpu rtx5070ti", "suggest wan2.1-vace-14b --gpu 4090 --host-ram 32GiB"]
+    "question",
+    ["suggest wan2.2-t2v-a14b --gpu rtx5070ti --host-ram 32", "suggest wan2.1-vace-14b --gpu 4090 --host-ram 32GiB"],
 )
 def test_host_ram_that_would_do_stands_first_and_does(question: str) -> None:
     first = answer(question, 3)["relax"][0]
@@ -45,6 +46,25 @@ def test_host_ram_that_would_do_stands_first_and_does(question: str) -> None:
     page = prose(question, 3)
     assert "not enough host RAM for a smaller one" in page
     assert f"change one of: --host-ram {first['to']} instead of" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "ram", "reserve", "notes"),
+    [
+        ("--gpu 24GB", 26, 0, ["no desktop on the card (else --reserve 1GiB)", "26 of 32 GiB of host RAM usable"]),
+        ("--gpu 24GB --os windows", 26, 1, ["a desktop on the card (--reserve)", "26 of 32 GiB of host RAM usable"]),
+        ("--gpu 24GB --os wsl --reserve 0", 16, 0, ["16 of 32 GiB of host RAM usable (--host-ram)"]),
+        ("--gpu 80GB", 122, 0, ["122 of 128 GiB of host RAM usable (--host-ram)"]),
+        ("--gpu 24GB --host-ram 32GiB --reserve 1", 32, 1, []),
+    ],
+)
+def test_the_ram_that_can_be_used_is_stated_and_a_desktop_counted(
+    words: str, ram: int, reserve: int, notes: list[str]
+) -> None:
+    found = answer(f"estimate sdxl {words}")
+    machine, said = found["machine"], [note for note in found["assumptions"] if "RAM" in note or "desktop" in note]
+    assert (machine["host_ram"] / 2**30, machine["reserve"] / 2**30) == (ram, reserve)
+    assert len(said) == len(notes) and all(one.startswith(other) for one, other in zip(said, notes, strict=True))
 
 
 def test_host_ram_is_not_offered_where_it_changes_nothing() -> None:
@@ -206,3 +226,50 @@ def test_an_image_model_is_asked_about_images() -> None:
     assert "makes images, so there is no longest clip" in said("suggest sdxl --gpu 24GB --frames max", 1)
     page = said("suggest klein --gpu 96GB --gradient-checkpointing full")
     assert re.search(r"model +image +verdict", page) and " 1024x1024 " in page
+
+
+# ---- seconds
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("wan2.1-t2v-1.3b --gpu 8GB --frames 81", "come over PCIe 4.0 x8 (12.5 GB/s) while others compute, and hide"),
+        ("flux.1-dev --gpu 8GB --resolution 256x256", "come over PCIe 4.0 x8 (12.5 GB/s), and the step waits for them"),
+    ],
+)
+def test_swap_names_the_link_it_hides_behind(question: str, words: str) -> None:
+    page = prose(f"suggest {question} --host-ram 64 --gradient-checkpointing full")
+    assert words in page
+
+
+# ---- another trainer's command that no option helps
+
+
+MUSUBI = (
+    "--frames {} --height 720 --width 1280 -- accelerate launch src/musubi_tuner/wan_train_network.py "
+    "--task t2v-14B --dit wan.safetensors --dataset_config d.toml --sdpa --mixed_precision bf16 --fp8_base "
+    "--network_module networks.lora_wan --network_dim 32 --gradient_checkpointing --blocks_to_swap 30"
+)
+
+
+def test_check_ends_with_a_shorter_clip_that_fits_and_the_least_it_can_reach() -> None:
+    found = answer(f"check --json --gpu 16GB {MUSUBI.format(81)}", 3)
+    assert not found["fixes"]
+    least, (shorter, *_) = found["least"], found["smaller"]
+    assert least["estimate"]["verdict"] == "no" and any("--blocks_to_swap 39" in part for part in least["change"])
+    assert least["estimate"]["peak"]["device_bytes"] < found["estimate"]["peak"]["device_bytes"]
+    frames = shorter["estimate"]["job"]["frames"]
+    assert shorter["cost"] == "shorter clips" and 1 <= frames < 81
+    assert f"target_frames = [{frames}]" in shorter["change"][0]
+    page = prose(f"check --gpu 16GB {MUSUBI.format(81)}", 3)
+    assert re.search(r"the least it reaches is [\d.]+ GiB, with --\w+", page)
+    assert f"shorter clips fit: {shorter['change'][0]}" in page
+
+
+def test_the_shorter_clip_is_the_longest_that_fits_as_it_is() -> None:
+    question = f"check --json --no-fixes --gpu 16GB {MUSUBI}"
+    frames = answer(f"check --json --gpu 16GB {MUSUBI.format(81)}", 3)["smaller"][0]["estimate"]["job"]["frames"]
+    assert answer(question.format(frames))["verdict"] == "fits"
+    assert CliRunner().invoke(cli, question.format(frames + 4).split(), env=HERE).exit_code in (0, 3)
+    assert '"verdict": "fits"' not in CliRunner().invoke(cli, question.format(frames + 4).split(), env=HERE).stdout

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from planner.commands._shared.render import VERDICTS
-from planner.units import gib
+from planner.units import format_seconds, gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,27 @@ def print_helps(console: Console, helps: Iterable[Fix]) -> None:
         console.print(
             f"helps, but not enough by itself: {' '.join(fix.change)} ({fix.cost})", style="dim", markup=False
         )
+
+
+def print_least(console: Console, least: Fix | None) -> None:
+    """What all options together come to, where that is not enough."""
+    if least is not None:
+        need = gib(least.outcome.estimate.peak.device_bytes)
+        console.print(f"the least it reaches is {need:.1f} GiB, with", style="bold", markup=False)
+        for part in least.change:
+            console.print(f"  {part}", markup=False, soft_wrap=True)
+
+
+def print_smaller(console: Console, smaller: Iterable[Fix]) -> None:
+    """Shorter clips and smaller sizes that fit: another training, which is not called lossless."""
+    for fix in smaller:
+        console.print(f"{fix.cost} fit:", style="bold", markup=False)
+        for part in fix.change:
+            console.print(f"  {part}", markup=False, soft_wrap=True)
+        found = fix.outcome.estimate
+        low, high = gib(found.low_bytes), gib(found.high_bytes)
+        need = f"{gib(found.peak.device_bytes):.1f} GiB ({low:.1f} to {high:.1f})"
+        console.print(f"    fits, {need}, {format_seconds(found.step_seconds)} a step", markup=False)
 
 
 def _effect(before: Estimate, fix: Fix) -> str:

@@ -5,6 +5,7 @@ It holds at 80 columns: tables keep their numbers and wrap their words. Rich lea
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -180,6 +181,8 @@ def print_suggestion(console: Console, question: Question, found: Suggestion) ->
     if told:
         console.print()
         console.print(table(("effect of each option", ">GiB", ">s/step"), map(_switch_row, told)))
+        for switch in (switch for switch in told if switch.field == "swap_blocks"):
+            console.print(_swap_note(question, plan, switch), style="dim")
     if found.alternatives:
         console.print()
         console.print(runners_up(found.alternatives))
@@ -238,6 +241,22 @@ def _short_of(plan: Estimate, relax: Sequence[Relaxed]) -> str:
         return f" with {format_gib(ram)} of host RAM; not enough host RAM for a smaller one"
     short = " and host RAM" if ram is not None and plan.host_ram_bytes > ram else ""
     return f"; not enough GPU memory{short}"
+
+
+HIDDEN = 0.01
+"""Share of a step's seconds below which what swap costs is said to be hidden."""
+
+
+def _swap_note(question: Question, plan: Estimate, switch: Switch) -> str:
+    """Over which link swapped blocks come, and whether the step waits for them."""
+    links = plan.machine.links
+    own = links.host_gbs if links else None
+    pcie = re.fullmatch(r"pcie(\d)x(\d+)", question.gpu.link)
+    name = f"PCIe {pcie[1]}.0 x{pcie[2]}" if pcie and own is None else "the host link"
+    link = f"{name} ({own or question.gpu.link_gbs:g} GB/s)"
+    if switch.step_seconds < HIDDEN * plan.step_seconds:
+        return f"swapped blocks come over {link} while others compute, and hide behind them: a slower link would show"
+    return f"swapped blocks come over {link}, and the step waits for them: a faster link would help"
 
 
 def _switch_row(switch: Switch) -> tuple[str, str, str]:

@@ -27,7 +27,7 @@ from planner.schema import Record
 from planner.search.question import Question
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan
-from planner.units import format_gib
+from planner.units import GIB, format_gib
 
 if TYPE_CHECKING:
     from planner.evidence.this_machine import CardHere
@@ -136,11 +136,21 @@ class TypedQuestion(NamedTuple):
             said["gpus"] = count
         said.setdefault("unified", card.unified)
         machine = Machine.read(said)
+        if machine.os != "linux" and "reserve" not in said:
+            machine = machine.replace(reserve=lookup.DESKTOP_BYTES)
+            notes.append("a desktop on the card (--reserve)")
+        elif "reserve" not in said and self.plan is None and card.class_gb < 40 and not card.unified:
+            notes.append(f"no desktop on the card (else --reserve {lookup.DESKTOP_BYTES / GIB:.0f}GiB)")
         if machine.host_ram is None and self.plan is not None and self.plan.trainer != "vplan":
             notes.append("host RAM not checked; pass --host-ram 64GiB")
         elif machine.host_ram is None:
-            machine = machine.replace(host_ram=lookup.default_host_ram(card, machine.gpus))
-            notes.append(f"host RAM {format_gib(machine.host_ram or 0)}")
+            usable, installed = (
+                lookup.default_host_ram(card, machine.gpus, machine.os),
+                lookup.installed_host_ram(card, machine.gpus),
+            )
+            machine = machine.replace(host_ram=usable)
+            of_all = f" of {installed / GIB:.0f}" if usable < installed else ""
+            notes.append(f"{usable / GIB:.0f}{of_all} GiB of host RAM usable (--host-ram)")
         return machine
 
 

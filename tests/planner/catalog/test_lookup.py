@@ -402,9 +402,9 @@ def test_a_missing_file_is_named(elsewhere: Path) -> None:
 
 
 def test_host_ram_when_nobody_says() -> None:
-    assert lookup.default_host_ram(gpu("24GB"), 2) == 32 * GIB
-    assert lookup.default_host_ram(gpu("a100-40gb"), 2) == 256 * GIB
-    assert lookup.default_host_ram(gpu("h100"), 8) == 1024 * GIB
+    assert lookup.default_host_ram(gpu("24GB"), 2) == 26 * GIB
+    assert lookup.default_host_ram(gpu("a100-40gb"), 2) == 250 * GIB
+    assert lookup.default_host_ram(gpu("h100"), 8, "wsl") == 512 * GIB
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="no published measurements here yet")

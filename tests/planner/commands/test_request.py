@@ -50,9 +50,9 @@ def test_defaults_are_taken_and_said() -> None:
     request = settle(WAN, "--gpu", "24GB")
     job = request.job
     assert (job.frames, job.height, job.width, job.lora_rank, job.batch_size) == (81, 480, 832, 16, 1)
-    assert request.machine == Machine(gpu="24GB", gpus=1, host_ram=32 * GIB)
+    assert request.machine == Machine(gpu="24GB", gpus=1, host_ram=26 * GIB)
     said = " | ".join(request.assumptions)
-    assert all(word in said for word in ("81 frames", "480x832", "rank 16", "32.0 GiB"))
+    assert all(word in said for word in ("81 frames", "480x832", "rank 16", "26 of 32 GiB"))
     assert request.strategy.weights_dtype == "bf16"
 
 
@@ -201,7 +201,7 @@ def test_flags_change_a_plan(plan: str) -> None:
     assert (request.job.frames, request.job.lora_rank, request.strategy.swap_blocks) == (49, 8, 0)
     assert request.strategy.gradient_checkpointing == "full"
     # Another card is another computer.
-    assert request.machine == Machine(gpu="rtx4090", gpus=2, host_ram=32 * GIB)
+    assert request.machine == Machine(gpu="rtx4090", gpus=2, host_ram=26 * GIB)
 
 
 def test_train_asks_for_weights_before_it_plans_or_writes(plan: str, tmp_path: Path) -> None:
