@@ -393,7 +393,7 @@ def _class_card(group: GpuClass) -> GpuProfile:
 
 def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
     """Exactly the budget asked for, with the kernels, rates and context of the nearest reference card."""
-    budget = parse_bytes(number + unit, "--gpu")
+    budget = parse_bytes(number + unit.upper().replace("I", "i"), "--gpu")
     if not GIB <= budget <= 1024 * GIB:
         side = "smaller" if budget < GIB else "larger"
         raise VplanError(f"--gpu {quoted(text)} is {side} than any card", "use a class (24GB) or a budget (23.5GiB)")

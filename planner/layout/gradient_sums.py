@@ -77,7 +77,7 @@ def _workspace(run: Run, made: int, summed: Summed) -> int:
 
 def _is_halved(run: Run, made: int) -> bool:
     """Whether a sum is of 16 bits, by its columns: a gate's gradient has as many numbers as a bias or a norm."""
-    lengths = run.shared(_weight_lengths)
+    lengths = run.shared_at_shape(_weight_lengths)
     return run.sizes[made] // 2 in lengths and run.sizes[made] // 4 not in lengths
 
 

@@ -6,7 +6,6 @@ To add a strategy field, write a function on a Run that changes its stages in pl
 from __future__ import annotations
 
 from planner.layout import trainer_terms
-from planner.layout.context_parallel import context_parallel
 from planner.layout.cublas import cublas_workspace, workspaces_at_use
 from planner.layout.experts import experts, waiting_gradients
 from planner.layout.gradient_sums import gradient_sums
@@ -20,6 +19,7 @@ from planner.layout.phases import residents, saving, validation
 from planner.layout.recorded_run import add_optimizer, recorded_step
 from planner.layout.run import Facts, Run, Transform
 from planner.layout.sampling import sampling
+from planner.layout.sharding.context_parallel import context_parallel
 from planner.layout.sharding.fsdp import fsdp
 from planner.layout.sharding.nvme import check_buffers
 from planner.layout.sharding.zero import zero

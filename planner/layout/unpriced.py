@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from planner.catalog.shapes import grids
 from planner.errors import NotEstimatedError
-from planner.layout import attention_kernel, context_parallel
+from planner.layout import attention_kernel
 from planner.layout.run import Facts
+from planner.layout.sharding import context_parallel
 from planner.spec.combinations.combination import first_refusal
 from planner.spec.combinations.estimate_gaps import ESTIMATE_GAPS
 from planner.spec.configuration import Configuration

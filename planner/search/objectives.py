@@ -14,7 +14,7 @@ from typing import NamedTuple
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
 from planner.errors import ContradictionError, VplanError
-from planner.layout import context_parallel
+from planner.layout.sharding import context_parallel
 from planner.search.cost import TIGHTEST
 from planner.search.question import Question, Relaxed, Suggestion
 from planner.search.search import Search

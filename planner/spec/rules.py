@@ -9,7 +9,7 @@ from planner.spec.job import Job, Machine, Strategy
 DEEPSPEED = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "autocast": "none", "master_weights": "fp32"}
 """What DeepSpeed's ZeRO makes of a module: 16 bits throughout, and an fp32 master of what is trained. Context
 parallelism trains the same, as its attention's backward does not run under autocast (see
-`planner.layout.context_parallel`)."""
+`planner.layout.sharding.context_parallel`)."""
 
 
 ResolvedStrategy = NewType("ResolvedStrategy", Strategy)

@@ -86,9 +86,9 @@ module.cores = lambda: 3
 def busy():
     return work
 def work(name):
+    os.write(1, b"%d\\n" % os.getpid())  # as one: they all write to one pipe
     if name == "idle":
-        return print(os.getpid(), flush=True)
-    print(os.getpid(), flush=True)
+        return
     end = time.time() + 60
     while time.time() < end:  # in Python, as a search is
         pass

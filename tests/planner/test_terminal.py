@@ -98,7 +98,12 @@ def test_nothing_of_a_foreign_file_steers_the_terminal(case: str, tmp_path: Path
     (tmp_path / "config.yaml").write_text(json.dumps(CONFIG))  # JSON is YAML
     (tmp_path / "plan.toml").write_text(plan_text(model=HOSTILE))
     (tmp_path / "field.toml").write_text(plan_text() + f"{json.dumps(HOSTILE)} = 1\n")
-    row = {"id": HOSTILE, "job": {"model": HOSTILE}, "strategy": {}, "machine": {"gpu": "24GB"}}
+    row = {
+        "id": HOSTILE,
+        "job": {"model": HOSTILE, "frames": 1, "height": 64, "width": 64},
+        "strategy": {},
+        "machine": {"gpu": "24GB"},
+    }
     row |= {"measured": {"outcome": "ok"}, HOSTILE: 1}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     written = on_a_terminal(tmp_path, *COMMANDS[case])
