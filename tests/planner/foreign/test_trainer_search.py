@@ -49,6 +49,7 @@ def test_export_of_a_model_plans_first(tmp_path: Path) -> None:
     assert done["trainer"] == "musubi-tuner" and (tmp_path / "out" / "train.sh").is_file()
     suggested = run("suggest", *words, "--for", "musubi-tuner")
     assert done["estimate"]["peak"] == suggested["plan"]["peak"] and not done["changed"]
+    assert vplan.suggest(words[0], gpu="24GB", frames=33, trainer="musubi").estimate.to_json() == suggested["plan"]
     again = run("suggest", *words, "--for", "musubi", "-o", str(tmp_path / "plan.toml"))
     assert vplan.read_plan(tmp_path / "plan.toml").trainer == "musubi-tuner" and again["files"] == []
 
