@@ -44,14 +44,15 @@ class VplanError(ValueError):
         self.exit_code = exit_code
 
 
-def suggest(model: str | None = None, **options: Any) -> PlanAnswer:
+def suggest(model: str | None = None, *, trainer: str | None = None, **options: Any) -> PlanAnswer:
     """The best way to train a model on a card, as `vplan suggest` finds it.
 
     Options are those of the command line, with underscores: `gpu="24GB", frames=81, vae_tiling=True`. The plan has
     `estimate`, `ladder` (the next plans to step down to), `alternatives` and `switches`; `save`, `report` and `export`
-    write it. Where nothing fits it is the tightest one, and its verdict `no`.
+    write it. Where nothing fits it is the tightest one, and its verdict `no`. `trainer`: search what that one can
+    express, as `--for` does.
     """
-    answer: PlanAnswer = _api().suggest(options, _options({"model": model, **options}))
+    answer: PlanAnswer = _api().suggest(options, _options({"model": model, "for": trainer, **options}))
     return answer
 
 

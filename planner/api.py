@@ -27,6 +27,7 @@ from planner.commands._shared.request import question_of
 from planner.errors import VplanError
 from planner.foreign import export as exports
 from planner.foreign.check import Checked
+from planner.foreign.trainer_search import suggest_for, trainer_of
 from planner.garbage_collection import without_garbage_collection
 from planner.search.question import Suggestion, Switch
 from planner.search.suggester import Suggester
@@ -227,8 +228,13 @@ def suggest(options: Mapping[str, Any], words: Words) -> PlanAnswer:
     said = question_of(_values(suggest_command.command, "suggest", options, words), own_card=True)
     asked = said["asked"]
     question = asked.settle()._replace(allow_lossy=said["allow"] is not None)
-    found = Suggester(asked.trainer, said["prefer"]).suggest(question)
-    plan = found.to_plan(asked.trainer)
+    trainer = asked.trainer
+    if said["trainer"] is None:
+        found = Suggester(trainer, said["prefer"]).suggest(question)
+    else:
+        trainer = trainer_of(said["trainer"])
+        question, found = suggest_for(question, trainer, said["prefer"])
+    plan = found.to_plan(trainer)
     return _plan_answer(plan, found, lambda console: render.print_suggestion(console, question, found))
 
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
+from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import Verb, examples, json_option, show, starting_with
+from planner.errors import VplanError
 from planner.foreign.export import export, flags_of, targets, write_files
-from planner.spec.plan import read_plan
+from planner.foreign.trainer_search import suggest_for, trainer_of
 from planner.terminal import echo
 from planner.units import format_gib
 
@@ -35,10 +37,11 @@ def _complete(_context: click.Context, _option: click.Parameter, incomplete: str
     epilog=examples(
         "vplan export plan.toml --to musubi-tuner -o out",
         "vplan export plan.toml --to diffusion-pipe -o out --nearest",
+        "vplan export wan2.1-t2v-14b --to musubi-tuner --gpu 24GB -o out",
         "vplan export plan.toml --to accelerate -o out --json",
     ),
 )
-@click.argument("plan", metavar="PLAN.toml")
+@request_options(searched=True)
 @click.option("--to", "name", required=True, metavar="TRAINER", shell_complete=_complete, help="Trainer to write for; "
               "`accelerate` writes accelerate and DeepSpeed configs for your own script.")  # fmt: skip
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write the files to.")
@@ -49,13 +52,23 @@ def _complete(_context: click.Context, _option: click.Parameter, incomplete: str
               help="Print docs/trainers.md: which plan fields each trainer supports.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 @json_option
-def command(plan: str, name: str, output: str, nearest: bool, force: bool, as_json: bool) -> int:
+def command(asked: TypedQuestion, name: str, output: str, nearest: bool, force: bool, as_json: bool) -> int:
     """Write a plan as another trainer's files: complete, ready to start, with a comment for each field of the plan.
 
-    What that trainer does not support is refused by name, and the nearest plan it supports is offered. What only you
-    know (paths of data and weights) is at the top, to be filled in.
+    What that trainer does not support is refused by name, and the nearest plan it supports is offered. Given a model
+    and a card instead, the best plan that the trainer can express is searched first. What only you know (paths of data
+    and weights) is at the top, to be filled in.
     """
-    done = export(read_plan(plan), name, nearest)
+    if asked.plan is not None and not asked.typed:
+        plan = asked.plan
+    else:
+        _, found = suggest_for(asked.settle(), name)
+        plan = found.to_plan(trainer_of(name))
+        if found.plan.verdict == "no":
+            fault = f"no plan of {plan.job.model} fits as {name} trains it: at least {format_gib(found.plan.low_bytes)}"
+            raise VplanError(fault, f"see `vplan suggest {plan.job.model} --for {name}` with the same options", 3)
+    done = export(plan, name, nearest)
+    name = done.trainer
     paths = write_files(done, Path(output), force)
     estimate = done.plan.estimate
     answer = {

@@ -57,6 +57,11 @@ STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim", "ok": "g
 @click.option(
     "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="cpu: skip the GPU checks.  [default: cuda]"
 )
+@click.option(
+    "--login-node/--no-login-node",
+    default=None,
+    help="Check what a machine without the GPUs can check.  [default: where sbatch, qsub or bsub is, and no GPU]",
+)
 @json_option
 def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> int:
     """Check whether a plan can start on this machine now, and what prevents it.
@@ -64,6 +69,9 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
     Checks the free memory of each card and which processes hold the rest, host RAM and its limits, disk space, the
     versions the plan was measured with, and the data. Exit code 0: it can start; 1: something is wrong; 3: it does not
     fit; 4: a probe failed.
+
+    On a login node it checks the plan, the disk, the versions and the data. `vplan train` makes all checks again when
+    the job starts: `vplan train plan.toml ... --slurm job.sh` writes such a job.
     """
     if (path is None) == (named is None):
         raise VplanError("pass one plan", "as vplan preflight plan.toml", USAGE)
@@ -77,6 +85,7 @@ def command(path: str | None, named: str | None, as_json: bool, **said: Any) -> 
         wait_seconds=parse_wait(said["wait"]),
         skip_bad=said["skip_bad"],
         probe=said["probe"],
+        login_node=said["login_node"],
     )
     report = preflight(plan, asked, lambda text: echo(text, err=True))
     answer, fault = report.to_json(), report.fault
@@ -108,6 +117,7 @@ def _render(console: Console, report: PreflightReport, plan: Plan, path: str) ->
     if not report.fault and console.is_terminal:
         verb = "report" if plan.job.method == "sample" else "train"
         more = "" if verb == "report" else " --data DIR --output DIR --weights DIR"
+        more += " --slurm job.sh" if more and report.login_node else ""
         console.print()
         console.print(f"next: {shlex.join(['vplan', verb, path])}{more}", style="bold", markup=False, soft_wrap=True)
 
@@ -117,7 +127,8 @@ def _print_verdict(console: Console, report: PreflightReport) -> None:
     from rich.text import Text
 
     style = "bold red" if report.fault else "bold green"
-    line = Text("it cannot start" if report.fault else "it can start", style)
+    good = "it can be submitted" if report.login_node else "it can start"
+    line = Text("it cannot start" if report.fault else good, style)
     need, found = report.need, report.estimate
     free = [card["free_bytes"] for card in report.gpus if card["free_bytes"] is not None]
     whole = min(free) if free else found.budget_bytes if found else None

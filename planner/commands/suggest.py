@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
 from planner.catalog import lookup
 from planner.commands import USAGE
@@ -17,11 +19,13 @@ from planner.commands._shared.verb import (
     DOES_NOT_FIT,
     Verb,
     examples,
+    forced,
     json_option,
     output_option,
     report_option,
     save_plan,
     show,
+    starting_with,
     verdict_exit_code,
     write_report,
 )
@@ -39,12 +43,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def _complete_trainer(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from planner.foreign.export import targets
+
+    return starting_with(targets(), incomplete)
+
+
 @click.command(
     cls=Verb,
     epilog=examples(
         "vplan suggest --gpu 24GB --frames 81",
         "vplan suggest wan2.1-i2v-14b-480p --gpu h100-80gb --frames 129 -o plan.toml",
         "vplan suggest flux.1-dev --method full",
+        "vplan suggest wan2.1-t2v-14b --gpu 24GB --for musubi-tuner -o out",
         "vplan suggest wan2.1-t2v-14b --gpu rtx4090 --frames max",
         "vplan suggest wan2.1-t2v-1.3b --steps 2000 --price 24GB=0.4 --price 80GB=2.5",
     ),
@@ -60,6 +71,14 @@ if TYPE_CHECKING:
 @click.option(
     "--allow", "allow", type=click.Choice(["lossy"]), help="Also consider lossy options when a lossless plan fits."
 )
+@click.option(
+    "--for",
+    "trainer",
+    metavar="TRAINER",
+    is_eager=True,
+    shell_complete=_complete_trainer,
+    help="Search what this trainer can express (musubi-tuner, ...), as it trains; -o DIR writes its files.",
+)
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @output_option("the plan")
 @report_option
@@ -68,6 +87,7 @@ def command(
     asked: TypedQuestion,
     prefer: str,
     allow: str | None,
+    trainer: str | None,
     strict: bool,
     output: str | None,
     report: str | None,
@@ -82,6 +102,12 @@ def command(
     """
     started = time.perf_counter()
     length = asked_length(said, [] if asked.gpu else [group.name for group in lookup.gpu_classes()])
+    if trainer is not None:
+        if length:
+            raise VplanError(
+                f"hours of a whole job are told of vplan's own trainer, not of {trainer}", "leave out --for"
+            )
+        return _for_trainer(asked, trainer, prefer, allow is not None, _Outputs(output, report, as_json, strict))
     if asked.model is None and asked.gpu is None:
         raise VplanError("no --model and no --gpu", "pass one of them, as --gpu 24GB", USAGE)
     several = lookup.several(asked.model) if asked.model and asked.gpu else ()
@@ -124,6 +150,42 @@ def command(
     show(answer, as_json, print_table)
     verdicts = [row.plan.verdict for row in rows if row.plan]
     return min((verdict_exit_code(verdict, strict=strict) for verdict in verdicts), default=DOES_NOT_FIT)
+
+
+class _Outputs(NamedTuple):
+    """Where the answer goes, and whether a tight one is one."""
+
+    output: str | None
+    report: str | None
+    as_json: bool
+    strict: bool
+
+
+def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, to: _Outputs) -> int:
+    """The best plan that another trainer can express; its files too, where a folder is named."""
+    from planner.foreign.export import check_target, export, write_files  # other questions start faster without
+    from planner.foreign.trainer_search import suggest_for, trainer_of
+
+    started = time.perf_counter()
+    question, suggestion = suggest_for(asked.settle()._replace(allow_lossy=lossy), trainer, prefer)
+    trainer = check_target(trainer)
+    plan = suggestion.to_plan(trainer_of(trainer))
+    answer = suggestion.to_json(time.perf_counter() - started)
+    written: list[str] = []
+    if to.output and to.output.endswith(".toml"):
+        save_plan(plan, to.output)
+    elif to.output and suggestion.plan.verdict != "no":
+        written = [str(path) for path in write_files(export(plan, trainer), Path(to.output), forced())]
+    if to.report:
+        write_report(to.report, [(to.output or "plan.toml", plan)])
+
+    def render_all(console: Console) -> None:
+        render.print_suggestion(console, question, suggestion)
+        for path in written:
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+    show({**answer, "trainer": trainer, "files": written}, to.as_json, render_all)
+    return verdict_exit_code(suggestion.plan.verdict, strict=to.strict)
 
 
 class _Table:

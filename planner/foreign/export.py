@@ -67,6 +67,15 @@ def targets() -> tuple[str, ...]:
     return (*sorted(name for name, dialect in dialects.all_dialects().items() if dialect.files is not None), SLURM)
 
 
+def check_target(name: str) -> str:
+    """The target of a name, or of the only one that begins so (`musubi`); a VplanError for any other."""
+    begun = [target for target in targets() if target.startswith(name.lower())]
+    if name in targets() or (len(begun) == 1 and name):
+        return name if name in targets() else begun[0]
+    listed = "export supports " + ", ".join(targets())
+    raise VplanError(f"there is no export to {name!r}", did_you_mean(name, targets(), listed))
+
+
 def fields_of(plan: Plan) -> Fields:
     """The plan in the names that bindings use: Job's, Strategy's once everything open is filled in, gpus and nodes."""
     strategy = plan.configuration.strategy
@@ -136,9 +145,7 @@ def priced(plan: Plan, trainer: str) -> Estimate | None:
 def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     """The files that make a trainer do this plan. What it cannot express is a VplanError that offers the nearest plan
     that it can; with `take_nearest` that one is exported. One that does not fit as that trainer trains is exit 3."""
-    if name not in targets():
-        listed = "export supports " + ", ".join(targets())
-        raise VplanError(f"there is no export to {name!r}", did_you_mean(name, targets(), listed))
+    name = check_target(name)
     if name == SLURM:
         return _slurm(plan)
     dialect = dialects.dialect(name)

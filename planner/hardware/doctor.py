@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,6 +89,17 @@ def gpus() -> tuple[Facts, list[Facts]]:
         return driver, [_card(index) for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0)]
     finally:
         pynvml.nvmlShutdown()
+
+
+SCHEDULERS = {"sbatch": "SLURM_JOB_ID", "qsub": "PBS_JOBID", "bsub": "LSB_JOBID"}
+"""Commands that submit a job (Slurm, PBS, LSF), and the variable that each sets inside one."""
+
+
+def submits_with() -> str | None:
+    """The command that submits jobs from here; None where there is none, and inside a job."""
+    if any(os.environ.get(variable) for variable in SCHEDULERS.values()):
+        return None
+    return next((command for command in SCHEDULERS if shutil.which(command)), None)
 
 
 def visible() -> tuple[Facts, list[Facts]]:

@@ -55,6 +55,7 @@ def slurm_script(
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
         "# Add what your cluster needs: --partition, --account; --time is an estimate.",
+        "# vplan train begins with the pre-flight checks on each node, and ends the job where one fails.",
         "set -euo pipefail",
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # since Slurm 22.05 srun does not take it from sbatch",
         "code=0",

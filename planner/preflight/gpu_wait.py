@@ -23,7 +23,7 @@ def cards_of(plan: Plan) -> list[Facts]:
     """The cards that will train, as NVML shows them now. Raises a VplanError when one is missing or does not answer."""
     driver, cards = doctor.visible()
     if driver["error"]:
-        fix = "run it on a machine with one; `--device cpu` checks the rest, and is for tiny models"
+        fix = "run it on a machine with one; without one: --device cpu for tiny models, --login-node to check all else"
         raise VplanError(f"training needs a GPU; NVML reports: {driver['error']}", fix)
     wanted = plan.machine.gpus
     if len(cards) < wanted:

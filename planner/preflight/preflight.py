@@ -41,6 +41,8 @@ class PreflightReport:
     measurement: Facts | None = None
     waited_seconds: float = 0.0
     data: Facts = field(default_factory=dict)
+    login_node: bool = False
+    """whether the GPUs are those of another machine, which a job finds"""
 
     @property
     def fault(self) -> Check | None:
@@ -57,6 +59,7 @@ class PreflightReport:
         need = self.need
         return {
             "verdict": "no" if self.fault else "go",
+            "login_node": self.login_node,
             "checks": [
                 {"name": one.name, "level": one.level, "message": one.what, "fix": one.fix} for one in self.checks
             ],
@@ -84,6 +87,8 @@ class PreflightOptions:
     wait_seconds: float = 0.0
     skip_bad: bool = False
     probe: bool = False
+    login_node: bool | None = False
+    """whether this machine only submits jobs; None: where it has no GPU, and a command for that"""
 
 
 def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] = lambda text: None) -> PreflightReport:
@@ -92,7 +97,8 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
     `say` gets a line when something is waited for or takes long.
     """
     cards: list[Facts] = []
-    if options.device == "cuda":
+    submits = _is_login_node(options)
+    if options.device == "cuda" and not submits:
         cards = cards_of(plan)
     rehearses = WorkerPython().is_virtual
     estimate, checks = estimated(plan, must=options.device == "cuda" and not options.probe and not rehearses)
@@ -109,7 +115,11 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
         cards, waited_seconds = wait(plan, need, cards, options.wait_seconds, say)
     if need and cards:
         checks += [entry for card in cards for entry in on_card(card, need)]
-    checks += list(on_host(plan, estimate))
+    if submits:
+        what = "no GPU is asked for on a login node: the job checks GPUs, their free memory and host RAM as it starts"
+        checks.append(Check("GPU", "note", what))
+    else:
+        checks += list(on_host(plan, estimate))
     if rehearses:  # what it takes is what the rehearsal is to find out
         checks = [each._replace(level="warning") if each.exit_code == SHORT else each for each in checks]
     output = options.output or Path.cwd()
@@ -123,7 +133,17 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
     if options.probe and not any(entry.level == "error" for entry in checks):  # it would fail for a known reason
         row, more = _probed(plan, options.device, cards, say)
         checks += more
-    return PreflightReport(tuple(checks), estimate, need, tuple(cards), row, waited_seconds, data)
+    return PreflightReport(tuple(checks), estimate, need, tuple(cards), row, waited_seconds, data, submits)
+
+
+def _is_login_node(options: PreflightOptions) -> bool:
+    """Whether this machine's own GPUs do not count. Raises a VplanError for a probe there."""
+    submits = options.login_node
+    if submits is None:
+        submits = options.device == "cuda" and bool(doctor.gpus()[0]["error"]) and doctor.submits_with() is not None
+    if submits and options.probe:
+        raise VplanError("a login node has no GPU to probe on", "leave --probe out here, and put it into the job")
+    return submits
 
 
 def ready(plan: Plan) -> Plan:

@@ -5,6 +5,7 @@ One `Suggester` answers questions about several models and cards, and reads each
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from planner.catalog import lookup
@@ -16,6 +17,7 @@ from planner.layout.correction import ModelMeasurements
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
 from planner.search.objectives import chosen_objective, frames, largest, one_gpu, other_kind, relaxed
+from planner.search.policy import Policy
 from planner.search.question import Question, Relaxed, Suggestion
 from planner.search.screening import Screen
 from planner.search.search import Search
@@ -27,9 +29,13 @@ OTHER_CARD = 0.02
 
 
 class Suggester:
-    """Suggests plans for questions of one trainer. ``prefer``: "speed", or a name in `objectives.PREFERRED`."""
+    """Suggests plans for questions of one trainer. ``prefer``: "speed", or a name in `objectives.PREFERRED`.
+    ``policy``: what of a question is a candidate, where not everything is."""
 
-    def __init__(self, trainer: str = "vplan", prefer: str = "speed") -> None:
+    def __init__(
+        self, trainer: str = "vplan", prefer: str = "speed", policy: Callable[[Question], Policy] | None = None
+    ) -> None:
+        self.policy = policy
         self.trainer = trainer
         self.prefer = prefer
         self.screen = Screen(self._facts, trainer)
@@ -68,7 +74,8 @@ class Suggester:
         """A search for a question, with what measurements of its model on its card say."""
         self._cards[question.machine.gpu] = question.gpu
         measurements = self._measurements_of(question.model.name, question.gpu)
-        return Search(question._replace(learned=measurements), self.screen)
+        question = question._replace(learned=measurements)
+        return Search(question, self.screen, self.policy(question) if self.policy else None)
 
     def best(self, search: Search, explain: bool) -> Suggestion | None:
         """The best plan by the chosen objective, or the fastest when there is none; None where nothing fits."""

@@ -301,7 +301,7 @@ def test_a_batch_script_repeats_what_was_typed(place: runs.Place, tmp_path: Path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     script = (tmp_path / "job.sh").read_text()
-    assert json.loads(done.stdout) == {"script": str(tmp_path / "job.sh"), "nodes": 2}
+    assert json.loads(done.stdout) == {"schema": 1, "script": str(tmp_path / "job.sh"), "nodes": 2}
     typed = f"--data {place.root / 'data'} --output {tmp_path / 'out'} --seed 5 --skip-bad"
     assert f"train {tmp_path / 'out' / 'plan.toml'} {typed} --device cpu)" in script
     kept = read_plan(tmp_path / "out" / "plan.toml")

@@ -163,11 +163,19 @@ def force_option(function: Function) -> Function:
 
 
 def _plan_file(context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
-    """A file that every command would know for a plan; or what is no file, as /dev/stdout."""
+    """A file that every command would know for a plan; or what is no file, as /dev/stdout; or the folder for the files
+    of another trainer."""
+    if path is not None and context.params.get("trainer") and not path.endswith(".toml"):
+        return path
     if path is not None and not path.endswith(".toml") and (os.path.isfile(path) or not os.path.lexists(path)):
         fix = "use the ending .toml, as in plan.toml: it tells a plan from a model"
         raise VplanError(f"the plan {quoted(path)} is not a .toml file", fix)
     return _ours(context, path, "plan", _is_plan)
+
+
+def forced() -> bool:
+    """Whether the running command has `--force`."""
+    return bool(click.get_current_context().meta.get(_FORCE))
 
 
 def page_file(context: click.Context, _option: click.Parameter, path: str | None) -> str | None:

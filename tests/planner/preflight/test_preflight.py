@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import vplan
 from planner.catalog import user_data
 from planner.catalog.plan_id import row_id
 from planner.commands import cli
@@ -366,3 +369,48 @@ def test_another_trainers_plan_is_held_against_the_machine_too(monkeypatch: pyte
     assert ready(read_plan("plan.toml")).trainer == "diffsynth"
     assert run().exit_code == 2
     assert run("missing.toml").exit_code == 1
+
+
+@pytest.mark.skipif(not doctor.gpus()[0]["error"], reason="a login node has no GPU")
+def test_a_login_node_checks_what_it_can_and_the_job_the_rest(tmp_path: Path) -> None:
+    """`vplan preflight plan.toml && sbatch job.sh`, with a scheduler that runs the script at once."""
+    (tmp_path / "sbatch").write_text(
+        f"#!/bin/bash\nPATH={tmp_path}:$PATH SLURM_JOB_ID=7 SLURM_CPUS_PER_TASK=4 exec bash $1\n"
+    )
+    (tmp_path / "srun").write_text('#!/bin/bash\nexec "$@"\n')
+    (tmp_path / "vplan").write_text(f'#!/bin/bash\nexec {shlex.join(vplan.command())} "$@"\n')
+    for name in ("sbatch", "srun", "vplan"):
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "model").mkdir()
+    write_plan(plan(), tmp_path / "plan.toml")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CUDA_"))}
+
+    def shell(line: str, path: str) -> subprocess.CompletedProcess[str]:
+        said = {**environment, "PATH": path}
+        done = ["bash", "-c", line]
+        return subprocess.run(done, cwd=tmp_path, env=said, capture_output=True, text=True, check=False, timeout=300)
+
+    with_scheduler = f"{tmp_path}:{os.environ['PATH']}"
+    made = shell("vplan train plan.toml --data clips --output run --weights model --slurm job.sh", with_scheduler)
+    assert made.returncode == 0, made.stderr
+    done = shell("vplan preflight plan.toml && sbatch job.sh", with_scheduler)
+    assert "it can be submitted" in done.stdout and "GPU: no GPU is asked for on a login node" in done.stdout
+    assert "host RAM:" not in done.stdout  # the node's own says nothing of the job's
+    assert done.returncode == 1 and "training needs a GPU" in done.stderr  # the job's own pre-flight
+    assert not (tmp_path / "run" / "cache").exists()
+    asked = shell("vplan preflight plan.toml --json", with_scheduler)
+    assert json.loads(asked.stdout)["login_node"] is True
+    # A plan that fits no such card is not submitted, and a broken driver on a training machine is no login node.
+    small = plan().replace(machine=Machine(gpu="8GB"), job=plan().job.replace(model="wan2.1-t2v-14b"))
+    write_plan(small, tmp_path / "large.toml")
+    refused = shell("vplan preflight large.toml && sbatch job.sh", with_scheduler)
+    assert refused.returncode == 3 and "training needs a GPU" not in refused.stderr
+    here = f"{tmp_path / 'alone'}:{os.environ['PATH']}"
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "vplan").write_text((tmp_path / "vplan").read_text())
+    (tmp_path / "alone" / "vplan").chmod(0o755)
+    alone = shell("vplan preflight plan.toml", here)
+    assert alone.returncode == 1 and "--login-node" in alone.stderr
+    assert shell("vplan preflight plan.toml --login-node", here).returncode == 0
+    assert "has no GPU to probe on" in shell("vplan preflight plan.toml --login-node --probe", here).stderr

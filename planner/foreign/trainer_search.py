@@ -1,0 +1,127 @@
+"""The search of `vplan suggest --for TRAINER`: only what that trainer can express, priced as it trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from planner import dialects
+from planner.catalog.shapes import check_job
+from planner.dialects.base.bindings import InexpressibleError
+from planner.dialects.base.dialect import Dialect, nearest_fields
+from planner.errors import ContradictionError, VplanError
+from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, said_by
+from planner.search.policy import EstimatePolicy
+from planner.search.question import Question, Suggestion
+from planner.search.space import Space, searched
+from planner.search.suggester import Suggester
+from planner.spec.configuration import Configuration
+from planner.spec.job import Job, Strategy
+from planner.spec.plan import Plan
+from planner.spec.rules import ResolvedStrategy, resolve
+
+OURS = "vplan"
+
+PRECISION = ("adapter_dtype", "autocast")
+"""Fields that depend on each other in what a trainer does."""
+
+
+class TrainerPolicy(EstimatePolicy):
+    """A search's answers are the strategies that a trainer has settings for; the margin decides what fits."""
+
+    def __init__(self, question: Question, dialect: Dialect) -> None:
+        super().__init__(question)
+        self.dialect = dialect
+
+    def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
+        """Those that the trainer can express without swapped blocks, or with some."""
+        return [one for one in recorded if self._says(job, one) or self._says(job, one.replace(swap_blocks=1))]
+
+    def may_swap(self, strategy: Strategy) -> bool:
+        """Whether the trainer swaps blocks at all under such a strategy."""
+        return self._says(self.question.job, strategy.replace(swap_blocks=1))
+
+    def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
+        """Whether the trainer can checkpoint a part of the blocks."""
+        return self._says(job, strategy.replace(gradient_checkpointing="partial", checkpointed_blocks=1))
+
+    def is_open(self, job: Job, strategy: Strategy) -> bool:
+        """Whether the trainer can express the very plan."""
+        return self._says(job, strategy)
+
+    def _says(self, job: Job, strategy: Strategy) -> bool:
+        try:
+            said_by(self.dialect, _plan(self.question, job, strategy))
+        except InexpressibleError:
+            return False
+        return True
+
+
+def trainer_of(target: str) -> str:
+    """Who trains what is exported to a target: a batch script runs our own trainer."""
+    name = check_target(target)
+    return OURS if name == SLURM else name
+
+
+def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Question, Suggestion]:
+    """The question as the trainer puts it, and the best plan that it can express. Raises a VplanError where it does not
+    train that model or cannot do what was typed."""
+    if trainer_of(name) == OURS:
+        return question, Suggester(OURS, prefer).suggest(question)
+    dialect = dialects.dialect(check_target(name))
+    question = _as_trained(question, dialect)
+    suggester = Suggester(dialect.name, prefer, lambda asked: TrainerPolicy(asked, dialect))
+    return question, suggester.suggest(question)
+
+
+def _plan(question: Question, job: Job, strategy: Strategy) -> Plan:
+    return Plan.under(Configuration(job, resolve(job, strategy, question.machine), question.machine))
+
+
+def _as_trained(question: Question, dialect: Dialect) -> Question:
+    """The question with what the trainer does otherwise in place of our defaults, said among the assumptions."""
+    plan = _plan(question, question.job, question.strategy)
+    before, unsaid = fields_of(plan), idle(plan)
+    try:
+        said_by(dialect, plan)
+        after = before
+    except InexpressibleError as error:
+        _check_possible(question, dialect, error)
+        after = nearest_fields(dialect, before)
+    changed = {field: after[field] for field in after if after[field] != before[field] and field not in unsaid}
+    for field in changed.keys() & question.fixed:
+        fault = f"{dialect.title} cannot do {flags_of({field: before[field]})}"
+        raise VplanError(fault, f"use {flags_of({field: after[field]})}, or leave it out")
+    left_open = set(searched(question.job.method))
+    job = question.job.replace(**{field: value for field, value in changed.items() if field in Job.model_fields})
+    check_job(question.model, job)
+    settled = {field: value for field, value in changed.items() if field in Strategy.model_fields}
+    otherwise = {field: value for field, value in changed.items() if field not in left_open}
+    layers = ["LoRA layers of its own"] if otherwise.pop("lora_targets", None) else []
+    words = ", ".join([*layers, *([flags_of(otherwise)] if otherwise else [])])
+    notes = (f"as {dialect.title} trains" + (f" ({words})" if words else ""),)
+    asked = question._replace(
+        job=job,
+        strategy=question.strategy.replace(**{field: settled[field] for field in settled.keys() - left_open}),
+        assumptions=(*question.assumptions, *notes),
+    )
+    # Where nothing that a search tries can be said, more and more of what the trainer does instead is taken for typed.
+    own = {field: value for field, value in after.items() if field in Strategy.model_fields and value is not None}
+    for held in ((), settled, {*settled, *PRECISION}, own):
+        only = {field: own[field] for field in held if field in own}
+        narrowed = asked._replace(strategy=asked.strategy.replace(**only), fixed=asked.fixed | only.keys())
+        with contextlib.suppress(ContradictionError):
+            if TrainerPolicy(narrowed, dialect).candidates(job, list(Space(narrowed).strategies(job, False))):
+                return narrowed
+    fault = f"{dialect.title} trains {question.model.title} in no way that this search knows"
+    raise VplanError(fault, "price its command: `vplan check`")
+
+
+def _check_possible(question: Question, dialect: Dialect, error: InexpressibleError) -> None:
+    """A VplanError where the trainer does not train the model, or not by this method."""
+    for each in error.values:
+        if each.field in ("model", "method"):
+            raise VplanError(
+                f"{dialect.title} cannot do this: {each.message}",
+                f"`vplan suggest {question.job.model} --gpu {question.machine.gpu}` plans for vplan's own trainer",
+            )

@@ -1,0 +1,67 @@
+"""`vplan suggest --for TRAINER` and `vplan export MODEL`, through the real command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vplan
+
+
+def run(*words: str, code: int = 0) -> Any:
+    done = subprocess.run(vplan.command(*words, "--json"), capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr + done.stdout
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "more"),
+    [
+        ("wan2.1-t2v-14b", "musubi-tuner", ["--frames", "33"]),  # swaps blocks
+        ("wan2.2-t2v-a14b", "musubi-tuner", ["--frames", "33"]),  # two experts
+        ("qwen-image", "diffusion-pipe", []),  # adapters on all linear layers
+        ("flux.1-dev", "sd-scripts", []),
+    ],
+)
+def test_what_is_suggested_is_what_the_trainers_files_do(
+    tmp_path: Path, model: str, trainer: str, more: list[str]
+) -> None:
+    """The files are read back as anybody's would be: the same strategy, and the same peak."""
+    out = tmp_path / "out"
+    answer = run("suggest", model, "--gpu", "24GB", "--for", trainer, *more, "-o", str(out))
+    assert answer["plan"]["verdict"] == "fits" and answer["trainer"] == trainer
+    assert sorted(answer["files"]) == sorted(str(path) for path in out.iterdir())
+    started = next(path for path in out.iterdir() if path.suffix == ".sh")
+    checked = run("check", str(started), "--gpu", "24GB", "--no-fixes")
+    assert checked["trainer"] == trainer and checked["job"]["model"] == model
+    assert checked["estimate"]["peak"] == answer["plan"]["peak"]
+    for field in ("gradient_checkpointing", "swap_blocks", "weights_dtype", "optimizer"):
+        assert checked["strategy"][field] == answer["plan"]["strategy"][field], field
+
+
+def test_export_of_a_model_plans_first(tmp_path: Path) -> None:
+    words = ["wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "33"]
+    done = run("export", *words, "--to", "musubi", "-o", str(tmp_path / "out"))
+    assert done["trainer"] == "musubi-tuner" and (tmp_path / "out" / "train.sh").is_file()
+    suggested = run("suggest", *words, "--for", "musubi-tuner")
+    assert done["estimate"]["peak"] == suggested["plan"]["peak"] and not done["changed"]
+    assert vplan.suggest(words[0], gpu="24GB", frames=33, trainer="musubi").estimate.to_json() == suggested["plan"]
+    again = run("suggest", *words, "--for", "musubi", "-o", str(tmp_path / "plan.toml"))
+    assert vplan.read_plan(tmp_path / "plan.toml").trainer == "musubi-tuner" and again["files"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["flux.1-dev", "--for", "musubi-tuner"], "musubi-tuner cannot do this: model 'flux.1-dev'"),
+        (["wan2.1-t2v-14b", "--for", "musubi-tuner", "--ema", "gpu"], "musubi-tuner cannot do --ema gpu"),
+        (["wan2.1-t2v-14b", "--for", "musuby"], "there is no export to 'musuby'"),
+    ],
+)
+def test_what_a_trainer_cannot_do_is_one_sentence(words: list[str], message: str) -> None:
+    error = run("suggest", *words, "--gpu", "24GB", code=1)["error"]
+    assert message in error["message"] and error["fix"]
