@@ -324,6 +324,7 @@ DIALECT = Dialect(
         ),
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
         When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4)),
+        When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
         FunctionPair(
             ("height", "width", "batch_size"),
             (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
@@ -388,7 +389,7 @@ DIALECT = Dialect(
         GPUS,
         NODES,
         Fixed("frames", 1, "these scripts train images"),
-        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("experts", "trainable", "lora_targets", "buckets", "text_tokens", "references"),
         FunctionPair(
             ("text_encoder_dtype",),
             ("--t5xxl",),
