@@ -191,6 +191,24 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "--enable_text_encoder_in_dataloader is not estimated: the text encoder counts as on the GPU"
 
 
+def _videox_extra(plan: Plan, script: str) -> dict[str, object]:
+    """What a VideoX-Fun script needs to run: its Wan scripts read a model config, and are told whether clips come
+    with their first image and which expert trains (scripts/wan2.1/train_lora.py:656, wan2.2/train_lora.py:716)."""
+    folder, model = script.split("/")[1], lookup.model(plan.job.model)
+    if folder not in ("wan2.1", "wan2.2"):
+        return {}
+    sees = model.config["in_channels"] > model.vae.latent_channels
+    one, both = model.experts == 1, "i2v" if sees else "normal"
+    if folder == "wan2.1":
+        return {"--config_path": "config/wan2.1/wan_civitai.yaml", "--train_mode": both}
+    config = "5b" if one else "i2v" if sees else "t2v"
+    return {
+        "--config_path": f"config/wan2.2/wan_civitai_{config}.yaml",
+        "--train_mode": "ti2v" if one else both,
+        "--boundary_type": "full" if one else plan.job.experts or "low",
+    }
+
+
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
     """name -> text of one shell script with the training command."""
     launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
@@ -202,8 +220,10 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         "--output_dir": "output",
         "--learning_rate": "2e-05",
     }
-    if settings["script"] in (FULL, LORA) or not _is_image(plan.job.model):
+    if settings["script"] in (FULL, LORA):
         extra["--train_mode"] = "inpaint"
+    else:
+        extra |= _videox_extra(plan, str(settings["script"]))
     if plan.job.method == "full":
         extra["--trainable_modules"] = "."
     if lookup.model(plan.job.model).trained_with("easyanimate", "own-model"):
