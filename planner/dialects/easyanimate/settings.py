@@ -194,19 +194,22 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
 def _videox_extra(plan: Plan, script: str) -> dict[str, object]:
     """What a VideoX-Fun script needs to run: its Wan scripts read a model config, and are told whether clips come
     with their first image and which expert trains (scripts/wan2.1/train_lora.py:656, wan2.2/train_lora.py:716)."""
-    folder, model = script.split("/")[1], lookup.model(plan.job.model)
-    if folder not in ("wan2.1", "wan2.2"):
+    config, model = WAN_CONFIGS.get(script.split("/")[1]), lookup.model(plan.job.model)
+    if config is None:
         return {}
     sees = model.config["in_channels"] > model.vae.latent_channels
-    one, both = model.experts == 1, "i2v" if sees else "normal"
-    if folder == "wan2.1":
-        return {"--config_path": "config/wan2.1/wan_civitai.yaml", "--train_mode": both}
-    config = "5b" if one else "i2v" if sees else "t2v"
+    one, mode = model.experts == 1, "i2v" if sees else "normal"
+    if "{}" not in config:
+        return {"--config_path": config, "--train_mode": mode}
     return {
-        "--config_path": f"config/wan2.2/wan_civitai_{config}.yaml",
-        "--train_mode": "ti2v" if one else both,
+        "--config_path": config.format("5b" if one else "i2v" if sees else "t2v"),
+        "--train_mode": "ti2v" if one else mode,
         "--boundary_type": "full" if one else plan.job.experts or "low",
     }
+
+
+WAN_CONFIGS = {"wan2.1": "config/wan2.1/wan_civitai.yaml", "wan2.2": "config/wan2.2/wan_civitai_{}.yaml"}
+"""Folder of scripts -> the config that they read; of 2.2 one for each kind of model."""
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
