@@ -47,6 +47,22 @@ UNREAD = {
 """Marks of trainers that people use and we do not read, so that the refusal can name them."""
 
 
+UNREAD_CONFIGS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("SimpleTuner", frozenset({"data_backend_config"})),
+    ("SimpleTuner", frozenset({"model_family", "model_type"})),
+    ("FlyMyAI's lora-trainer", frozenset({"data_config", "pretrained_model_name_or_path"})),
+    ("CogVideo's SAT finetuning", frozenset({"args", "model", "data"})),
+    ("CogVideo's SAT finetuning", frozenset({"args", "deepspeed"})),
+    ("OneTrainer", frozenset({"training_method", "model_type"})),
+    ("ltx-trainer", frozenset({"training_strategy", "model", "lora"})),
+    ("kohya_ss", frozenset({"LoRA_type", "pretrained_model_name_or_path"})),
+    ("musubi-tuner, whose config needs its command", frozenset({"dit", "network_module"})),
+)
+"""Config files of trainers that we do not read: keys of the first level that together only this one has (SimpleTuner
+simpletuner/examples, flymyai-lora-trainer train_configs, CogVideo finetune/configs, OneTrainer TrainConfig,
+LTX-Video-Trainer configs, kohya_ss presets)."""
+
+
 @functools.cache
 def all_dialects() -> dict[str, Dialect]:
     """All dialects, former versions of trainers included, by name."""
@@ -71,6 +87,13 @@ def read_script(script: Script) -> tuple[Dialect, Invocation]:
     import profiles
     from planner.dialects.base import flags
 
+    keys = frozenset(script.config or ())
+    for title, own in UNREAD_CONFIGS:
+        if own <= keys:
+            fault = f"{script.name} belongs to {title}, which is not supported"
+            raise VplanError(
+                fault, "pass the command that starts the training, or one of `vplan check --help`'s trainers"
+            )
     readers = [dialect for dialect in all_dialects().values() if dialect.read_script is not None]
     for reader in readers:
         assert reader.read_script is not None

@@ -86,6 +86,8 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
         own = {name: value for name, value in buckets[0].__dict__.items() if value is not None}
         fields |= {**own, "buckets": ()} if len(buckets) == 1 else {"buckets": buckets}
+    if fields.get("lora_dropout"):
+        notes.append(f"LoRA dropout {fields.pop('lora_dropout')} is not recorded: estimated without its masks")
     job = job_for(profile, fields)
     if "height" not in fields and not job.buckets:
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")

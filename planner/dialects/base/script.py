@@ -8,10 +8,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from planner.dialects.base.pasted import as_posix, notebook_commands
 from planner.dialects.base.shell import commands, join_continued_lines
 from planner.errors import VplanError, quoted
 from planner.untrusted import FORMATS, read_document, read_text
@@ -127,10 +128,9 @@ class Script:
 
 
 def from_words(words: Sequence[str]) -> Script:
-    """A command as the shell has split it for us; `$NAME` in it is text."""
-    if len(words) == 1 and words[0].split() != [*words]:  # in one pair of quotes
-        split = commands(words[0])[0]
-        words = split[0].words if split else words
+    """A command as the shell has split it; `$NAME` in it is text. A command in one pair of quotes is split here."""
+    if len(words) == 1 and len(words[0].split()) > 1:
+        return _from_text("the command", words[0], None)
     program = _program(tuple(words), {}) or PythonCommand("", {}, words[0], tuple(words[1:]))
     return Script("the command", (program,))
 
@@ -144,21 +144,40 @@ def from_file(path: Path) -> Script:
     text = read_text(path)
     if suffix == ".py":
         return Script(path.name, tree=_tree(text, path.name), folder=folder)
-    text, loose = join_continued_lines(text)
+    if suffix == ".ipynb":
+        text = notebook_commands(text, path.name)
+    return _from_text(path.name, text, folder)
+
+
+def _from_text(name: str, text: str, folder: Path | None) -> Script:
+    text, loose = join_continued_lines(as_posix(text))
     lines, variables = commands(text)
     if len(lines) > MOST_COMMANDS:
-        raise VplanError(f"{quoted(path.name)} has {len(lines)} commands", f"{MOST_COMMANDS} are read at most")
+        raise VplanError(f"{quoted(name)} has {len(lines)} commands", f"{MOST_COMMANDS} are read at most")
     exported = {name: " ".join(value) for name, value in variables.values.items()}
-    programs = [python for line in lines if (python := _program(line.words, exported | line.environment))]
+    programs: list[PythonCommand] = []
+    here = PurePosixPath()
+    for line in lines:
+        if line.words[0] == "cd" and len(line.words) == 2 and "$" not in line.words[1]:
+            here = here / line.words[1]
+        elif program := _program(line.words, exported | line.environment):
+            programs.append(replace(program, script=_under(here, program.script)))
     if not programs:
         fix = "pass the script that starts the training"
         if "out of memory" in text:
-            fix = f"a log with PyTorch's out-of-memory message is explained by `vplan check --error {path.name}`"
-        raise VplanError(f"{quoted(path.name)} starts no Python script", fix)
-    names = {name for program in programs for name in variables.unset if f"${name}" in " ".join(program.arguments)}
-    unset = f"${', $'.join(sorted(names))} not assigned in {path.name}: taken as written" if names else ""
+            fix = f"a log with PyTorch's out-of-memory message is explained by `vplan check --error {name}`"
+        raise VplanError(f"{quoted(name)} starts no Python script", fix)
+    names = {used for program in programs for used in variables.unset if f"${used}" in " ".join(program.arguments)}
+    unset = f"${', $'.join(sorted(names))} not assigned in {name}: taken as written" if names else ""
     ends = "lines that begin with -- are read with the command above; a shell needs a \\ before them" if loose else ""
-    return Script(path.name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends))))
+    return Script(name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends))))
+
+
+def _under(folder: PurePosixPath, script: str) -> str:
+    """A script's path with the folder that the commands before it went to."""
+    inside = "/".join(part for part in folder.parts if part not in ("..", "/"))
+    plain = script.removeprefix("./")
+    return f"{inside}/{plain}" if inside and not script.startswith(("/", "..", "$")) and ":" not in script else script
 
 
 def _tree(text: str, name: str) -> ast.Module:
@@ -186,7 +205,7 @@ def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonComma
             break
     if not rest:
         return None
-    name = rest.pop(0).rpartition("/")[2]
+    name = rest.pop(0).replace("\\", "/").rpartition("/")[2].removesuffix(".exe")
     if name in LAUNCHERS:
         verb = list(LAUNCHERS[name])
         if rest[: len(verb)] != verb:
@@ -218,7 +237,7 @@ def _launched(launcher: str, words: list[str], environment: dict[str, str]) -> P
             at += 1
     if at >= len(words):
         return None
-    script, rest = words[at], words[at + 1 :]
+    script, rest = words[at].replace("\\", "/"), words[at + 1 :]
     if launcher == "python" and module and script in _DISTRIBUTED:
         return _launched("torchrun", rest, environment)
     if launcher == "python" and module and script in ("accelerate.commands.launch", "deepspeed.launcher.runner"):

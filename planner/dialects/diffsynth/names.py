@@ -83,11 +83,14 @@ REPOSITORIES: dict[str, tuple[str, tuple[str, ...]]] = {
 """Model -> repository and files, the transformer's first (examples/wanvideo/model_training/lora/*.sh)."""
 
 BASE = "dit"
+_VACE_PARTS = ("vace_blocks", "vace_patch_embedding")
 TRAINABLE: dict[str, dict[str, tuple[str, ...]]] = {
-    "vace": {"wan-vace": ("vace_blocks", "vace_patch_embedding")},
-    "animate_adapter": {"wan-animate": ("pose_patch_embedding", "motion_encoder", "face_encoder", "face_adapter")},
+    "vace": {"wan2.1-vace-1.3b": _VACE_PARTS, "wan2.1-vace-14b": _VACE_PARTS},
+    "animate_adapter": {
+        "wan2.2-animate-14b": ("pose_patch_embedding", "motion_encoder", "face_encoder", "face_adapter")
+    },
 }
-"""Part of a pipeline that --trainable_models names -> family of the model that has it inside -> our names of its
+"""Part of a pipeline that --trainable_models names -> model that has it inside -> our names of its
 weights (diffsynth/models/wan_video_vace.py, wan_video_animate_adapter.py:616)."""
 
 _IMAGE: Settings = {"--extra_inputs": "input_image"}

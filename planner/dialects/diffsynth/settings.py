@@ -250,12 +250,12 @@ def _method(settings: Settings) -> Fields:
         return {"method": "lora", "trainable": ()}
     if BASE in parts:
         return {"method": "full", "trainable": ()}
-    family = _profile(settings).family
-    unknown = [part for part in parts if family not in TRAINABLE.get(part, {})]
+    model = _profile(settings).name
+    unknown = [part for part in parts if model not in TRAINABLE.get(part, {})]
     if unknown:
         fault = f"--trainable_models {', '.join(unknown)[:80]}: parts beside the base model are not estimated"
         raise VplanError(fault, "supported: dit, vace of VACE, animate_adapter of Animate")
-    return {"method": "full", "trainable": tuple(name for part in parts for name in TRAINABLE[part][family])}
+    return {"method": "full", "trainable": tuple(name for part in parts for name in TRAINABLE[part][model])}
 
 
 def _write_method(fields: Fields) -> Settings:
@@ -263,8 +263,8 @@ def _write_method(fields: Fields) -> Settings:
         raise InexpressibleError(UnsupportedValue("method", "sample", "lora", "these scripts train"))
     if fields["method"] == "lora":
         return {"--lora_base_model": BASE}
-    wanted, family = tuple(fields["trainable"]), lookup.model(fields["model"]).family
-    part = next((part for part, names in TRAINABLE.items() if names.get(family) == wanted), None)
+    wanted, model = tuple(fields["trainable"]), fields["model"]
+    part = next((part for part, names in TRAINABLE.items() if names.get(model) == wanted), None)
     if wanted and part is None:
         why = "it trains whole parts: dit, vace, animate_adapter"
         raise InexpressibleError(UnsupportedValue("trainable", wanted, (), why))

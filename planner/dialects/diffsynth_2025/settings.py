@@ -44,7 +44,7 @@ LORA = frozenset({"lora"})
 
 def read_script(script: Script) -> Invocation | None:
     """A command of the former script: the one that trains, where another caches."""
-    program, notes = training_program(script, SCRIPT, ("--task", "--dit_path", "--dataset_path"))
+    program, notes = training_program(script, SCRIPT.rpartition("/")[2], ("--task", "--dit_path", "--dataset_path"))
     if program is None:
         return None
     launch, more_notes = launch_settings(program, script, {})

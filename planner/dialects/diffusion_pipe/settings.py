@@ -284,7 +284,7 @@ def read_script(script: Script) -> Invocation | None:
         if config is None:
             raise VplanError(f"the config {quoted(path)} is not here", "run vplan check where the file is")
     keys = flat(config, script.name)
-    if not {"model.type", "optimizer.type"} <= keys.keys():
+    if not {"model.type", "optimizer.type"} <= keys.keys() or not OWN & keys.keys():
         return None
     read = flags.script("diffusion-pipe", "config.toml").parse_config(config)
     settings: Settings = {"script": "train.py", **launch}
@@ -299,6 +299,10 @@ def read_script(script: Script) -> Invocation | None:
         settings |= {f"dataset:{key}": value for key, value in flat(data, path).items()}
     removed = tuple(Remark(name, why) for name, why in read.removed.items())
     return Invocation("diffusion-pipe", settings, read.unknown, removed, tuple(notes))
+
+
+OWN = frozenset({"dataset", "micro_batch_size_per_gpu", "pipeline_stages", "adapter.type", "blocks_to_swap"})
+"""Keys of which its configs have at least one, and other trainers' with a model's and an optimizer's type have none."""
 
 
 def _is_own(program: PythonCommand) -> bool:

@@ -191,6 +191,27 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "--enable_text_encoder_in_dataloader is not estimated: the text encoder counts as on the GPU"
 
 
+def _videox_extra(plan: Plan, script: str) -> dict[str, object]:
+    """What a VideoX-Fun script needs to run: its Wan scripts read a model config, and are told whether clips come
+    with their first image and which expert trains (scripts/wan2.1/train_lora.py:656, wan2.2/train_lora.py:716)."""
+    config, model = WAN_CONFIGS.get(script.split("/")[1]), lookup.model(plan.job.model)
+    if config is None:
+        return {}
+    sees = model.config["in_channels"] > model.vae.latent_channels
+    one, mode = model.experts == 1, "i2v" if sees else "normal"
+    if "{}" not in config:
+        return {"--config_path": config, "--train_mode": mode}
+    return {
+        "--config_path": config.format("5b" if one else "i2v" if sees else "t2v"),
+        "--train_mode": "ti2v" if one else mode,
+        "--boundary_type": "full" if one else plan.job.experts or "low",
+    }
+
+
+WAN_CONFIGS = {"wan2.1": "config/wan2.1/wan_civitai.yaml", "wan2.2": "config/wan2.2/wan_civitai_{}.yaml"}
+"""Folder of scripts -> the config that they read; of 2.2 one for each kind of model."""
+
+
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
     """name -> text of one shell script with the training command."""
     launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
@@ -202,8 +223,10 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         "--output_dir": "output",
         "--learning_rate": "2e-05",
     }
-    if settings["script"] in (FULL, LORA) or not _is_image(plan.job.model):
+    if settings["script"] in (FULL, LORA):
         extra["--train_mode"] = "inpaint"
+    else:
+        extra |= _videox_extra(plan, str(settings["script"]))
     if plan.job.method == "full":
         extra["--trainable_modules"] = "."
     if lookup.model(plan.job.model).trained_with("easyanimate", "own-model"):

@@ -25,13 +25,29 @@ EXTRA: dict[str, object] = {
     "--learning_rate": "2e-4",
     "--max_train_epochs": 16,
     "--save_every_n_epochs": 1,
-    "--timestep_sampling": "shift",
-    "--discrete_flow_shift": 3.0,
     "--seed": 42,
     "--output_dir": "out",
     "--output_name": "lora",
 }
 """What no field of a plan carries, as its documentation begins (docs/wan.md)."""
+
+SAMPLING: dict[str, dict[str, object]] = {
+    "wan": {"--timestep_sampling": "shift", "--discrete_flow_shift": 3.0},
+    "hv": {"--timestep_sampling": "shift", "--discrete_flow_shift": 7.0},
+    "hv_1_5": {"--timestep_sampling": "shift", "--weighting_scheme": "none", "--discrete_flow_shift": 2.0},
+    "qwen_image": {"--timestep_sampling": "shift", "--weighting_scheme": "none", "--discrete_flow_shift": 2.2},
+    "zimage": {"--timestep_sampling": "shift", "--weighting_scheme": "none", "--discrete_flow_shift": 2.0},
+    "flux_kontext": {"--timestep_sampling": "flux_shift", "--weighting_scheme": "none"},
+    "flux_2": {"--timestep_sampling": "flux2_shift", "--weighting_scheme": "none"},
+}
+"""Script family -> its noise levels, as its own page has them (docs/wan.md:177, hunyuan_video.md, hunyuan_video_1_5.md,
+qwen_image.md, zimage.md, flux_kontext.md, flux_2.md); a family without: the script's defaults."""
+
+OF_WAN_2_2: dict[str, dict[str, object]] = {
+    "t2v-A14B": {"--discrete_flow_shift": 12.0},
+    "i2v-A14B": {"--discrete_flow_shift": 5.0},
+}
+"""Task -> the shift of the official implementation (docs/wan.md:197)."""
 
 
 def files(dialect: Dialect, plan: Plan, settings: Settings, carries: config_text.FieldsBySetting) -> dict[str, str]:
@@ -79,7 +95,8 @@ def _script(plan: Plan, settings: Settings) -> str:
         text += "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
     text += command_line(latents, data | VAE, ["python"])
     text += command_line(prompts, data | encoders, ["python"])
-    extra = EXTRA | (VAE | encoders if "--sample_prompts" in flags else {})
+    levels = SAMPLING.get(family, {}) | OF_WAN_2_2.get(str(flags.get("--task")), {})
+    extra = EXTRA | levels | (VAE | encoders if "--sample_prompts" in flags else {})
     return text + command_line({"script": script, **flags}, extra, launcher)
 
 

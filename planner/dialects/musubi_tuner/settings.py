@@ -161,11 +161,19 @@ VAE_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp16": 
 
 
 def _vae_of(settings: Settings) -> Fields:
-    usual = "bfloat16" if str(settings.get("script", "")).endswith(SCRIPT.format("wan")) else "float16"
+    script = str(settings.get("script", ""))
+    if script.endswith(SCRIPT.format("zimage")):  # always fp32, whatever the flag says (zimage_train_network.py:357)
+        return {"vae_dtype": "fp32"}
+    usual = "bfloat16" if script.endswith(SCRIPT.format("wan")) else "float16"
     return {"vae_dtype": one_of(VAE_DTYPES, "--vae_dtype")(settings.get("--vae_dtype", usual))}
 
 
 def _write_vae(fields: Fields) -> Settings:
+    if family_of(fields["model"]) == "zimage":
+        if fields["vae_dtype"] != "fp32":
+            why = f"Z-Image's VAE is always fp32 ({AT} zimage_train_network.py:357)"
+            raise InexpressibleError(UnsupportedValue("vae_dtype", fields["vae_dtype"], "fp32", why))
+        return {}
     word = word_for(VAE_DTYPES, "vae_dtype", "bf16")(fields["vae_dtype"])
     usual = "bfloat16" if family_of(fields["model"]) == "wan" else "float16"
     return {} if word == usual else {"--vae_dtype": word}

@@ -65,13 +65,19 @@ def read_script(script: Script) -> Invocation | None:
             settings, unknown = parsed.values | settings, (*unknown, *parsed.unknown)
         return _with_dataset(replace(invocation, settings=settings, unknown=unknown), script)
     config = script.config
-    if config is not None and {"pretrained_model_name_or_path", "network_module", "t5xxl"} & _names(config):
+    if config is not None and _is_own(_names(config)):
         kind = LORA if "network_module" in _names(config) else FULL
         parsed = flags.script("sd-scripts", kind).parse_config(config)
         removed = tuple(Remark(name, why) for name, why in parsed.removed.items())
         invocation = Invocation("sd-scripts", {"script": kind, **parsed.values}, parsed.unknown, removed, script.notes)
         return _with_dataset(invocation, script)
     return None
+
+
+def _is_own(names: set[str]) -> bool:
+    """Whether a config's keys are those of FLUX's scripts: its autoencoder's and text encoders' files, which other
+    scripts and trainers do not name so (SD3's has clip_g, and no ae)."""
+    return "pretrained_model_name_or_path" in names and ("ae" in names or ("t5xxl" in names and "clip_g" not in names))
 
 
 def _names(config: dict[str, Any]) -> set[str]:
@@ -324,6 +330,7 @@ DIALECT = Dialect(
         ),
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
         When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4)),
+        When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
         FunctionPair(
             ("height", "width", "batch_size"),
             (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
@@ -388,7 +395,7 @@ DIALECT = Dialect(
         GPUS,
         NODES,
         Fixed("frames", 1, "these scripts train images"),
-        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("experts", "trainable", "lora_targets", "buckets", "text_tokens", "references"),
         FunctionPair(
             ("text_encoder_dtype",),
             ("--t5xxl",),
