@@ -85,7 +85,7 @@ def _weight_lengths(run: Run) -> frozenset[int]:
     """How many numbers the model's weights have, trained or not."""
     precision = Precision.of(run.job, run.strategy)
     stored = 4 if precision.trained == "fp32" and run.job.method == "full" else 2
-    return frozenset(run.sizes[buffer] // stored for buffer in run.named("weight").values())
+    return frozenset(_coefficient(run, buffer) // stored for buffer in run.named("weight").values())
 
 
 def _sums(run: Run) -> dict[int, Summed]:
