@@ -77,15 +77,15 @@ def _workspace(run: Run, made: int, summed: Summed) -> int:
 
 def _is_halved(run: Run, made: int) -> bool:
     """Whether a sum is of 16 bits, by its columns: a gate's gradient has as many numbers as a bias or a norm."""
-    lengths = run.shared_at_shape(_weight_lengths)
-    return run.sizes[made] // 2 in lengths and run.sizes[made] // 4 not in lengths
+    lengths, nbytes = run.shared(_weight_lengths), _coefficient(run, made)
+    return nbytes // 2 in lengths and nbytes // 4 not in lengths
 
 
 def _weight_lengths(run: Run) -> frozenset[int]:
     """How many numbers the model's weights have, trained or not."""
     precision = Precision.of(run.job, run.strategy)
     stored = 4 if precision.trained == "fp32" and run.job.method == "full" else 2
-    return frozenset(run.sizes[buffer] // stored for buffer in run.named("weight").values())
+    return frozenset(_coefficient(run, buffer) // stored for buffer in run.named("weight").values())
 
 
 def _sums(run: Run) -> dict[int, Summed]:
@@ -122,10 +122,12 @@ def _summed(run: Run, events: list[int], at: int, live: dict[int, None]) -> Summ
     products = [buffer for buffer in (*gone, *scaled) if operators[buffer] == "mul"]
     others = [buffer for buffer in itertools.islice(reversed(live), NEWEST) if operators[buffer] != "mm"]
     made_bytes = _coefficient(run, events[at])
-    for buffer in (*products, *others):
+    # A sum over channels is as long as a text of fixed length, and not as a weight.
+    is_vector = not run.shared(_weight_lengths).isdisjoint({made_bytes // 2, made_bytes // 4})
+    for buffer in (*products, *(others if is_vector else ())):
         whole = _coefficient(run, buffer)
-        # Of products a text of fixed length has rows too, though they do not grow.
-        rows = _tokens(run, buffer) or (buffer in products and whole > made_bytes)
+        # Such a text's rows do not grow, which a product shows all the same.
+        rows = _tokens(run, buffer) or (is_vector and buffer in products and whole > made_bytes)
         if rows and whole % made_bytes == 0:
             return Summed(buffer, None, cast)
     return None

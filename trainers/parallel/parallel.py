@@ -90,8 +90,9 @@ class Fsdp(LocalEngine):
         mesh, whole = first.device_mesh, torch.empty(shape, dtype=dtype, device="meta")
         parts = whole.chunk(mesh.size())  # fewer where there are fewer rows
         rank = mesh.get_local_rank()
-        local = torch.empty_like(parts[rank] if rank < len(parts) else whole[:0], device="cpu")
-        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=whole.stride())
+        local = torch.empty_like(parts[rank] if rank < len(parts) else whole[:0], device=mesh.device_type)
+        share = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=whole.stride())
+        return share.cpu()  # made of a local tensor in host RAM, it would lie on the mesh's device
 
 
 def split(model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device) -> None:

@@ -196,4 +196,5 @@ class SavedState:
 
         state = walk(self.outline if outline is None else outline)
         self.fill(targets)
+        targets.clear()  # `walk` refers to itself, and would keep them until garbage is collected
         return state
