@@ -60,6 +60,31 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 line = file.readline(MAX_LINE_BYTES)
 
 
+def read_lines_backward(path: Path, most: int) -> Iterator[bytes]:
+    """The lines of the last `most` bytes of a file, last one first. Raises an OSError where it cannot be read."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        first = max(0, end - most)
+        rest = b""
+        while end > first:
+            start = max(first, end - MAX_LINE_BYTES)
+            file.seek(start)
+            rest, *lines = (file.read(end - start) + rest).split(b"\n")
+            yield from reversed(lines)
+            end = start
+        if not first:  # else it may be the end of a line
+            yield rest
+
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object in a line; None where there is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The text of a file of bounded size; one clear line for anything else."""
     name = quoted(str(path))

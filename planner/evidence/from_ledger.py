@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,15 +63,48 @@ def here() -> Here:
     return Here(gpu, driver["version"], *versions)
 
 
-def rows(model: str) -> list[ProbeRow]:
-    """Rows of our own of a model: those that came with vplan, then the user's, oldest first."""
-    paths = [*sorted(profiles.MEASUREMENTS.glob("*.jsonl")), default_path()]
-    return [row for path in paths if path.exists() for row in _read(path, path.stat().st_mtime_ns, model)]
+def _newest(model: str, gpu: GpuProfile) -> list[ProbeRow]:
+    """The newest rows of our own that say something of a model on a card, oldest first: the user's, then those that
+    came with vplan."""
+    paths = [default_path(), *sorted(profiles.MEASUREMENTS.glob("*.jsonl"), reverse=True)]
+    found: list[ProbeRow] = []
+    for path in paths:
+        if len(found) < NEWEST and path.exists():
+            found += _read(path, path.stat().st_mtime_ns, model, gpu, here().torch)
+    return found[:NEWEST][::-1]
 
 
-@functools.cache
-def _read(path: Path, written_ns: int, model: str) -> list[ProbeRow]:
-    return Ledger(path).rows(OURS, model)
+@functools.lru_cache(maxsize=256)
+def _read(
+    path: Path, written_ns: int, model: str, gpu: GpuProfile, installed_torch: str | None
+) -> tuple[ProbeRow, ...]:
+    """The newest first."""
+
+    @functools.cache
+    def is_of(card: str, planned: str | None, is_capped: bool) -> bool:
+        return _stands_for(card, planned if is_capped else None, gpu) is not None
+
+    def wanted(data: Mapping[str, Any]) -> bool:
+        job, machine, env, details = (_table(data, name) for name in ("job", "machine", "env", "details"))
+        card, planned, torch = machine.get("gpu"), data.get("planned_gpu"), env.get("torch")
+        return (
+            job.get("model") == model
+            and data.get("runner", "real") == "real"
+            and env.get("gpu") != "cpu"
+            and "config" not in details
+            and isinstance(torch, str)
+            and _minor(installed_torch or torch) == _minor(torch)
+            and isinstance(card, str)
+            and isinstance(planned, str | None)
+            and is_of(card, planned, data.get("capped_bytes") is not None)
+        )
+
+    return tuple(itertools.islice(Ledger(path).newest(OURS, model, wanted=wanted), NEWEST))
+
+
+def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = data.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def learned(
@@ -84,7 +118,8 @@ def learned(
     if trainer != "vplan":
         return NO_MEASUREMENTS
     name = lookup.model(model).name
-    own_rows = [row for row in (rows(name) if probes is None else probes) if row.job.model == name and is_of_a_gpu(row)]
+    given = _newest(name, gpu) if probes is None else probes
+    own_rows = [row for row in given if row.job.model == name and is_of_a_gpu(row)]
     own_rows = [row for row in own_rows if _minor(here().torch or row.env.torch) == _minor(row.env.torch)]
     newest = [(row, own) for row in own_rows if (own := stands_for(row, gpu)) is not None][-NEWEST:]
     if not newest:
@@ -112,11 +147,15 @@ def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
 
     A class of cards is what each of its reference cards is.
     """
+    return _stands_for(row.machine.gpu, row.planned_gpu if row.capped_bytes is not None else None, gpu)
+
+
+def _stands_for(measured: str, planned: str | None, gpu: GpuProfile) -> bool | None:
+    """``planned``: the card of a plan that ran capped to it."""
     with contextlib.suppress(VplanError):
-        card, group = lookup.gpu(row.machine.gpu), lookup.gpu_class(gpu.name)
+        card, group = lookup.gpu(measured), lookup.gpu_class(gpu.name)
         if card.name == gpu.name or (group and card.name in group.reference):
             return True
-        planned = row.planned_gpu if row.capped_bytes is not None else None
         if planned is not None and lookup.parse_gpus(planned)[1].name == gpu.name:
             return card.architecture == gpu.architecture
     return None

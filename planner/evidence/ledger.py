@@ -11,21 +11,25 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from planner.catalog import user_data
 from planner.catalog.plan_id import row_id
 from planner.errors import VplanError, quoted
 from planner.evidence.measurement import ProbeRow, Setup
 from planner.spec.plan import Plan
-from planner.untrusted import read_lines
+from planner.untrusted import json_object, read_lines, read_lines_backward
 
 NAME = "ledger.jsonl"
 """In the folder of the user's own data."""
 
 OURS = "env"
 """In every line of ours, and in no published one: on what it was measured."""
+
+LOOKED_AT_BYTES = 32 << 20
+"""Of a ledger's end, when its newest rows are asked for: some 15,000 rows, which take a third of a second."""
 
 LOCKED_AT = 1 << 40
 """Windows locks a range of bytes, and nobody else may read them: this one is behind every ledger's end."""
@@ -83,6 +87,21 @@ class Ledger:
             raise VplanError(f"cannot read {quoted(str(self.path))}: {error}", "choose another file") from None
         return rows
 
+    def newest(self, *having: str, wanted: Callable[[Mapping[str, Any]], bool]) -> Iterator[ProbeRow]:
+        """Rows of the last `LOOKED_AT_BYTES`, newest first, of which `wanted` says yes to the JSON object; it costs a
+        fiftieth of reading the row. `having` as in `rows`. What is no row is passed over."""
+        needed = [json.dumps(text).encode() for text in having]
+        try:
+            for line in read_lines_backward(self.path, LOOKED_AT_BYTES):
+                if all(text in line for text in needed) and (data := json_object(line)) and wanted(data):
+                    with contextlib.suppress(VplanError):
+                        yield _row_of(data)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            fix = "check its permissions, or choose another file"
+            raise VplanError(f"cannot read {quoted(str(self.path))}: {error.strerror}", fix) from None
+
     def _taken(self, line: bytes, number: int) -> ProbeRow | None:
         """The row in a line; None for what is none, which is noted."""
         try:
@@ -108,6 +127,10 @@ def _row(line: bytes) -> ProbeRow:
         raise VplanError("it is incomplete") from None
     if not isinstance(data, dict):
         raise VplanError("it is not a JSON object")
+    return _row_of(data)
+
+
+def _row_of(data: Mapping[str, Any]) -> ProbeRow:
     if data.get("schema", 1) != 1:
         raise VplanError(f"it has schema {quoted(data['schema'])}, and this vplan reads schema 1")
     return ProbeRow.read(data)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import vplan
+from planner import untrusted
 from planner.catalog.plan_id import row_id
 from planner.errors import VplanError
 from planner.evidence import ledger as keeping
@@ -133,3 +134,52 @@ def test_two_writers_killed_in_the_middle_lose_nothing(tmp_path: Path) -> None:
     assert len(ledger.notes) <= 6  # one torn line a kill at most
     assert all(found == list(range(len(found))) for found in numbers.values())
     assert sum(map(len, numbers.values())) > 100
+
+
+def test_lines_come_backward_and_whole_however_they_lie_in_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines"
+    lines = [b"x" * length for length in (0, 1, 6, 7, 8, 30, 2, 0, 5)]
+    path.write_bytes(b"\n".join(lines))
+    for block in (1, 7, 1000):
+        monkeypatch.setattr(untrusted, "MAX_LINE_BYTES", block)
+        assert list(untrusted.read_lines_backward(path, 1000)) == lines[::-1]
+        assert list(untrusted.read_lines_backward(path, 12)) == lines[:5:-1]  # none that is cut
+    assert list(untrusted.read_lines_backward(Path("/dev/zero"), 1000)) in ([], [b""])
+
+
+MANY = """
+import json, resource, sys, time
+from planner.catalog import lookup
+from planner.evidence.from_ledger import NEWEST, _newest
+gpu = lookup.gpu("rtx4090")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+began = time.process_time()
+found = _newest("wan2.1-t2v-1.3b", gpu)
+seconds = time.process_time() - began
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(json.dumps({"all": len(found) == NEWEST, "seconds": seconds, "mib": grown / 1024}))
+"""
+
+
+def test_a_ledger_of_many_rows_costs_an_estimate_no_more_than_its_newest(tmp_path: Path) -> None:
+    """13,000 rows of another card and of simulations, and of the card itself the first ones and, near the end, one."""
+    own = row().to_json() | {"machine": {"gpu": "rtx4090"}}
+    other = own | {"machine": {"gpu": "h100"}}
+    simulated = row(runner="simulate").to_json()
+    lines = [json.dumps(each).encode() + b"\n" for each in (own, other, simulated)]
+    with (tmp_path / "ledger.jsonl").open("wb") as file:
+        for _ in range(200):
+            file.write(lines[0])
+        for _ in range(6_000):
+            file.write(lines[1] + lines[2])
+        file.write(lines[0])
+        for _ in range(1_000):
+            file.write(lines[1])
+        file.write(lines[1][:50])
+    environment = {**os.environ, "VPLAN_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, env=environment, check=True)
+    told = json.loads(done.stdout)
+    assert told["all"]
+    assert told["seconds"] < 3 and told["mib"] < 100  # reading every row took a second for each 1,250 of them
