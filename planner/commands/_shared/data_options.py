@@ -17,20 +17,22 @@ from planner.catalog.shapes import job_for, parse_resolution
 from planner.commands import USAGE
 from planner.commands._shared.request import SHAPE, TypedQuestion
 from planner.commands._shared.verb import FiniteRange, Function
-from planner.dataset.sources import DataSource, sources
 from planner.errors import VplanError, quoted
 from planner.estimate.estimate import Layout
 from planner.estimate.whole_job import JobLength, ShapeCount, WholeJob, whole_job
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts
-from planner.schema import choices
 from planner.spec.job import Bucket, Job
 from planner.spec.plan import Estimate
 
 if TYPE_CHECKING:
     from planner.dataset.buckets import Sample
+    from planner.dataset.sources import DataSource
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+FRAME_SAMPLING = ("first", "even", "random", "windows")
+"""Values of a source's `frames`, whose record takes time to import: verbs without --data should start without it."""
 
 SETTINGS = ("trigger", "caption", "repeats", "frame_sampling", "fps", "flip")
 """Options that are a source's fields. `frames` is the plan's length elsewhere, so its option has another name."""
@@ -54,7 +56,7 @@ def data_options(*, required: bool, what: str | None = None) -> Callable[[Comman
         ),
         click.option(
             "--frame-sampling",
-            type=click.Choice(choices(DataSource, "frames")),
+            type=click.Choice(FRAME_SAMPLING),
             help="Which frames of a video are used: its first ones, spread evenly, from random places (as many as "
             "--repeats says), or all in consecutive clips.  [default: first]",
         ),
@@ -160,7 +162,7 @@ def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes:
         validate_every=said["validate_every"],
         validation_steps=said["validation_steps"],
     )
-    folders = sources(Path(said["data"]).expanduser(), typed_settings(said)) if said["data"] is not None else ()
+    folders = _folders(said) if said["data"] is not None else ()
     return AskedLength(length, _prices(said["price"], gpus), folders)
 
 
@@ -180,6 +182,12 @@ def _prices(texts: Sequence[str], gpus: Sequence[str]) -> dict[str, float]:
             raise VplanError(f"two prices {'of ' + card if card else 'for every card'}", "leave one of them out", USAGE)
         prices[card] = price
     return prices
+
+
+def _folders(said: Mapping[str, Any]) -> tuple[DataSource, ...]:
+    from planner.dataset.sources import sources
+
+    return sources(Path(said["data"]).expanduser(), typed_settings(said))
 
 
 def _check_packages() -> None:
@@ -208,7 +216,7 @@ def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple
         height, width = parse_resolution(model, asked.resolution)
     frames = asked.job.get("frames")
     longest = frames if isinstance(frames, int) else model.shape.max_frames
-    folders = sources(Path(said["data"]).expanduser(), typed_settings(said))
+    folders = _folders(said)
     found = [(source, scan(source, captioned=False).clips) for source in folders]
     clips = [(clip, source) for source, listed in found for clip in listed]
     shapes = propose(clips, model, height * width, longest)
