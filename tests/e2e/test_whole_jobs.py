@@ -269,3 +269,14 @@ def test_a_step_of_several_shapes_is_as_long_as_the_slowest() -> None:
 def test_what_lacks_is_said(words: tuple[str, ...], code: int, fault: str) -> None:
     done = run(*words, code=code)
     assert fault in done.stderr and "fix: " in done.stderr and done.stdout == ""
+
+
+# ---- published step times
+
+
+def test_other_trainers_blocks_are_timed_as_they_compute() -> None:
+    found = {cell["id"]: cell for cell in answer("accuracy", "--seconds", "--only", "wan14b")["cells"]}
+    assert 0 < found["st-wan14b-bf16-layer-l40s"]["error_pct"] < 20  # 20.1 with diffusers' modulation in fp32
+    naive = [found[f"nemo-wan14b-automodel-{gpus}xh100"] for gpus in (8, 64)]
+    assert all(cell["error_pct"] < -25 and "325.77 TFLOP/s" in cell["note"] for cell in naive)
+    assert "tensor parallel" in found["nemo-wan14b-megatron-128xh100"]["left_out"]
