@@ -90,11 +90,15 @@ def how_read(text: str, height: int, width: int) -> str:
 
 def job_for(model: ModelProfile, arguments: Mapping[str, object]) -> Job:
     """The job with these fields, checked; the model's default frames, size and references fill those that are absent or
-    None. Raises a VplanError for a shape that the model does not take."""
+    None, and where there are buckets its own shape is the largest of them. Raises a VplanError for a shape that the
+    model does not take."""
     height, width = model.shape.resolutions[0]
     usual = {"frames": model.shape.default_frames, "height": height, "width": width, "method": model.training.method}
     fields = {name: value for name, value in arguments.items() if value is not None}
     job = Job.read({"references": model.shape.references, **usual, **fields, "model": model.name})
+    if job.buckets:
+        largest = max(job.buckets, key=lambda shape: shape.frames * shape.height * shape.width)
+        job = job.replace(frames=largest.frames, height=largest.height, width=largest.width)
     check_job(model, job)
     return job
 

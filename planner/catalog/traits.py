@@ -95,6 +95,7 @@ TrainerTrait = Literal[
     "moved-whole-without-low-vram",
     "text-encoder-quantised-beside",
     "own-model",
+    "blocks-in-16-bits",
     "shift-by-size",
     "vae-in-fp32",
 ]
@@ -102,8 +103,8 @@ TrainerTrait = Literal[
 
 The first two: layers that make scales and shifts, over an fp8 base. positions-in-fp64: queries and keys are turned so.
 moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantised-beside: with the model on the GPU.
-own-model: it is what the trainer's own scripts build. shift-by-size: sampling's shift is to be set by the size.
-vae-in-fp32: the VAE overflows in half precision.
+own-model: it is what the trainer's own scripts build. blocks-in-16-bits: they modulate, gate and add so.
+shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: the VAE overflows in half precision.
 """
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.commands._shared.data_options import asked_length, whole_job_options
-from planner.commands._shared.render import headline, print_estimate, print_next, print_whole_job
+from planner.commands._shared.data_options import asked_length, whole_job_options, with_proposed_shapes
+from planner.commands._shared.render import headline, print_estimate, print_next, print_shapes, print_whole_job
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     Verb,
@@ -22,12 +23,13 @@ from planner.commands._shared.verb import (
 )
 from planner.dialects.base import cli_words
 from planner.errors import VplanError
+from planner.estimate.bucket_batches import evened
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
 from planner.search.question import Question
-from planner.spec.job import Strategy
+from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Plan
 
 if TYPE_CHECKING:
@@ -56,8 +58,21 @@ def command(
     Nothing is searched: options you do not set take vplan's defaults (`vplan suggest` searches instead). With --steps
     or --epochs it also tells the hours, kWh and money of the whole job.
     """
-    length = asked_length(said)
+    length = asked_length(said, proposes=asked.wants_shapes)
+    auto = asked.wants_shapes
+    asked, most = with_proposed_shapes(asked, said)
     question, found, facts = estimated(asked)
+
+    def facts_of(job: Job) -> Facts:
+        candidate = replace(found.configuration, job=job)
+        return with_learned(load_facts(candidate, question.model, question.gpu), asked.trainer)
+
+    def price(job: Job) -> Estimate:
+        return assess(replace(found.configuration, job=job), facts_of(job), asked.trainer).estimate
+
+    even = evened(found, price, most) if auto else None
+    if even:
+        found, facts = even.plan, facts_of(even.plan.job)
     whole = length.of(found, facts, asked.trainer) if length else None
     if output:
         save_plan(Plan.of(found, trainer=asked.trainer), output)
@@ -68,6 +83,8 @@ def command(
     def render(console: Console) -> None:
         headline(console, question, found)
         print_estimate(console, found)
+        if even:
+            print_shapes(console, even)
         if whole:
             print_whole_job(console, whole)
         if not asked.typed & Strategy.model_fields.keys() and asked.plan is None:
@@ -75,7 +92,8 @@ def command(
             console.print(f"to search for the best options: {searched}", style="bold", markup=False, soft_wrap=True)
         print_next(console, found, output)
 
-    answer = found.to_json() | ({"whole_job": whole.to_json()} if whole else {})
+    answer = found.to_json() | ({"buckets": [shape.to_json() for shape in even.shapes]} if even else {})
+    answer |= {"whole_job": whole.to_json()} if whole else {}
     show(answer, as_json, render)
     return verdict_exit_code(found.verdict, strict=strict)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ from click.shell_completion import CompletionItem
 from planner.catalog import lookup
 from planner.commands import USAGE
 from planner.commands._shared import render
-from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options
+from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options, with_proposed_shapes
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
@@ -30,12 +31,15 @@ from planner.commands._shared.verb import (
     write_report,
 )
 from planner.errors import VplanError
+from planner.estimate.bucket_batches import EvenedPlan, evened
+from planner.estimate.estimate import assess
 from planner.estimate.whole_job import WholeJob
 from planner.parallel import spread
 from planner.search.objectives import PREFERRED, more_ram
-from planner.search.question import Question, Suggestion
+from planner.search.question import Question
 from planner.search.search import Search
 from planner.search.suggester import Suggester, assumptions
+from planner.spec.job import Bucket, Job
 from planner.spec.plan import Estimate
 from planner.units import format_gib, gib
 
@@ -101,13 +105,14 @@ def command(
     length. With --steps or --epochs it also tells the hours, kWh and money of the whole job.
     """
     started = time.perf_counter()
-    length = asked_length(said, [] if asked.gpu else [group.name for group in lookup.gpu_classes()])
+    cards = [] if asked.gpu else [group.name for group in lookup.gpu_classes()]
+    length, auto = asked_length(said, cards, proposes=asked.wants_shapes), asked.wants_shapes
     if trainer is not None:
-        if length:
-            raise VplanError(
-                f"hours of a whole job are told of vplan's own trainer, not of {trainer}", "leave out --for"
-            )
+        if length or auto:
+            fault = f"hours and proposed shapes are told of vplan's own trainer, not of {trainer}"
+            raise VplanError(fault, "leave out --for", USAGE)
         return _for_trainer(asked, trainer, prefer, allow is not None, _Outputs(output, report, as_json, strict))
+    asked, most = with_proposed_shapes(asked, said)
     if asked.model is None and asked.gpu is None:
         raise VplanError("no --model and no --gpu", "pass one of them, as --gpu 24GB", USAGE)
     several = lookup.several(asked.model) if asked.model and asked.gpu else ()
@@ -115,21 +120,33 @@ def command(
         question = asked.settle()._replace(allow_lossy=allow is not None)
         suggester = Suggester(asked.trainer, prefer)
         suggestion = suggester.suggest(question)
+        even = _evened(suggester, suggestion.plan, most) if auto else None
+        suggestion = suggestion._replace(plan=even.plan) if even else suggestion
         whole = _whole_job(length, suggester, suggestion.plan)
         if output:
             save_plan(suggestion.to_plan(asked.trainer), output)
         if report:
             write_report(report, [(output or "plan.toml", suggestion.to_plan(asked.trainer))])
-        answer = suggestion.to_json(time.perf_counter() - started) | _json(whole)
-        show(answer, as_json, lambda console: _print_one(console, question, suggestion, whole, output))
+        answer = suggestion.to_json(time.perf_counter() - started) | _json(whole, even)
+
+        def print_one(console: Console) -> None:
+            render.print_suggestion(console, question, suggestion)
+            if even:
+                render.print_shapes(console, even)
+            if whole:
+                render.print_whole_job(console, whole)
+            render.print_next(console, suggestion.plan, output)
+
+        show(answer, as_json, print_one)
         return verdict_exit_code(suggestion.plan.verdict, strict=strict)
+    one = several and f"write one of {', '.join(several)}"
     if report or output:
-        fix = f"write one of {', '.join(several)}" if several else "pass --model and --gpu"
-        raise VplanError(f"{'--report' if report else '-o'} needs a single plan", fix, USAGE)
+        raise VplanError(
+            f"{'--report' if report else '-o'} needs a single plan", one or "pass --model and --gpu", USAGE
+        )
     kind = "models" if asked.model is None or several else "classes"
     if length and length.folders and kind == "models":
-        fix = f"write one of {', '.join(several)}" if several else "pass --model"
-        raise VplanError("--data needs a single model", fix, USAGE)
+        raise VplanError("--data needs a single model", one or "pass --model", USAGE)
     if length and kind == "classes":
         question = asked.settle(gpu=lookup.gpu_classes()[0].name)
         length = length.counting(question.model, question.job)
@@ -282,8 +299,20 @@ def _whole_job(length: AskedLength | None, suggester: Suggester, plan: Estimate)
     return length.of(plan, screen.facts(plan.configuration), suggester.trainer, screen.run_cache.lay_out)
 
 
-def _json(whole: WholeJob | None) -> dict[str, Any]:
-    return {"whole_job": whole.to_json()} if whole else {}
+def _evened(suggester: Suggester, plan: Estimate, most: Mapping[Bucket, int]) -> EvenedPlan:
+    """The plan with a batch size for each of its shapes."""
+
+    def price(job: Job) -> Estimate:
+        candidate = replace(plan.configuration, job=job)
+        facts, lay_out = suggester.screen.facts(candidate), suggester.screen.run_cache.lay_out
+        return assess(candidate, facts, suggester.trainer, lay_out, flushes=False).estimate
+
+    return evened(plan, price, most)
+
+
+def _json(whole: WholeJob | None, even: EvenedPlan | None) -> dict[str, Any]:
+    shapes = {"buckets": [shape.to_json() for shape in even.shapes]} if even else {}
+    return shapes | ({"whole_job": whole.to_json()} if whole else {})
 
 
 def _shortage(search: Search, least: Estimate) -> str:
@@ -297,12 +326,3 @@ def _shortage(search: Search, least: Estimate) -> str:
         return f"needs at least {format_gib(least.host_ram_bytes)} of host RAM"
     reason = f"needs at least {gib(least.peak.device_bytes):.1f} GiB"
     return reason + (f" with {format_gib(ram)} of host RAM" if ram and least.host_ram_bytes > 0.8 * ram else "")
-
-
-def _print_one(
-    console: Console, question: Question, suggestion: Suggestion, whole: WholeJob | None, output: str | None
-) -> None:
-    render.print_suggestion(console, question, suggestion)
-    if whole:
-        render.print_whole_job(console, whole)
-    render.print_next(console, suggestion.plan, output)

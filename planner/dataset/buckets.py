@@ -89,7 +89,7 @@ def assign(
     unfit: list[Fault] = []
     lengths: set[int] = set()
     for clip in clips:
-        step = Fraction(1) if source.frames == "even" else _step(clip, rate)
+        step = sampling_step(clip, source, rate)
         made: list[Sample] = []
         try:
             for shapes in groups:
@@ -189,16 +189,23 @@ def _best(clip: Clip, usable: int, of_plan: Sequence[Bucket]) -> Bucket:
         raise TooShortError(f"{what}, and the plan's shortest shape has {shortest}", usable)
 
     def worth(shape: Bucket) -> tuple[float, float, int]:
-        share = _kept_picture(clip, shape) * shape.frames / usable
+        share = kept_picture(clip.height, clip.width, shape) * shape.frames / usable
         return share, min(1.0, 1 / _enlarged(clip, shape)), shape.frames * shape.height * shape.width
 
     return max(shapes, key=worth)
 
 
-def _kept_picture(clip: Clip, shape: Bucket) -> float:
-    """Share of the picture that cropping to a shape's aspect leaves."""
-    ratio = (clip.width * shape.height) / (clip.height * shape.width)
+def kept_picture(height: int, width: int, shape: Bucket) -> float:
+    """Share of a picture that cropping to a shape's aspect leaves."""
+    ratio = (width * shape.height) / (height * shape.width)
     return min(ratio, 1 / ratio)
+
+
+def sampling_step(clip: Clip, source: DataSource, rate: Fraction | None) -> Fraction:
+    """Frames of the file per frame taken. ``rate``: the model's, where the source sets none."""
+    if source.frames == "even":
+        return Fraction(1)
+    return _step(clip, rate if source.fps is None else Fraction(source.fps).limit_denominator(1001))
 
 
 def _enlarged(clip: Clip, shape: Bucket) -> float:
@@ -228,7 +235,7 @@ def _notes(samples: list[Sample], rate: Fraction | None, source: DataSource) -> 
         unused = sum(int((s.clip.frames - 1) / _step(s.clip, rate)) + 1 - len(s.indices) for s in cut)
         share = unused / (used + unused)
         notes.append(f"cut to the length of their shape: {plural(len(cut), 'clip')}, {share:.0%} of all frames unused")
-    if cropped := [s for s in samples if _kept_picture(s.clip, s.bucket) < 0.9]:
+    if cropped := [s for s in samples if kept_picture(s.clip.height, s.clip.width, s.bucket) < 0.9]:
         notes.append(f"cropped by more than a tenth of the picture: {plural(len(cropped), 'file')}")
     if enlarged := [s for s in samples if _enlarged(s.clip, s.bucket) > 1]:
         notes.append(f"smaller than their shape, so upscaled: {plural(len(enlarged), 'file')}")

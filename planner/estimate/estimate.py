@@ -17,7 +17,7 @@ from planner.estimate import cache_flushes, fragmentation, host_ram
 from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
 from planner.estimate.traffic import traffic
-from planner.estimate.work import StepWork, step_work, total_flops
+from planner.estimate.work import step_work, total_flops
 from planner.layout import attention_kernel, margin, phases
 from planner.layout.correction import Correction
 from planner.layout.encoders_vae import ComponentPass
@@ -205,9 +205,8 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
     ram = host_ram.host_ram(run, machine)
     disk_bytes = host_ram.disk_bytes(run)
     unrecorded = phases.unrecorded_components(run)
-    work = step_work(run)
-    flops = total_flops(work, strategy)
-    usual, longest = run_seconds(run, work)
+    slowest, (usual, longest) = _slowest(run, played)
+    flops = total_flops(step_work(slowest), strategy)
     words = (*correction.words, *splitting, *_assumptions(run, played, unrecorded))
     verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, sides)
     low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
@@ -237,9 +236,17 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
     return facts.measurements.with_proofs(unproved, run.trainer)
 
 
-def run_seconds(run: Run, work: StepWork | None = None) -> tuple[float, float]:
-    """(usual, longest) seconds of a step of a run, as measurements correct them. ``work``: when it is known already."""
-    seconds = step_seconds(run.configuration, work or step_work(run), run.facts.gpu, traffic(run))
+def _slowest(run: Run, played: list[ReplayedStage]) -> tuple[Run, tuple[float, float]]:
+    """The run of the shape whose step takes longest, with its seconds: it need not be the one that needs most."""
+    runs = {id(entry.run): entry.run for entry in played if not entry.run.encoding_only.peak_bytes}
+    seconds = {key: run_seconds(one) for key, one in {**runs, id(run): run}.items()}
+    key = max(seconds, key=lambda key: seconds[key])
+    return runs.get(key, run), seconds[key]
+
+
+def run_seconds(run: Run) -> tuple[float, float]:
+    """(usual, longest) seconds of a step of a run, as measurements correct them."""
+    seconds = step_seconds(run.configuration, step_work(run), run.facts.gpu, traffic(run))
     usual, longest = run.facts.measurements.correction.step_seconds(seconds.total, seconds.high)
     return usual * run.calls, longest * run.calls
 

@@ -73,12 +73,22 @@ Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
 
 def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     """The work of one step. ``passes``: when they are known already."""
-    both, forward = passes or passes_work(run)
+    both, forward = _as_trained(run, *(passes or passes_work(run)))
     one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
     optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
     own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, run.work.optimizer_bytes)}
     encoding = encoding_work(run)
     return StepWork(both, add_work(optimizer, own), forward, attention_of(run), recomputed_launches(run), encoding)
+
+
+def _as_trained(run: Run, both: dict[Kind, Work], forward: dict[Kind, Work]) -> Passes:
+    """The passes with what a trainer's own blocks move more or less than those recorded."""
+    own = run.work
+    if not own.forward_bytes and not own.backward_bytes:
+        return both, forward
+    times = 1 if run.strategy.gradient_checkpointing == "none" else 2
+    moved = {("pointwise", 0): Work(0, times * own.forward_bytes + own.backward_bytes)}
+    return add_work(both, moved), add_work(forward, {("pointwise", 0): Work(0, own.forward_bytes)})
 
 
 def encoding_work(run: Run) -> dict[Kind, Work]:

@@ -95,6 +95,12 @@ class WorkTerms:
     optimizer_bytes: int = 0
     """what these read and write"""
 
+    forward_bytes: int = 0
+    """what a trainer's own blocks read and write in one forward beyond those recorded; negative where it is less"""
+
+    backward_bytes: int = 0
+    """the same of a backward, without what it recomputes"""
+
 
 class Handover:
     """Values that one transformation leaves for a later one."""

@@ -1,4 +1,4 @@
-"""Hours, energy and money of whole jobs, as `vplan estimate` and `vplan suggest` tell them."""
+"""Whole jobs on data: hours, energy and money; shapes from the data, and what a step of several shapes takes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy
 import pytest
 from PIL import Image
 
 import vplan
+from planner.spec.plan import read_plan
 
 WAN = ("wan2.1-t2v-1.3b", "--frames", "81", "--gradient-checkpointing", "full")
 H100 = ("--gpu", "h100-80gb")
@@ -162,3 +165,118 @@ def test_bad_lengths_are_named_with_their_fix(words: tuple[str, ...], code: int,
 def test_a_job_that_only_samples_has_no_length() -> None:
     done = run("estimate", "wan2.1-t2v-1.3b", *H100, "--method", "sample", "--steps", "10", code=1)
     assert "a job that only samples has no steps" in done.stderr
+
+
+# ---- `--buckets auto`
+
+WAN_24 = ("wan2.1-t2v-1.3b", "--gpu", "24GB")
+
+
+def write_video(path: Path, frames: int, height: int, width: int) -> None:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=16)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        picture = av.VideoFrame.from_ndarray(numpy.zeros((height, width, 3), numpy.uint8), format="rgb24")
+        for _ in range(frames):
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    path.with_suffix(".txt").write_text("a clip")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Five clips of 49 frames, three tall ones of 33, and thirty pictures."""
+    folder = tmp_path_factory.mktemp("data")
+    for number in range(5):
+        write_video(folder / f"long{number}.mp4", 52, 240, 416)
+    for number in range(3):
+        write_video(folder / f"tall{number}.mp4", 33, 416, 240)
+    for number in range(30):
+        Image.new("RGB", (416, 240)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a picture")
+    return str(folder)
+
+
+def shape_of(entry: dict[str, Any]) -> tuple[int, int, int]:
+    return entry["frames"], entry["height"], entry["width"]
+
+
+def test_the_shapes_of_the_data_get_batches_that_fit_and_even_out_steps(data: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    found = answer("suggest", *WAN_24, "--buckets", "auto", "--data", data, "-o", str(path))
+    told = {shape_of(entry): entry for entry in found["buckets"]}
+    assert list(told) == [(49, 240, 416), (33, 416, 240), (1, 240, 416)]
+    assert found["plan"]["verdict"] == "fits" and found["plan"]["high_bytes"] <= found["plan"]["budget_bytes"]
+    slowest = told[49, 240, 416]["step_seconds"]
+    assert found["plan"]["step_seconds"] == pytest.approx(slowest, rel=0.03)
+    assert all(entry["step_seconds"] <= 1.02 * slowest for entry in told.values())
+    assert told[49, 240, 416]["batch_size"] == 1 and told[1, 240, 416]["batch_size"] >= 5
+
+    plan = read_plan(path)
+    assert [(one.frames, one.height, one.width, one.batch_size) for one in plan.job.buckets] == [
+        (*shape, entry["batch_size"]) for shape, entry in told.items()
+    ]
+    assert (plan.job.frames, plan.job.height, plan.job.width) == (49, 240, 416)  # not the model's own 81x480x832
+    again = answer("estimate", str(path))
+    assert again["peak"] == found["plan"]["peak"] and again["step_seconds"] == found["plan"]["step_seconds"]
+    for shape, entry in told.items():
+        batch = entry["batch_size"]
+        more = "x".join(map(str, (*shape, batch + 1)))
+        asked = vplan.command("estimate", str(path), "--buckets", more, "--json")
+        one = json.loads(subprocess.run(asked, capture_output=True, text=True, check=False).stdout)
+        samples = {(49, 240, 416): 5, (33, 416, 240): 3, (1, 240, 416): 30}[shape]
+        assert batch == samples or one["step_seconds"] > 1.02 * slowest or one["verdict"] != "fits"
+
+
+def test_an_epoch_takes_less_than_with_one_sample_a_step(data: str) -> None:
+    words = ("--gpu", "80GB", "--gradient-checkpointing", "full", "--data", data, "--epochs", "10")
+    plain = "49x240x416,33x416x240,1x240x416"
+    even, before = (
+        answer("estimate", "wan2.1-t2v-1.3b", *words, "--buckets", shapes)["whole_job"] for shapes in ("auto", plain)
+    )
+    assert before["steps"] == 380
+    assert even["steps"] < before["steps"] and even["hours"] < before["hours"]
+
+
+def test_a_resolution_and_a_length_are_limits(data: str) -> None:
+    words = ("--buckets", "auto", "--data", data, "--resolution", "128x224", "--frames", "17")
+    found = answer("estimate", *WAN_24, "--gradient-checkpointing", "full", *words)
+    assert [shape_of(entry) for entry in found["buckets"]] == [(17, 128, 224), (17, 224, 128), (1, 128, 224)]
+
+
+def test_the_table_is_for_people_too(data: str) -> None:
+    page = run("estimate", *WAN_24, "--gradient-checkpointing", "full", "--buckets", "auto", "--data", data).stdout
+    assert "shape of the data" in page and "--buckets 49x240x416x1," in page
+
+
+def test_a_step_of_several_shapes_is_as_long_as_the_slowest() -> None:
+    slow, small = "1x512x512", "1x256x256x8"
+    alone = answer("estimate", "sd1.5", "--gpu", "24GB", "--buckets", slow)["step_seconds"]
+    small_alone = answer("estimate", "sd1.5", "--gpu", "24GB", "--buckets", small)["step_seconds"]
+    both = answer("estimate", "sd1.5", "--gpu", "24GB", "--buckets", f"{slow},{small}")["step_seconds"]
+    assert both == pytest.approx(max(alone, small_alone))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fault"),
+    [
+        (("estimate", *WAN_24, "--buckets", "auto"), 1, "--buckets auto needs the clips"),
+        (("suggest", *WAN_24, "--buckets", "auto"), 1, "--buckets auto needs the clips"),
+        (("suggest", "--gpu", "24GB", "--buckets", "auto", "--data", "."), 2, "--buckets auto needs a single model"),
+        (("estimate", *WAN_24, "--buckets", "auto", "--data", "/nowhere"), 1, "there is no folder"),
+    ],
+)
+def test_what_lacks_is_said(words: tuple[str, ...], code: int, fault: str) -> None:
+    done = run(*words, code=code)
+    assert fault in done.stderr and "fix: " in done.stderr and done.stdout == ""
+
+
+# ---- published step times
+
+
+def test_other_trainers_blocks_are_timed_as_they_compute() -> None:
+    found = {cell["id"]: cell for cell in answer("accuracy", "--seconds", "--only", "wan14b")["cells"]}
+    assert 0 < found["st-wan14b-bf16-layer-l40s"]["error_pct"] < 20  # 20.1 with diffusers' modulation in fp32
+    naive = [found[f"nemo-wan14b-automodel-{gpus}xh100"] for gpus in (8, 64)]
+    assert all(cell["error_pct"] < -25 and "325.77 TFLOP/s" in cell["note"] for cell in naive)
+    assert "tensor parallel" in found["nemo-wan14b-megatron-128xh100"]["left_out"]

@@ -43,7 +43,6 @@ CLIP = {"height": 384, "width": 704, "lora_rank": 16}
 LION = {"optimizer": "lion"}
 NO_DROPOUT = "its adapters' dropout of 0.1 is on no tape of this model and is left out"
 STREAMED = (
-    "its blocks modulate in 16 bits where those of diffusers compute in fp32 (helpers/models/wan/transformer.py); "
     "RamTorch streams the weights of all blocks from host RAM, each layer's as it is used; here as block swap, which "
     "moves them once forward and once backward"
 )

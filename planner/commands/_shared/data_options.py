@@ -5,26 +5,34 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
+from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import job_for, parse_resolution
 from planner.commands import USAGE
+from planner.commands._shared.request import SHAPE, TypedQuestion
 from planner.commands._shared.verb import FiniteRange, Function
-from planner.dataset.sources import DataSource, sources
 from planner.errors import VplanError, quoted
 from planner.estimate.estimate import Layout
 from planner.estimate.whole_job import JobLength, ShapeCount, WholeJob, whole_job
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts
-from planner.schema import choices
 from planner.spec.job import Bucket, Job
 from planner.spec.plan import Estimate
 
+if TYPE_CHECKING:
+    from planner.dataset.buckets import Sample
+    from planner.dataset.sources import DataSource
+
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+FRAME_SAMPLING = ("first", "even", "random", "windows")
+"""Values of a source's `frames`, whose record takes time to import: verbs without --data should start without it."""
 
 SETTINGS = ("trigger", "caption", "repeats", "frame_sampling", "fps", "flip")
 """Options that are a source's fields. `frames` is the plan's length elsewhere, so its option has another name."""
@@ -48,7 +56,7 @@ def data_options(*, required: bool, what: str | None = None) -> Callable[[Comman
         ),
         click.option(
             "--frame-sampling",
-            type=click.Choice(choices(DataSource, "frames")),
+            type=click.Choice(FRAME_SAMPLING),
             help="Which frames of a video are used: its first ones, spread evenly, from random places (as many as "
             "--repeats says), or all in consecutive clips.  [default: first]",
         ),
@@ -131,15 +139,16 @@ class AskedLength(NamedTuple):
         return found._replace(price=self.prices.get(plan.machine.gpu, self.prices.get("")))
 
 
-def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = ()) -> AskedLength | None:
-    """The length in a command's options; None where none was asked for. ``gpus``: the cards that a price may name. A
-    VplanError for options that need one, and for those that contradict each other."""
+def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes: bool = False) -> AskedLength | None:
+    """The length in a command's options; None where none was asked for. ``gpus``: the cards that a price may name;
+    ``proposes``: the data has another use. A VplanError for options that need a length, and for those that contradict
+    each other."""
     if said["steps"] is None and said["epochs"] is None:
         typed = [name for name in OPTIONS if said[name] not in (None, ())]
         if typed:
             flag = typed[0].replace("_", "-")
             raise VplanError(f"--{flag} is about a whole job", f"say how long it is: {LENGTHS}", USAGE)
-        if said["data"] is not None:
+        if said["data"] is not None and not proposes:
             raise VplanError("--data has no effect here", f"say how long the job is: {LENGTHS}", USAGE)
         return None
     if said["steps"] is not None and said["epochs"] is not None:
@@ -153,7 +162,7 @@ def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = ()) -> AskedLeng
         validate_every=said["validate_every"],
         validation_steps=said["validation_steps"],
     )
-    folders = sources(Path(said["data"]).expanduser(), typed_settings(said)) if said["data"] is not None else ()
+    folders = _folders(said) if said["data"] is not None else ()
     return AskedLength(length, _prices(said["price"], gpus), folders)
 
 
@@ -175,17 +184,62 @@ def _prices(texts: Sequence[str], gpus: Sequence[str]) -> dict[str, float]:
     return prices
 
 
-def count(folders: Sequence[DataSource], model: ModelProfile, job: Job) -> Counts:
-    """The samples of the data by the shape they are trained at. A VplanError for files that cannot be used."""
+def _folders(said: Mapping[str, Any]) -> tuple[DataSource, ...]:
+    from planner.dataset.sources import sources
+
+    return sources(Path(said["data"]).expanduser(), typed_settings(said))
+
+
+def _check_packages() -> None:
     for package in ("av", "PIL", "numpy"):
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"reading clips needs {package}", "install it: pip install 'vplan[train]'")
+
+
+def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple[TypedQuestion, Mapping[Bucket, int]]:
+    """The question with the shapes of the data, where they were asked for, and how many samples of each a micro-batch
+    may have: at no more pixels than the resolution that was typed, and no more frames than `--frames`; else than the
+    model's own."""
+    if not asked.wants_shapes or said["data"] is None:
+        return asked, {}
+    if asked.model is None:
+        raise VplanError("--buckets auto needs a single model", "pass --model", USAGE)
+    model = lookup.model(asked.model)
+    _check_packages()
+    from planner.dataset.buckets import assign
+    from planner.dataset.scan import scan
+    from planner.dataset.shape_proposal import propose
+
+    height, width = model.shape.resolutions[0]
+    height, width = asked.job.get("height", height), asked.job.get("width", width)
+    if asked.resolution:
+        height, width = parse_resolution(model, asked.resolution)
+    frames = asked.job.get("frames")
+    longest = frames if isinstance(frames, int) else model.shape.max_frames
+    folders = _folders(said)
+    found = [(source, scan(source, captioned=False).clips) for source in folders]
+    clips = [(clip, source) for source, listed in found for clip in listed]
+    shapes = propose(clips, model, height * width, longest)
+    job = job_for(model, {**asked.job, **dict.fromkeys(SHAPE), "buckets": shapes})
+    drawn = _counted(sample for source, listed in found for sample in assign(listed, model, job, source)[0])
+    distinct = {shape.replace(batch_size=None): max(1, one.draws // one.most) for shape, one in drawn.items()}
+    used = tuple(shape for shape in shapes if shape in distinct)
+    return asked.with_shapes(used), distinct
+
+
+def count(folders: Sequence[DataSource], model: ModelProfile, job: Job) -> Counts:
+    """The samples of the data by the shape they are trained at. A VplanError for files that cannot be used."""
+    _check_packages()
     from planner.dataset.scan import read
 
+    return _counted(read(folders, model, job).samples)
+
+
+def _counted(samples: Iterable[Sample]) -> Counts:
     encoded: Counter[Bucket] = Counter()
     draws: Counter[Bucket] = Counter()
     most: dict[Bucket, int] = {}
-    for sample in read(folders, model, job).samples:
+    for sample in samples:
         encoded[sample.bucket] += 1
         draws[sample.bucket] += sample.repeats
         most[sample.bucket] = max(sample.repeats, most.get(sample.bucket, 1))

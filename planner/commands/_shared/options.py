@@ -25,6 +25,9 @@ from planner.spec.job import MAX_FRAMES, Bucket, Job, Machine, Strategy, Validat
 from planner.spec.training import TrainingSettings
 from planner.units import parse_count
 
+AUTO_BUCKETS = "auto"
+"""`--buckets auto` asks for the shapes of the data."""
+
 MAX = "max"
 """`--frames max` asks for the longest clip that fits."""
 
@@ -181,8 +184,10 @@ def _shape(text: str, flag: str, example: str, most: int) -> list[int]:
     return [parse_count(part, flag) for part in parts]
 
 
-def _buckets(text: str, flag: str) -> tuple[Bucket, ...]:
-    """`81x480x832,1x720x1280x4`: frames, height, width, and the batch size where it is not the job's."""
+def _buckets(text: str, flag: str) -> tuple[Bucket, ...] | str:
+    """`81x480x832,1x720x1280x4`: frames, height, width, and the batch size where it is not the job's; or `auto`."""
+    if text.strip().lower() == AUTO_BUCKETS:
+        return AUTO_BUCKETS
     shapes = [_shape(part, flag, "81x480x832,1x720x1280x4", 4) for part in text.split(",") if part.strip()]
     names = ("frames", "height", "width", "batch_size")
     return tuple(Bucket.read(dict(zip(names, shape, strict=False)), flag) for shape in shapes)
@@ -215,7 +220,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 _METAVARS = {
     "betas": "X,X",
-    "buckets": "FxHxW[xB],...",
+    "buckets": "auto|FxHxW[xB],...",
     "frames": "N|max",
     "gpu": "CARD",
     "host_ram": "SIZE",

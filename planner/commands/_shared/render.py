@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from planner.catalog.profiles import ModelProfile
+    from planner.estimate.bucket_batches import EvenedPlan
     from planner.estimate.roofline import Span
     from planner.estimate.whole_job import WholeJob
     from planner.search.question import Question, Relaxed, Suggestion, Switch
@@ -429,3 +430,15 @@ def _number(value: float) -> str:
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.0995 else f"{value:.2g}"
+
+
+def print_shapes(console: Console, even: EvenedPlan) -> None:
+    """Prints the shapes that were proposed for the data, each with its batch size, and the flag that gives them."""
+    rows = []
+    for shape, seconds, _, nbytes in even.shapes:
+        name = f"{shape.frames}x{shape.height}x{shape.width}"
+        rows.append((name, shape.batch_size or 1, _seconds(seconds), f"{gib(nbytes):.1f}"))
+    console.print()
+    console.print(table(("shape of the data", ">batch", ">s/step", ">GiB alone"), rows))
+    flags = ",".join(f"{name}x{batch}" for name, batch, *_ in rows)
+    console.print(f"      --buckets {flags}", soft_wrap=True)

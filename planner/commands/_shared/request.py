@@ -18,19 +18,29 @@ from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, how_read, job_for, parse_resolution
 from planner.commands import USAGE
-from planner.commands._shared.options import MAX, complete_target, job_options, machine_options, strategy_options
+from planner.commands._shared.options import (
+    AUTO_BUCKETS,
+    MAX,
+    complete_target,
+    job_options,
+    machine_options,
+    strategy_options,
+)
 from planner.commands._shared.verb import Function
 from planner.errors import VplanError
 from planner.layout import trainer_terms
 from planner.layout.experts import expert_assumption
 from planner.schema import Record
 from planner.search.question import Question
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan
 from planner.units import GIB, format_gib
 
 if TYPE_CHECKING:
     from planner.evidence.this_machine import CardHere
+
+SHAPE = frozenset({"frames", "height", "width"})
+"""Fields of the job that its buckets stand in for."""
 
 AUTO = "auto"
 """The card that is here: `--gpu auto`."""
@@ -65,6 +75,16 @@ class TypedQuestion(NamedTuple):
     def gpu(self) -> str | None:
         """The card as typed, such as `2x4090`; None when there is none."""
         return self.machine.get("gpu")
+
+    @property
+    def wants_shapes(self) -> bool:
+        """Whether the shapes are to be proposed from the data."""
+        return self.job.get("buckets") == AUTO_BUCKETS
+
+    def with_shapes(self, buckets: tuple[Bucket, ...]) -> TypedQuestion:
+        """The question with these shapes in place of `--buckets auto` and the limits typed beside it."""
+        job = {name: value for name, value in self.job.items() if name not in SHAPE}
+        return self._replace(job={**job, "buckets": buckets}, resolution=None, typed=self.typed - SHAPE)
 
     def settle(self, *, model: str | None = None, gpu: str | None = None) -> Question:
         """The complete question, for this model and card where several are asked for.
@@ -104,7 +124,10 @@ class TypedQuestion(NamedTuple):
     def _job(self, model: ModelProfile, notes: list[str]) -> Job:
         """The job, with the model's usual shape where none was asked for."""
         said = dict(self.job)
-        if said.get("buckets") and (beside := self.typed & {"frames", "height", "width"}):
+        if said.get("buckets") == AUTO_BUCKETS:
+            fix = "pass --data DIR to vplan suggest or vplan estimate; -o writes a plan with its shapes"
+            raise VplanError("--buckets auto needs the clips it is to propose shapes for", fix)
+        if said.get("buckets") and (beside := self.typed & SHAPE):
             flag = "--frames" if "frames" in beside else "--resolution" if self.resolution else "--height"
             fault = f"--buckets sets every shape, so {flag} has no effect"
             raise VplanError(fault, "leave it out, or change --buckets")

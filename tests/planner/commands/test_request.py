@@ -11,10 +11,13 @@ from click.testing import CliRunner
 
 from planner.catalog import lookup
 from planner.commands import cli
+from planner.commands._shared.data_options import FRAME_SAMPLING
 from planner.commands._shared.pick_plan import weights_of
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import Verb
+from planner.dataset.sources import DataSource
 from planner.errors import VplanError
+from planner.schema import choices
 from planner.search.question import Question
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan
@@ -246,3 +249,7 @@ def test_a_rate_that_is_none_is_refused_before_anything_runs(rate: str, plan: st
     wanted = "a finite number" if rate in ("nan", "inf") else "greater than 0"
     assert found.exit_code == 1 and f"learning_rate {float(rate)} is wrong" in found.output and wanted in found.output
     assert not (tmp_path / "run").exists()
+
+
+def test_the_option_of_frames_has_the_record_s_values() -> None:
+    assert choices(DataSource, "frames") == FRAME_SAMPLING

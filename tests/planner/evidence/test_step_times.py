@@ -80,9 +80,9 @@ def test_published_steps_are_met_as_closely_as_the_documentation_says():
     whole, judging = found["summary"], found["halves"][JUDGING]
     assert whole["n"] == 74
     assert whole["median_abs_pct"] < 8 and judging["median_abs_pct"] < 8
-    assert whole["within_20_pct"] > 78
+    assert whole["within_20_pct"] > 81
     assert all(part["rank_correlation"] > 0.97 for part in found["by_gpu"].values() if part["n"])
-    explained = ("st-hv15-bf16", "st-qwen-bf16", "st-wan14b-bf16", "nemo-wan14b-automodel")
+    explained = ("st-hv15-bf16", "st-qwen-bf16", "nemo-wan14b-automodel")
     assert all(one.published.id.startswith(explained) for one in far_off(cells))
 
 
