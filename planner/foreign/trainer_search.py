@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 
 from planner import dialects
@@ -32,10 +33,16 @@ class TrainerPolicy(EstimatePolicy):
     def __init__(self, question: Question, dialect: Dialect) -> None:
         super().__init__(question)
         self.dialect = dialect
+        self.found = False
+        """whether any candidate could be said"""
+        self.unsaid: Counter[str] = Counter()
+        """why others could not, in words"""
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """Those that the trainer can express without swapped blocks, or with some."""
-        return [one for one in recorded if self._says(job, one) or self._says(job, one.replace(swap_blocks=1))]
+        said = [one for one in recorded if self._says(job, one) or self._says(job, one.replace(swap_blocks=1))]
+        self.found = self.found or bool(said)
+        return said
 
     def may_swap(self, strategy: Strategy) -> bool:
         """Whether the trainer swaps blocks at all under such a strategy."""
@@ -52,7 +59,8 @@ class TrainerPolicy(EstimatePolicy):
     def _says(self, job: Job, strategy: Strategy) -> bool:
         try:
             said_by(self.dialect, _plan(self.question, job, strategy))
-        except InexpressibleError:
+        except InexpressibleError as error:
+            self.unsaid.update(each.message for each in error.values)
             return False
         return True
 
@@ -70,8 +78,20 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
         return question, Suggester(OURS, prefer).suggest(question)
     dialect = dialects.dialect(check_target(name))
     question = _as_trained(question, dialect)
-    suggester = Suggester(dialect.name, prefer, lambda asked: TrainerPolicy(asked, dialect))
-    return question, suggester.suggest(question)
+    policy = TrainerPolicy(question, dialect)
+
+    def with_measurements(asked: Question) -> TrainerPolicy:
+        policy.question = asked
+        return policy
+
+    try:
+        return question, Suggester(dialect.name, prefer, with_measurements).suggest(question)
+    except VplanError:
+        if policy.found or not policy.unsaid:
+            raise
+        ((why, _),) = policy.unsaid.most_common(1)
+        fix = "ask for a smaller size or a shorter clip, or a larger card"
+        raise VplanError(f"{dialect.title} cannot do what this needs here: {why}", fix) from None
 
 
 def _plan(question: Question, job: Job, strategy: Strategy) -> Plan:

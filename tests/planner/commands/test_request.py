@@ -89,7 +89,9 @@ def test_strategy_flags(words: list[str], field: str, value: Any) -> None:
 def test_every_strategy_field_has_a_flag() -> None:
     asked = ask(WAN, "--gpu", "24GB")
     assert (asked.strategy, asked.resolution) == ({}, None)
-    help_page = CliRunner().invoke(click.command(cls=Verb)(request_options()(lambda asked: None)), ["--help"]).output
+    help_page = (
+        CliRunner().invoke(click.command(cls=Verb)(request_options()(lambda asked: None)), ["--help-all"]).output
+    )
     flags = {f"--{field.replace('_', '-')}" for record in (Job, Strategy) for field in record.model_fields}
     assert [flag for flag in sorted(flags) if f"  {flag} " not in help_page] == []
     assert max(map(len, help_page.splitlines())) <= 80

@@ -59,6 +59,7 @@ def test_export_of_a_model_plans_first(tmp_path: Path) -> None:
     [
         (["flux.1-dev", "--for", "musubi-tuner"], "musubi-tuner cannot do this: model 'flux.1-dev'"),
         (["wan2.1-t2v-14b", "--for", "musubi-tuner", "--ema", "gpu"], "musubi-tuner cannot do --ema gpu"),
+        (["hunyuan-video-1.5", "--for", "musubi-tuner"], "musubi-tuner cannot do what this needs here: vae_tiling"),
         (["wan2.1-t2v-14b", "--for", "musuby"], "there is no export to 'musuby'"),
     ],
 )
