@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import os
 import shutil
@@ -192,7 +191,9 @@ class TrainingRun:
         accumulation = self.strategy.gradient_accumulation
         parts = self.strategy.context_parallel  # ranks that share a sample are given the same
         sampler = BatchSampler(entries, self.job, plan.machine.world // parts, accumulation, request.seed)
-        stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy))
+        cache = Path(request.entries).parent
+        own = cache if cache.is_relative_to(request.output) else None
+        stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy), own)
         dropout = self.training.caption_dropout or 0.0
         return loader.Loader(sampler, stacker, self.rank // parts, self.device, request.steps, dropout)
 
@@ -229,7 +230,7 @@ class TrainingRun:
 
         request, job, strategy = self.request, self.job, self.strategy
         resume = Path(request.resume) if request.resume else None
-        manifest = json.loads((resume / checkpoints.MANIFEST).read_text(encoding="utf-8")) if resume else None
+        manifest = checkpoints.read_manifest(resume) if resume else None
         self.done = self._take_up(manifest) if manifest else 0
         trained = checkpoint.trained_weights(resume) if resume else None
         model = self._model(trained)
@@ -241,7 +242,7 @@ class TrainingRun:
         decay = self.training.ema_decay
         self.average = Average(self.trainee.trainable, strategy.ema, decay) if decay is not None else None
         if resume and manifest:  # after the engine: its states are shares of what it has made
-            checkpoint.load_state(resume, self.engine, self.average, manifest["average_steps"])
+            checkpoint.load_state(resume, self.engine, self.average, manifest.get("average_steps"))
         return manifest
 
     def _model(self, trained: Any) -> Any:

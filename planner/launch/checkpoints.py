@@ -9,6 +9,7 @@ Of older checkpoints the training state is pruned, and the LoRA files stay: whic
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError, quoted
+from planner.untrusted import read_bytes
 from planner.worker_process import write_json
 
 FORMAT, READABLE = 2, (1, 2)
 """What is written, and what can be resumed from: of format 1 the states of unsplit runs alone."""
 MANIFEST = "manifest.json"
 FOLDER = "checkpoints"
+ASIDE = "checkpoints.before"
 RUN = "run.json"
 DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
 """The name that pipelines look for (diffusers loaders.lora_base)."""
@@ -34,12 +37,15 @@ LORA_FILES = (DIFFUSERS_LORA, COMFYUI_LORA)
 """What stays of a checkpoint when its training state is pruned."""
 PRUNED = "pruned"
 """Entry of a manifest whose training state is gone."""
+HAS: dict[str, type] = {"format": int, "step": int, "position": dict, "layout": dict}
+"""What a run that goes on takes from a manifest, besides the hashes and the run that wrote it."""
+MAX_MANIFEST_BYTES = 64 << 20
 _NAME = re.compile(r"step-(\d{8})")
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """What a whole checkpoint says of itself."""
-    content: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(read_bytes(checkpoint / MANIFEST, MAX_MANIFEST_BYTES))
     return content
 
 
@@ -54,16 +60,24 @@ def step_of(checkpoint: Path) -> int:
 
 
 def run_id(output: Path) -> str:
-    """The id of the run in an output folder; a new one is made and written when there is none yet."""
+    """The id of the run in an output folder. A file that is not there or damaged is written anew, with the id that the
+    folder's checkpoints name, or a new one where there are none; a VplanError where they name several."""
     path = output / RUN
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        found = json.loads(read_bytes(path, MAX_MANIFEST_BYTES))["id"]
+        if isinstance(found, str) and found:
+            return found
+    manifests = filter(None, map(_manifest, _all(output / FOLDER)))
+    named = {name for manifest in manifests if isinstance(name := manifest.get("run"), str)}
+    if len(named) > 1:
+        fault = f"{path} is damaged, and the checkpoints beside it are of several runs"
+        raise VplanError(fault, f"move those of other runs out of {output / FOLDER}, or choose another --output")
+    made = named.pop() if named else secrets.token_hex(16)
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    except FileNotFoundError:
-        made = secrets.token_hex(16)
         write_json(path, {"id": made})
-        return made
-    except (OSError, ValueError, KeyError, TypeError):
-        raise VplanError(f"{path} is damaged", "choose another --output") from None
+    except OSError as error:
+        raise VplanError(f"cannot write {path}: {error.strerror}", "choose another --output") from None
+    return made
 
 
 def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -140,6 +154,39 @@ def keep_newest(folder: Path, count: int) -> None:
         shutil.rmtree(rest, ignore_errors=True)
 
 
+def branch_off(output: Path, checkpoint: Path) -> tuple[Path, Path | None]:
+    """Makes a checkpoint of this run its newest one, so that whatever goes on from the newest goes on from it: later
+    steps are another branch's, and are set aside whole. One that lies elsewhere (it was set aside itself) is copied
+    here, and all that are here are set aside.
+
+    Returns the checkpoint's folder in this run, and the one with what was set aside, None where that is nothing.
+    """
+    folder = output / FOLDER
+    is_here = checkpoint.resolve().parent == folder.resolve()
+    others = [other for other in _all(folder) if not is_here or step_of(other) > step_of(checkpoint)]
+    place = aside(output) if others else None
+    if place:
+        place.mkdir()
+        for other in others:
+            other.rename(place / other.name)
+        sync(place)
+    if is_here:
+        return folder / checkpoint.name, place
+    partial = folder / f".partial-{checkpoint.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(checkpoint, partial)
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
+    partial.rename(folder / checkpoint.name)
+    sync(folder)
+    return folder / checkpoint.name, place
+
+
+def aside(output: Path) -> Path:
+    """A folder for checkpoints that a run does not go on from; it does not exist yet."""
+    return next(path for n in range(10**6) if not (path := output / f"{ASIDE}-{n}").exists())
+
+
 def _all(folder: Path) -> Iterator[Path]:
     """The checkpoints in a folder, newest first."""
     if folder.is_dir():
@@ -149,8 +196,8 @@ def _all(folder: Path) -> Iterator[Path]:
 def _manifest(checkpoint: Path) -> dict[str, Any] | None:
     """A checkpoint's manifest; None where there is none that can be read."""
     try:
-        read = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        read = json.loads(read_bytes(checkpoint / MANIFEST, MAX_MANIFEST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
 
@@ -169,13 +216,18 @@ def check(checkpoint: Path, run: str) -> dict[str, Any]:
     name = f"checkpoint {quoted(checkpoint.name)}"
     fix = "choose another, or --resume auto for the newest complete one"
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        hashes = dict(manifest["sha256"])
+        manifest = read_manifest(checkpoint)
+        hashes = {str(file): str(digest) for file, digest in manifest["sha256"].items()}
         written_by = manifest["run"]
+        whole = manifest.get(PRUNED) or (
+            all(isinstance(manifest[key], kind) for key, kind in HAS.items()) and "steps" in manifest["position"]
+        )
     except FileNotFoundError:
         raise VplanError(f"{name} is not a checkpoint: it has no {MANIFEST}", fix) from None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise VplanError(f"{name} has a damaged {MANIFEST}", fix) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        raise VplanError(f"{name} has a damaged {MANIFEST}", fix)
     if manifest.get("format") not in READABLE:
         raise VplanError(f"{name} has format {quoted(manifest.get('format'))}; this vplan reads {FORMAT}", fix)
     if written_by != run:

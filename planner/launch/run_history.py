@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ import psutil
 
 from planner.errors import VplanError, quoted
 from planner.launch.launch import MEMORY, METRICS, PREPARE_FOLDER, RUN_FOLDER, SAMPLES, RunForecast
+from planner.untrusted import json_object
 from planner.worker_process import REQUEST, read_json, result_file
 
 PHASES = ("encode", "load", "first_step", "train", "denoise", "decode", "save")
@@ -49,8 +49,8 @@ class GrowingFile:
         """whether the last lines were read from the beginning of a file"""
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """The lines that were added since the last call, without one that is not whole yet; all of a new file. Raises a
-        VplanError for what are no JSON objects."""
+        """The lines that were added since the last call, without one that is not whole yet; all of a new file. What are
+        no JSON objects are left out: a run outlives a damaged line."""
         self.is_new = False
         if not self.path.is_file():
             return []
@@ -62,13 +62,7 @@ class GrowingFile:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._read += len(whole)
-        try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-        except (ValueError, RecursionError):
-            lines = [None]
-        if not all(isinstance(line, dict) for line in lines):
-            raise VplanError(f"{self.path} has a line that is no JSON object", "remove that line, or the file")
-        return lines
+        return [found for line in whole.split(b"\n") if (found := json_object(line)) is not None]
 
 
 class Columns:

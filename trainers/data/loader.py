@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from planner.catalog import lookup
@@ -18,6 +20,7 @@ from planner.errors import VplanError
 from planner.spec.job import Bucket, Job
 from trainers.data.entries import CachedSample
 from trainers.data.sampler import BatchSampler
+from trainers.data.store import CHECKSUM, checksum
 from trainers.families.common.base import Family
 from trainers.families.common.random_draws import SEEDS, sample_seed
 from trainers.step.step import WEIGHT, Batch
@@ -30,8 +33,12 @@ own Python meanwhile. Beyond, what is read is copied twice."""
 class Stacker:
     """Turns entries of one shape into a batch on the CPU, checked against what the family says a batch holds."""
 
-    def __init__(self, profile: ModelProfile, job: Job, kind: Family, dtype: torch.dtype) -> None:
-        self.profile, self.job, self.kind, self.dtype = profile, job, kind, dtype
+    def __init__(
+        self, profile: ModelProfile, job: Job, kind: Family, dtype: torch.dtype, own_cache: Path | None = None
+    ) -> None:
+        """``own_cache``: folder of files that the next start makes again where they are gone; a damaged one is put
+        aside there."""
+        self.profile, self.job, self.kind, self.dtype, self.own_cache = profile, job, kind, dtype, own_cache
         self._templates: dict[Bucket, Batch] = {}
 
     def batch(self, entries: Sequence[CachedSample], partners: Sequence[CachedSample | None] = ()) -> Batch:
@@ -52,7 +59,7 @@ class Stacker:
         return self._templates[bucket]
 
     def _sample(self, entry: CachedSample, template: Batch) -> Batch:
-        tensors = {**_read(entry.path), **_read(entry.text)}
+        tensors = {**self._read(entry.path), **self._read(entry.text)}
         fix = "remove the cache folder; it will be created again"
         if missing := template.keys() - tensors.keys():
             raise VplanError(f"{entry.path.name} and {entry.text.name} have no {', '.join(sorted(missing))}", fix)
@@ -64,20 +71,40 @@ class Stacker:
                 and all(a <= b for a, b in zip(shape, expected.shape, strict=True))
             )
             if not fits:
-                where = entry.text if name in _read(entry.text) else entry.path
+                where = entry.text if name in self._read(entry.text) else entry.path
                 fault = f"{name} in {where.name} has the shape {tuple(shape)}, not {tuple(expected.shape)}"
                 raise VplanError(fault, fix)
         return {name: tensors[name].to(expected.dtype) for name, expected in template.items()}
 
+    def _read(self, path: Path) -> dict[str, Tensor]:
+        try:
+            return _whole(path)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:  # its own table may lack a file's format
+            if getattr(error, "errno", None) == errno.ENOMEM or "os error 12" in str(error):
+                raise MemoryError(f"no memory to read {path.name}") from None
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged"
+            fix = "restore the file, or encode its data again: `vplan train --data` with the clips themselves"
+            if self.own_cache and path.is_relative_to(self.own_cache):
+                with contextlib.suppress(OSError):  # gone, or another rank was first
+                    path.replace(path.with_suffix(".damaged"))
+                fix = "run the same command again: it is encoded again, and training goes on from its last checkpoint"
+            raise VplanError(f"cannot read {path}: {reason}", fix) from None
 
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load(path.read_bytes()) if path.stat().st_size <= SMALL_BYTES else load_file(path)
-    except (OSError, SafetensorError, KeyError) as error:  # safetensors' own table may lack a file's format
-        if getattr(error, "errno", None) == errno.ENOMEM or "os error 12" in str(error):
-            raise MemoryError(f"no memory to read {path.name}") from None
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged"
-        raise VplanError(f"cannot read {path}: {reason}", "remove it; it will be created again") from None
+
+def _whole(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file; a ValueError where they are not those that were written."""
+    if path.stat().st_size <= SMALL_BYTES:
+        raw = path.read_bytes()
+        tensors = load(raw)
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        metadata = header.get("__metadata__") or {}
+    else:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            metadata = file.metadata() or {}
+    if metadata.get(CHECKSUM, None) not in (None, checksum(tensors)):
+        raise ValueError(f"{path.name} is not what was written")
+    return tensors
 
 
 class Loader:

@@ -10,12 +10,14 @@ import os
 import sys
 import time
 import uuid
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from planner.errors import VplanError, quoted
@@ -23,6 +25,21 @@ from planner.errors import VplanError, quoted
 STALE_SECONDS = 3600.0
 """Age at which a half-written file has no writer any more: one takes seconds."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+CHECKSUM = "crc32"
+"""Entry of a file's metadata. Against disks and copies, not against people."""
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of the names, dtypes, shapes and values of tensors on the CPU."""
+    value = 0
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        value = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), value)
+        values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        value = zlib.crc32(values, value)
+    return f"{value:08x}"
 
 
 class Store:
@@ -62,7 +79,7 @@ class Store:
         """
         from safetensors.torch import save
 
-        data = save(dict(tensors))
+        data = save(dict(tensors), {CHECKSUM: checksum(tensors)})
         path = self.path(key, turn)
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
         with as_cache_fault(self.folder):

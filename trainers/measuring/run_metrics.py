@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from planner.file_writing import write_file
 from planner.hardware.nvml import DeviceMemory, HostUse, Monitor
+from planner.untrusted import json_object, read_lines
 from trainers.measuring.counters import TorchMemory
 
 COUNTERS = ("allocated_bytes", "reserved_bytes", "retries", "device_bytes", "host_bytes")
@@ -81,14 +83,12 @@ class Metrics:
     was resumed from; the lines of later steps, which are done again, go to the memory log."""
 
     def __init__(self, path: Path, step: int, log: MemoryLog) -> None:
-        lines = _lines(path)
+        lines = [line for line in _lines(path) if type(line.get("step")) is int]
         # A run that was killed between the two files has them in the log already.
         logged = [] if log.path is None else _lines(log.path)
         repeated = [{**line, "repeated": True} for line in lines if line["step"] > step and "loss" in line]
         append(log.path, [line for line in repeated if line not in logged])
-        partial = path.with_name(f"{path.name}.part")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step), encoding="utf-8")
-        partial.replace(path)
+        write_file(path, "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
@@ -152,8 +152,8 @@ def append(path: Path | None, lines: list[dict[str, Any]]) -> None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """What is written so far, without a last line that was cut off."""
+    """What is written so far, without lines that are damaged: a run goes on from its checkpoint, whatever became of
+    them."""
     if not path.is_file():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [found for line in read_lines(path) if line.endswith(b"\n") and (found := json_object(line)) is not None]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from planner.spec.plan import Estimate
 
-ENTRIES, CACHE, FINAL, ASIDE = "entries.jsonl", "cache", "final", "checkpoints.before"
+ENTRIES, CACHE, FINAL = "entries.jsonl", "cache", "final"
 VALIDATION = "validation.json"
 ENCODING_FIX = "pass --vae-tiling or --text-encoder-dtype fp8, and run the command again: what is encoded is kept"
 
@@ -145,14 +145,14 @@ class TrainingSupervisor:
         folder = self.output / checkpoints.FOLDER
         if resume == "no":
             if folder.exists():
-                aside = next(path for n in range(10**6) if not (path := self.output / f"{ASIDE}-{n}").exists())
+                aside = checkpoints.aside(self.output)
                 folder.rename(aside)
                 self._note(f"earlier checkpoints are in {aside}")
             return None
         if resume != "auto":
             found = Path(resume).expanduser().absolute()
             checkpoints.check(found, run)
-            return self._within(found)
+            return self._branch_off(self._within(found))
         newest, faults = checkpoints.newest(self.output, run)
         for fault in faults:
             self._note(f"warning: skipped: {fault}")
@@ -161,6 +161,15 @@ class TrainingSupervisor:
         elif faults:
             raise VplanError("no checkpoint is complete", "start over with --resume no, which keeps them aside")
         return self._within(newest) if newest else None
+
+    def _branch_off(self, checkpoint: Path) -> Path:
+        """The checkpoint as the run's newest. To print a command changes nothing."""
+        if self.options["print_command"]:
+            return checkpoint
+        here, aside = checkpoints.branch_off(self.output, checkpoint)
+        if aside:
+            self._note(f"checkpoints that are not before {here.name} are in {aside}")
+        return here
 
     def _within(self, checkpoint: Path) -> Path:
         """The checkpoint itself, where it is not of a later step than training ends at."""

@@ -176,3 +176,43 @@ def test_every_sample_draws_from_a_generator_of_its_own() -> None:
     shares = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in each])
     torch.manual_seed(3)
     assert all(torch.equal(*pair) for pair in zip(found, (noise, shares, torch.rand(2)), strict=True))
+
+
+@pytest.mark.parametrize("size", [64, 600])  # read, and mapped
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+def test_a_damaged_sample_of_the_run_s_own_cache_is_put_aside_and_made_again(
+    tmp_path: Path, damage: str, size: int
+) -> None:
+    from trainers.data.store import Store
+
+    made = stacker("wan2.1-t2v-1.3b")
+    made.own_cache = tmp_path / "cache"
+    store = Store(made.own_cache)
+    tensors = {"latents": torch.randn(size, size).bfloat16(), "empty": torch.zeros(0, 3), "one": torch.tensor(3)}
+    store.save("ab" * 32, tensors)
+    path = store.path("ab" * 32)
+    assert (path.stat().st_size > loader.SMALL_BYTES) == (size == 600)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in made._read(path).items())
+    whole = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:  # one bit of its values, of which a header says nothing
+        path.write_bytes(whole[:-100] if damage == "cut" else whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    with pytest.raises(VplanError, match="cannot read") as caught:
+        made._read(path)
+    assert "encoded again" in caught.value.fix
+    assert not store.has("ab" * 32)  # so the next start encodes it
+    store.save("ab" * 32, tensors)
+    assert torch.equal(made._read(path)["latents"], tensors["latents"])
+
+
+def test_a_damaged_sample_of_a_cache_that_others_made_stays(tmp_path: Path) -> None:
+    from trainers.data.store import Store
+
+    store = Store(tmp_path)
+    store.save("cd" * 32, {"latents": torch.ones(8)})
+    path = store.path("cd" * 32)
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(VplanError, match="it is damaged") as caught:
+        stacker("wan2.1-t2v-1.3b")._read(path)
+    assert path.is_file() and "restore the file" in caught.value.fix
