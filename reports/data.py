@@ -157,7 +157,8 @@ class Builder:
         return Mapper(self.search, self._forms()).map(rungs)
 
     def longest(self, rungs: Sequence[QuickEstimate], same_ram: bool) -> tuple[Longest, ...]:
-        """The longest clip of each class of card with as much host RAM as the plan's, or of all others.
+        """The longest clip of each class of card with as much host RAM as the plan's, or of all others. That of the
+        plan's own class is what `vplan suggest --frames max` says.
 
         ``rungs``: the plan's ladder, which is that of its own class.
         """
@@ -174,7 +175,8 @@ class Builder:
             self.cards[card.name] = card
             machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram, reserve=0)
             machines.append((card, machine))
-        return longest(self.search, self._forms(), rungs, machines)
+        own = f"{own_card.class_gb}GB" if same_ram and not self.plan.job.buckets else ""
+        return longest(self.search, self._forms(), rungs, machines, searched=own)
 
     def compared(self) -> tuple[Comparison, ...]:
         """The nearest measured rows of the model, and the plan's own evidence, each compared with its prediction."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from planner.catalog.profiles import GpuProfile
 from planner.layout import margin
-from planner.search.capacity_axes import usable
+from planner.search.capacity_axes import axis, usable
 from planner.search.capacity_map import OVERHEAD_SPREAD, Forms, Room, Shape, reserved_bytes
 from planner.search.ladder import ladder, quick_estimates
+from planner.search.objectives import Value, largest_by, other_kind
 from planner.search.screening import QuickEstimate
 from planner.search.search import Search
 from planner.spec.job import Job, Machine
@@ -142,11 +143,16 @@ def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def longest(
-    search: Search, forms: Forms, rungs: Sequence[QuickEstimate], cards: Sequence[tuple[GpuProfile, Machine]]
+    search: Search,
+    forms: Forms,
+    rungs: Sequence[QuickEstimate],
+    cards: Sequence[tuple[GpuProfile, Machine]],
+    searched: str = "",
 ) -> tuple[Longest, ...]:
     """The longest clip at the job's size for each card, by what is allocated and what the way loses to fragmentation.
 
-    Ways are those of the ladder there, which the RAM beside the card decides.
+    Ways are those of the ladder there, which the RAM beside the card decides. ``searched``: the card for which
+    `vplan suggest --frames max` is asked instead, which tries all ways and takes seconds.
     """
     job, own = forms.job, search.question.machine
     ways = {own.host_ram: _ways(search, job, rungs)}
@@ -154,6 +160,9 @@ def longest(
     overheads: dict[tuple[ResolvedStrategy, bool], float] = {}
     for card, machine in sorted(cards, key=lambda pair: -pair[0].allocatable_bytes):  # what it knows of, others share
         there = Search(search.question._replace(machine=machine, gpu=card), search.screen)
+        if card.name == searched:
+            found.append(_searched(there, card, machine))
+            continue
         if machine.host_ram not in ways:
             ways[machine.host_ram] = _ways(there, job, ladder(there, job, quick_estimates(there, job)))
         finder = Finder(there, forms, overheads)
@@ -176,6 +185,35 @@ def longest(
             )
         )
     return tuple(reversed(found))
+
+
+def _searched(search: Search, card: GpuProfile, machine: Machine) -> Longest:
+    """What the search behind `--frames max` answers for a card."""
+    question, objective = search.question, axis(search.question.model)
+    plain = largest_by(search, question.job, objective, False)
+    if plain is None:
+        other = largest_by(search, question.job, objective, True)
+    else:
+        other = next((wish.plan for wish in other_kind(search, plain, objective)), None)
+    lengths = [_length(objective.read(plan.job)) if plan else 0 for plan in (plain, other)]
+    ways = [plan.configuration.strategy if plan else None for plan in (plain, other)]
+    return Longest(
+        card.name,
+        card.title,
+        question.budget_bytes,
+        machine.host_ram,
+        lengths[0],
+        ways[0],
+        lengths[1],
+        ways[1],
+        capped=objective.values[-1] in lengths,
+        unified=card.unified,
+    )
+
+
+def _length(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
 
 
 def _ways(search: Search, job: Job, rungs: Iterable[QuickEstimate]) -> list[ResolvedStrategy]:

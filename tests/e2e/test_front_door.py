@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from planner.catalog import lookup
 from planner.commands import cli
+from planner.spec.plan import read_plan
+from reports.data import Builder
 
 HERE = {"COLUMNS": "100"}
 
@@ -79,6 +83,30 @@ def test_the_table_of_cards_says_what_more_host_ram_would_do() -> None:
     found = re.fullmatch(r"no with 32 GiB of host RAM; fits with (\d+) \(lossy\)", rows["16GB"]["reason"])
     assert found and rows["12GB"]["reason"].startswith("needs at least")
     answer(f"suggest wan2.2-t2v-a14b --gpu 16GB --host-ram {found[1]}GiB")
+
+
+# ---- the page
+
+
+@pytest.mark.parametrize(
+    ("model", "card"),
+    [("ltx-video-2b", "8GB"), *(("sd1.5", card) for card in ("8GB", "12GB", "16GB", "24GB", "48GB", "80GB"))],
+)
+def test_the_page_and_the_command_line_say_the_same_longest_clip(
+    model: str, card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Video models by their frames, image models by their batch."""
+    path = tmp_path / "plan.toml"
+    CliRunner().invoke(cli, ["estimate", model, "--gpu", card, "-o", str(path)], env=HERE)
+    group = lookup.gpu_class(card)
+    assert group is not None
+    monkeypatch.setattr(lookup, "gpu_classes", lambda: (group,))
+    (shown,) = Builder("plan.toml", read_plan(path)).longest((), same_ram=True)
+    field, most = ("batch_size", "batch") if lookup.model(model).kind == "image" else ("frames", "frames")
+    found = answer(f"suggest {model} --gpu {card} --prefer {most}")
+    assert not found["plan"]["lossy"]
+    assert shown.lossless == found["plan"]["job"][field]
+    assert shown.lossy == next((wish["to"] for wish in found["relax"] if wish["lossy"]), 0)
 
 
 # ---- names
