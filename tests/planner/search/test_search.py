@@ -241,9 +241,10 @@ def test_one_gpu_of_two_is_offered_where_it_fits_without_lossy_options() -> None
     question = Question(job, Strategy(), Machine(gpu=card.name, gpus=2, host_ram=32 * GIB), model, card, frozenset())
     found = Suggester().suggest(question)
     assert found.plan.lossy
-    (wish,) = [each for each in found.relaxed if each.field == "gpus"]
-    assert (wish.before, wish.after) == (2, 1)
+    wish, shorter = found.relaxed
+    assert (wish.field, wish.before, wish.after) == ("gpus", 2, 1)
     assert wish.plan.verdict == "fits" and not wish.plan.lossy
+    assert shorter.field == "frames" and shorter.plan.job.frames < 49 and not shorter.plan.lossy
 
 
 def test_a_wish_that_contradicts_the_rest_of_what_was_typed_is_passed_over() -> None:
