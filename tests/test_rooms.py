@@ -56,7 +56,7 @@ def test_a_public_class_name_occurs_once() -> None:
 
 
 def test_every_folder_of_tests_is_one_of_the_source() -> None:
-    of_all = {"benchmarks", "contract", "e2e", "golden", "tools"}
+    of_all = {"benchmarks", "contract", "e2e", "golden", "tools", "trials"}
     for path in sources("tests"):
         parts = path.relative_to(ROOT / "tests").parts[:-1]
         if parts and parts[0] not in of_all and path.name.startswith("test_"):

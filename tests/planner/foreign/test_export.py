@@ -173,7 +173,7 @@ def test_what_is_only_tight_is_not_said_to_fit() -> None:
     assert found is not None and found.verdict == "tight"
 
 
-@pytest.mark.parametrize("name", ["accelerat", "nobody"])
+@pytest.mark.parametrize("name", ["acelerate", "nobody"])
 def test_a_target_nobody_knows(name: str, tmp_path: Path) -> None:
     write_plan(plan(), tmp_path / "plan.toml")
     told = CliRunner().invoke(cli, ["export", str(tmp_path / "plan.toml"), "--to", name, "-o", str(tmp_path)])
