@@ -61,8 +61,8 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
     "words", nargs=-1, metavar="FILE | -- COMMAND...", type=click.UNPROCESSED, shell_complete=PathText().shell_complete
 )
 @click.option("--from-file", "path", metavar="FILE", help="File with the command; same as FILE.")
-@click.option("--error", metavar="FILE", help="Log with PyTorch's out-of-memory message (- for stdin): explain it, and "
-              "find its tensor in the command, if there is one.")  # fmt: skip
+@click.option("--error", metavar="FILE|TEXT", help="An out-of-memory message, or a log with one (- for stdin): explain "
+              "it, and find its tensor in the command, if there is one.")  # fmt: skip
 @click.option("--model", metavar="NAME", help="Model, if the command does not name it.")
 @click.option("--frames", type=int, metavar="N", help="Frames per clip, instead of the command's.")
 @click.option("--height", type=int, metavar="N", help="Height of a sample in pixels, instead of the command's.")

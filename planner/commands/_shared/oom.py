@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +25,20 @@ def _piped() -> str:
     return sys.stdin.buffer.read(LONGEST).decode("utf-8", "replace")
 
 
-def explained(path: str, script: Script | None, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Explanation:
-    """The explanation of the out-of-memory message in a file (`-`: standard input). With a script it also says what of
+def _message(said: str) -> str:
+    """The text of a message: what is piped in, a file, or what was typed, which is no file and has more than one
+    word."""
+    if said == "-":
+        return _piped()
+    typed = len(said.split()) > 1 and not os.path.isfile(said)
+    return said if typed else read_text(Path(said), LONGEST)
+
+
+def explained(said: str, script: Script | None, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Explanation:
+    """The explanation of an out-of-memory message, of the file that holds one, or of standard input (`-`). With a script it also says what of
     the script's job asked, on the card given or else on one of the capacity that the message states. Raises a
     VplanError when there is neither."""
-    message = parse(_piped() if path == "-" else read_text(Path(path), LONGEST))
+    message = parse(_message(said))
     alone = explain(message)
     if script is None or alone.cause in ON_HOST or message.requested_bytes is None:
         return alone

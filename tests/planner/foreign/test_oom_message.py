@@ -189,6 +189,8 @@ def test_check_reads_a_log_with_and_without_the_command(tmp_path: Path) -> None:
     assert alone["asked"] is None and alone["error"]["requested_bytes"] == GIB
     piped = CliRunner().invoke(cli, ["check", "--error", "-", "--json"], input=log.read_bytes() + b"\xff")
     assert json.loads(piped.stdout) == alone
+    pasted = CliRunner().invoke(cli, ["check", "--error", log.read_text(), "--json"])
+    assert json.loads(pasted.stdout) == alone
     mistaken = CliRunner().invoke(cli, ["check", str(log), "--gpu", "24GB"])
     assert mistaken.exit_code == 1 and "vplan check --error train.log" in mistaken.stderr
     launch = ["torchrun", "--nproc_per_node=1", "-m", "scripts.train_unet"]
