@@ -35,9 +35,11 @@ def _message(said: str) -> str:
 
 
 def explained(said: str, script: Script | None, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Explanation:
-    """The explanation of an out-of-memory message, of the file that holds one, or of standard input (`-`). With a script it also says what of
-    the script's job asked, on the card given or else on one of the capacity that the message states. Raises a
-    VplanError when there is neither."""
+    """The explanation of an out-of-memory message, of a file that holds one, or of standard input (`-`).
+
+    With a script it also says what of the script's job asked, on the card given or else on one of the capacity that the
+    message states. Raises a VplanError when there is neither.
+    """
     message = parse(_message(said))
     alone = explain(message)
     if script is None or alone.cause in ON_HOST or message.requested_bytes is None:
