@@ -92,7 +92,9 @@ def work(name):
     end = time.time() + 60
     while time.time() < end:  # in Python, as a search is
         pass
-signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell starts with &
+# They are ignored in what a shell starts with &, and behind nohup.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 try:
     list(module.spread(busy, (), ["idle", "a", "b"], "names"))
 except KeyboardInterrupt as stop:

@@ -179,7 +179,9 @@ def forced() -> bool:
 
 
 def page_file(context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
-    """A file that a report may be written to."""
+    """A file that a report may be written to; what has another ending is the report's own to refuse."""
+    if path is not None and not path.endswith(".html"):
+        return path
     return _ours(context, path, "report", _is_page)
 
 
