@@ -57,10 +57,11 @@ def write_data(folder: Path, clips: int, images: int) -> Path:
 
 
 def digest(cache: Path) -> str:
-    """The content of all encoded samples, by name."""
+    """The tensors' bytes of all encoded samples, by name. Headers also hold a checksum, which older caches lack."""
     whole = hashlib.sha256()
     for path in sorted(cache.glob("*/*.safetensors")):
-        whole.update(path.name.encode() + path.read_bytes())
+        raw = path.read_bytes()
+        whole.update(path.name.encode() + raw[8 + int.from_bytes(raw[:8], "little") :])
     return whole.hexdigest()[:16]
 
 
