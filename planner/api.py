@@ -33,6 +33,7 @@ from planner.search.question import Suggestion, Switch
 from planner.search.suggester import Suggester
 from planner.spec.plan import Estimate, Plan, write_plan
 from planner.spec.plan import read_plan as read_plan_file
+from planner.terminal import console
 from planner.units import gib
 
 if TYPE_CHECKING:
@@ -291,6 +292,4 @@ def _values(command: click.Command, verb: str, options: Mapping[str, Any], words
 
 
 def _console(file: io.StringIO, **more: Any) -> Console:
-    from rich.console import Console
-
-    return Console(file=file, width=WIDTH, highlight=False, emoji=False, **more)
+    return console(file=file, width=WIDTH, **more)

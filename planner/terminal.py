@@ -32,8 +32,9 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
     click.echo(plain(text), err=err, nl=nl)
 
 
-def console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """A console whose texts are neither markup nor emoji nor anything else that steers the terminal."""
+def console(*, stderr: bool = False, width: int | None = None, **more: Any) -> Console:
+    """A console whose texts are neither markup nor emoji nor anything else that steers the terminal. ``more``: rich's
+    own, as ``file`` and ``record``."""
     from rich.console import Console
 
     class Plain(Console):
@@ -48,4 +49,4 @@ def console(*, stderr: bool = False, width: int | None = None) -> Console:
             raise
 
     options: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
-    return Plain(stderr=stderr, width=width, **options)
+    return Plain(stderr=stderr, width=width, **options, **more)

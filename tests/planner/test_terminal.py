@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.terminal import plain
+from planner.terminal import console, plain
 
 ROOT = Path(__file__).parents[2]
 TITLE, RED, MARKUP = "\x1b]0;owned\x07", "\x1b[31;7mowned", "[red]owned[/no]"
@@ -110,3 +111,12 @@ def test_nothing_of_a_foreign_file_steers_the_terminal(case: str, tmp_path: Path
     assert b"owned" in written, written  # shown, not left out
     for sequence in (TITLE, "\x1b[31;7m", "\x07", "\x9b", "\u202e"):
         assert sequence.encode() not in written, written
+
+
+def test_an_answer_outside_a_terminal_is_shown_as_text_too() -> None:
+    """As `str` of an answer of `import vplan`, which a script prints, and its page in a notebook."""
+    file = io.StringIO()
+    shown = console(file=file, record=True, force_terminal=True, width=100)
+    shown.print(HOSTILE)
+    for text in (file.getvalue(), shown.export_html()):
+        assert "owned" in text and not any(part in text for part in (TITLE, "\x07", "\x9b", "\u202e"))

@@ -2,10 +2,10 @@
 
     python -m tests.tools.read_mlperf_step_times V5.0 V5.1
 
-V5.0 and V5.1 are clones of mlcommons/training_results_v5.0 (or a fork of it) and _v5.1; the rows name their commits. A
-row is one submission's folder on a card that the catalog knows: the median over its runs of what they log, seconds of a
-step (``train_step_time``) or samples a second (``throughput``), which are the global batch over a step. GB200 and GB300
-are other cards than B200 and are not read.
+V5.0 and V5.1 are clones of prishajain1/training_results_v5.0 (a fork of mlcommons') and of
+mlcommons/training_results_v5.1; the rows name their commits. A row is one submission's folder on a card that the
+catalog knows: the median over its runs of what they log, seconds of a step (``train_step_time``) or samples a second
+(``throughput``), which are the global batch over a step. GB200 and GB300 are other cards than B200 and are not read.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> int:
     """Writes the rows of both rounds."""
     older, newer = (Path(word) for word in sys.argv[1:3])
     found = [
-        *rows(older, "mlcommons/training_results_v5.0", "5.0", SD2),
+        *rows(older, "prishajain1/training_results_v5.0", "5.0", SD2),
         *rows(newer, "mlcommons/training_results_v5.1", "5.1", FLUX),
     ]
     OUT.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
