@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import av
 import numpy
+from av.video.reformatter import VideoReformatter
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 VIDEOS = (".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif")
@@ -45,10 +46,11 @@ def probe(path: Path) -> Media:
     return _image_size(path) if path.suffix.lower() in IMAGES else _video_size(path)
 
 
-def frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixels:
+def frames(path: Path, indices: Sequence[int], height: int, width: int, threads: int = 0) -> Pixels:
     """The frames of rising `indices`, resized and cropped to (F, height, width, 3); an UnusableError when it breaks.
 
     Videos are decoded from their start: the n-th frame is the n-th that comes out, whatever its time stamp says.
+    ``threads`` decode it; 0: as many as FFmpeg chooses.
     """
     if path.suffix.lower() in IMAGES:
         try:
@@ -58,7 +60,7 @@ def frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixel
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UnusableError(f"broken image ({_short(error)})") from None
         return numpy.stack([numpy.asarray(_fit(picture, height, width))])
-    return _video_frames(path, indices, height, width)
+    return _video_frames(path, indices, (height, width), threads)
 
 
 def has_sound(path: Path) -> bool:
@@ -126,19 +128,21 @@ def _video_size(path: Path) -> Media:
     return Media(count, fps, height, width)
 
 
-def _video_frames(path: Path, indices: Sequence[int], height: int, width: int) -> Pixels:
+def _video_frames(path: Path, indices: Sequence[int], size: tuple[int, int], threads: int) -> Pixels:
     numbers, pictures, last = frozenset(indices), [], max(indices)
+    reformatter = VideoReformatter()  # its tables are made once; a frame by itself makes them anew
     try:
         with av.open(str(path)) as container:
-            container.streams.video[0].thread_type = "AUTO"
+            stream = container.streams.video[0]
+            stream.thread_type, stream.codec_context.thread_count = "AUTO", threads
             for number, frame in enumerate(container.decode(video=0)):
                 if frame.is_corrupt:
                     raise UnusableError(f"corrupt video (frame {number} is damaged)")
                 if number in numbers:
-                    picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
+                    picture = Image.fromarray(reformatter.reformat(frame, format="rgb24").to_ndarray())
                     if frame.rotation:
                         picture = picture.rotate(frame.rotation, expand=True)
-                    pictures.append(numpy.asarray(_fit(picture, height, width)))
+                    pictures.append(numpy.asarray(_fit(picture, *size)))
                 if number == last:
                     break
     except (av.FFmpegError, OSError) as error:

@@ -34,17 +34,20 @@ from planner.spec.job import QUANTISED, Job, Strategy
 from planner.units import format_gib
 from trainers import families
 from trainers.data import layer_offload, parts
-from trainers.data.decoding import Decoded, FrameRange, SampleFiles, decoded
+from trainers.data.decoding import Decoded, FrameRange, SampleFiles, decoded, processes_for
 from trainers.data.entries import CachedSample, with_partner
 from trainers.data.packed_encoders import shrink
 from trainers.data.store import BackgroundWriter, Digests, Store, one_at_a_time
 from trainers.families.common.base import Family
 from trainers.families.common.encoding import Encoder, EncoderTurn
+from trainers.step import backends
 from trainers.step.step import DTYPES, compute_dtype
 
 FORMAT = 1
 TELL_SECONDS = 0.25
 Item = TypeVar("Item")
+Made = tuple[str, Any, Mapping[str, Tensor] | UnusableError]
+"""A sample's key, the sample (a clip's or a caption), and what one encoder makes of it, or why nothing."""
 
 
 def _alone() -> None:
@@ -237,16 +240,19 @@ class CacheBuild:
             if not waiting:
                 continue
             # One encoder at a time: all samples wait for the next one, because two need not fit on the device together.
-            decoding = self._decoded(turn, waiting)
-            encoder = self._load(turn)
-            with BackgroundWriter(self.store) as writer:
-                for index, (key, sample) in enumerate(self._one_by_one(f"{title} ({turn.part})", waiting)):
-                    try:
-                        tensors = self._encoded(turn, encoder, key, sample, next(decoding))
-                    except UnusableError as error:
+            with self._decoded(turn, waiting) as decoding, BackgroundWriter(self.store) as writer:
+                encoder = self._load(turn)
+                items = self._one_by_one(f"{title} ({turn.part})", waiting)
+                made: Iterator[Made]
+                if decoding is None:
+                    made = self._of_captions(turn, encoder, items)
+                else:
+                    made = self._of_clips(turn, encoder, zip(items, decoding, strict=True))
+                for index, (key, sample, tensors) in enumerate(made):
+                    if isinstance(tensors, UnusableError):
                         if not skip_bad:
-                            raise refused([Fault(sample.clip.name, str(error))], len(samples)) from None
-                        self.store.mark(key, str(error))
+                            raise refused([Fault(sample.clip.name, str(tensors))], len(samples))
+                        self.store.mark(key, str(tensors))
                         continue
                     saving = self._keep(writer, key, tensors, sample, number, last=last)
                     if index == 0:
@@ -281,11 +287,16 @@ class CacheBuild:
     def _dtype_of(self, turn: EncoderTurn) -> str:
         return self.setting.strategy.vae_dtype if turn.part == "vae" else self.setting.strategy.text_encoder_dtype
 
-    def _decoded(self, turn: EncoderTurn, samples: Mapping[str, Any]) -> Iterator[Decoded]:
-        """What a turn reads of the samples' files, in their order; nothing of captions."""
+    @contextlib.contextmanager
+    def _decoded(self, turn: EncoderTurn, samples: Mapping[str, Any]) -> Iterator[Iterator[Decoded] | None]:
+        """What a turn reads of the samples' files, in their order; None for captions."""
         if not any(isinstance(sample, Sample) for sample in samples.values()):
-            return itertools.repeat({})
-        return decoded([self._files_of(turn, sample) for sample in samples.values()], self.setting.ranks)
+            yield None
+            return
+        files = [self._files_of(turn, sample) for sample in samples.values()]
+        processes = processes_for(files, self.setting.ranks)
+        with decoded(files, processes) as decoding, backends.fewer_threads(processes):
+            yield decoding
 
     def _files_of(self, turn: EncoderTurn, sample: Sample) -> SampleFiles:
         """The frames that a turn takes of a clip, and of the files beside it."""
@@ -296,26 +307,44 @@ class CacheBuild:
         }
         return {"clip": FrameRange(sample.clip.path, indices, *size), **companions}
 
-    def _encoded(
-        self, turn: EncoderTurn, encoder: Encoder, key: str, sample: Any, frames: Decoded
+    def _of_captions(self, turn: EncoderTurn, encoder: Encoder, captions: Iterable[tuple[str, str]]) -> Iterator[Made]:
+        """What one encoder makes of each caption, in their order."""
+        # On a GPU one after another: encoding is predicted for one caption, and one of T5 is enough work for it.
+        at_once = turn.at_once if self.setting.device.type == "cpu" else 1
+        remaining = iter(captions)
+        while several := list(itertools.islice(remaining, at_once)):
+            with torch.inference_mode():
+                tensors = turn.encode(encoder, [caption for _, caption in several])
+            for place, (key, caption) in enumerate(several):
+                yield key, caption, {name: tensor[place] for name, tensor in tensors.items()}
+
+    def _of_clips(
+        self, turn: EncoderTurn, encoder: Encoder, clips: Iterable[tuple[tuple[str, Sample], Decoded]]
+    ) -> Iterator[Made]:
+        """What one encoder makes of each clip, in their order."""
+        for (key, sample), frames in clips:
+            try:
+                yield key, sample, self._clip_tensors(turn, encoder, key, sample, frames)
+            except UnusableError as error:
+                yield key, sample, error
+
+    def _clip_tensors(
+        self, turn: EncoderTurn, encoder: Encoder, key: str, sample: Sample, frames: Decoded
     ) -> Mapping[str, Tensor]:
-        """What one encoder makes of one sample, of a clip's ``frames``. Raises an UnusableError where there are none,
-        and for sound that breaks."""
+        """What one encoder makes of one clip's ``frames``. Raises an UnusableError where there are none, and for sound
+        that breaks."""
+        if isinstance(frames, UnusableError):
+            raise frames
         # Seeded by the sample's key: its latents are the same whichever rank encodes it, also in a run that was
         # interrupted.
         encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
-        if isinstance(frames, UnusableError):
-            raise frames
-        if isinstance(sample, Sample):
-            clip = sample.clip
-            encoder.size = (clip.height, clip.width)
-            encoder.source, encoder.times = clip.path, tuple(index / clip.fps for index in sample.indices if clip.fps)
-            pictures = {role: _mirrored(torch.from_numpy(pixels), sample) for role, pixels in frames.items()}
-            encoder.reference, encoder.control = pictures.get("reference"), pictures.get("control")
-            sample = pictures["clip"]
+        clip = sample.clip
+        encoder.size = (clip.height, clip.width)
+        encoder.source, encoder.times = clip.path, tuple(index / clip.fps for index in sample.indices if clip.fps)
+        pictures = {role: _mirrored(torch.from_numpy(pixels), sample) for role, pixels in frames.items()}
+        encoder.reference, encoder.control = pictures.get("reference"), pictures.get("control")
         with torch.inference_mode():
-            tensors: Mapping[str, Tensor] = turn.encode(encoder, sample)
-        return tensors
+            return turn.encode(encoder, pictures["clip"])
 
     def _keep(
         self, writer: BackgroundWriter, key: str, tensors: Mapping[str, Tensor], sample: Any, number: int, *, last: bool

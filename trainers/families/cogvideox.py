@@ -13,7 +13,7 @@ from torch import Tensor
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common import noise_levels, random_draws
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, prompt_of, sampled
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, pixels, prompt_of, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -63,7 +63,7 @@ class CogVideoX(Family):
         return (EncoderTurn("vae", self.profile.vae.class_name, self.encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+        return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer", at_once=CAPTIONS),)
 
     def sampler(self) -> FamilyPipeline:
         """The scheduler is the published one (diffusers scripts/convert_cogvideox_to_diffusers.py)."""
@@ -126,10 +126,10 @@ class CogVideoX(Family):
         return (errors if self.loss_weights is None else errors * self.loss_weights).mean()
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"prompt": T5's states of the caption}: (tokens, width), padded, without a mask, as diffusers' pipeline makes
     them."""
-    return {"prompt": prompt_of("CogVideoXPipeline", encoder, caption)[0]}
+    return {"prompt": prompt_of("CogVideoXPipeline", encoder, captions)[0]}
 
 
 FAMILY = CogVideoX

@@ -98,9 +98,9 @@ class EasyAnimate(Family):
         return {name: tensor[0] for name, tensor in tensors.items()}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """The caption as a message to Qwen2-VL, padded, the last layer but one."""
-    return {"prompt": prompt_of("EasyAnimatePipeline", encoder, caption)[0]}
+    return {"prompt": prompt_of("EasyAnimatePipeline", encoder, captions)[0]}
 
 
 FAMILY = EasyAnimate

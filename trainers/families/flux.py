@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, packed, pixels, sampled
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, likeliest, packed, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -68,8 +68,8 @@ class Flux(Family):
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        pooled = EncoderTurn("text_encoder", "CLIPTextModel", encode_pooled, "tokenizer")
-        return pooled, EncoderTurn("text_encoder_2", "T5EncoderModel", encode_prompt, "tokenizer_2")
+        pooled = EncoderTurn("text_encoder", "CLIPTextModel", encode_pooled, "tokenizer", at_once=CAPTIONS)
+        return pooled, EncoderTurn("text_encoder_2", "T5EncoderModel", encode_prompt, "tokenizer_2", at_once=CAPTIONS)
 
     def sampler(self) -> FamilyPipeline:
         """Guidance is an input of the model, and needs no empty caption."""
@@ -103,19 +103,19 @@ def _tokens(
     return {"latents": cells.flatten(0, 1), "image_ids": places.flatten(0, 1).float()}
 
 
-def encode_pooled(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_pooled(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"pooled": CLIP's pooled vector of the caption}."""
     pipe = encoder.pipeline("FluxPipeline")
-    return {"pooled": pipe._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
+    return {"pooled": pipe._get_clip_prompt_embeds(captions, device=encoder.device)}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"prompt": T5's states of the caption, "text_ids": their positions, all 0}, padded and without a mask."""
     pipe = encoder.pipeline("FluxPipeline", "_2")
     prompt = pipe._get_t5_prompt_embeds(
-        caption, max_sequence_length=encoder.tokens, device=encoder.device, dtype=encoder.model.dtype
-    )[0]
-    return {"prompt": prompt, "text_ids": prompt.new_zeros(prompt.shape[0], 3)}
+        captions, max_sequence_length=encoder.tokens, device=encoder.device, dtype=encoder.model.dtype
+    )
+    return {"prompt": prompt, "text_ids": prompt.new_zeros(*prompt.shape[:2], 3)}
 
 
 FAMILY = Flux

@@ -85,21 +85,21 @@ def _tokens(encoder: Encoder, frames: Tensor, time: int) -> tuple[Tensor, Tensor
     return cells.flatten(0, 1), torch.cartesian_prod(torch.tensor([time]), rows, columns, torch.arange(1))
 
 
-def encode_by_qwen(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_by_qwen(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """Qwen3's states of the caption as a message, padded, three layers joined along the width, with the position of
     every token."""
-    return _encoded("Flux2KleinPipeline", encoder, caption)
+    return _encoded("Flux2KleinPipeline", encoder, captions)
 
 
-def encode_by_mistral(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_by_mistral(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """Mistral's states of the caption as a message, behind the pipeline's own system message, with their positions."""
-    return _encoded("Flux2Pipeline", encoder, caption)
+    return _encoded("Flux2Pipeline", encoder, captions)
 
 
-def _encoded(name: str, encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def _encoded(name: str, encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     pipe = encoder.pipeline(name)
-    prompt, places = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
-    return {"prompt": prompt[0], "text_ids": places[0]}
+    prompt, places = pipe.encode_prompt(captions, encoder.device, max_sequence_length=encoder.tokens)
+    return {"prompt": prompt, "text_ids": places}
 
 
 ENCODE = {"Qwen3ForCausalLM": encode_by_qwen, "Mistral3ForConditionalGeneration": encode_by_mistral}

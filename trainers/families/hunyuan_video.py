@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -47,7 +47,7 @@ class HunyuanVideo(Family):
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        pooled = EncoderTurn("text_encoder_2", "CLIPTextModel", encode_pooled, "tokenizer_2")
+        pooled = EncoderTurn("text_encoder_2", "CLIPTextModel", encode_pooled, "tokenizer_2", at_once=CAPTIONS)
         return pooled, EncoderTurn("text_encoder", "LlamaModel", encode_prompt, "tokenizer")
 
     def sampler(self) -> FamilyPipeline:
@@ -61,21 +61,21 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     return {"latents": (sampled(encoder, pixels(encoder, frames)) * encoder.model.config.scaling_factor)[0]}
 
 
-def encode_pooled(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_pooled(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"pooled": CLIP's pooled vector of the caption}."""
     pipe = encoder.pipeline("HunyuanVideoPipeline", "_2")
-    return {"pooled": pipe._get_clip_prompt_embeds(caption, device=encoder.device)[0]}
+    return {"pooled": pipe._get_clip_prompt_embeds(captions, device=encoder.device)}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """The caption in the pipeline's template, whose own tokens are cut off, two layers before Llama's last."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
     pipe = encoder.pipeline("HunyuanVideoPipeline")
     prompt, mask = pipe._get_llama_prompt_embeds(
-        caption, DEFAULT_PROMPT_TEMPLATE, device=encoder.device, max_sequence_length=encoder.tokens
+        captions, DEFAULT_PROMPT_TEMPLATE, device=encoder.device, max_sequence_length=encoder.tokens
     )
-    return {"prompt": prompt[0], "prompt_mask": mask[0]}
+    return {"prompt": prompt, "prompt_mask": mask}
 
 
 FAMILY = HunyuanVideo

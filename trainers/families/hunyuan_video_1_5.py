@@ -88,24 +88,24 @@ class HunyuanVideo15(Family):
             "image": latents.new_zeros(self.image_tokens, self.config["image_embed_dim"]),
         }
 
-    def encode_glyphs(self, encoder: Encoder, caption: str) -> dict[str, Tensor]:
+    def encode_glyphs(self, encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
         """ByT5's states and mask of the quoted text in a caption, letter by letter; zeros when there is none."""
         from diffusers import HunyuanVideo15Pipeline
 
         glyphs, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
-            encoder.helper, encoder.model, caption, encoder.device, self.glyph_tokens
+            encoder.helper, encoder.model, captions, encoder.device, self.glyph_tokens
         )
-        return {"glyphs": glyphs[0], "glyph_mask": mask[0]}
+        return {"glyphs": glyphs, "glyph_mask": mask}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """The caption in the pipeline's template, whose own tokens are cut off, two layers before Qwen's last."""
     from diffusers import HunyuanVideo15Pipeline
 
     prompt, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
-        encoder.model, encoder.helper, caption, encoder.device, tokenizer_max_length=encoder.tokens
+        encoder.model, encoder.helper, captions, encoder.device, tokenizer_max_length=encoder.tokens
     )
-    return {"prompt": prompt[0], "prompt_mask": mask[0]}
+    return {"prompt": prompt, "prompt_mask": mask}
 
 
 FAMILY = HunyuanVideo15

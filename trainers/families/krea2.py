@@ -63,11 +63,11 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     return {"latents": cells.flatten(0, 1), "position_ids": places}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """The caption in the pipeline's template, padded in its middle, twelve layers' states, with their mask."""
     pipe = encoder.pipeline("Krea2Pipeline")
-    prompt, mask = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
-    return {"prompt": prompt[0], "prompt_mask": mask[0]}
+    prompt, mask = pipe.encode_prompt(captions, encoder.device, max_sequence_length=encoder.tokens)
+    return {"prompt": prompt, "prompt_mask": mask}
 
 
 FAMILY = Krea2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, per_channel, pixels, prompt_of, sampled
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, per_channel, pixels, prompt_of, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -51,7 +51,7 @@ class Ltx(Family):
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+        return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer", at_once=CAPTIONS),)
 
     def sampler(self) -> FamilyPipeline:
         """The scheduler is the published one (diffusers scripts/convert_ltx_to_diffusers.py)."""
@@ -73,10 +73,10 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     return {"latents": ((latents - mean) * vae.config.scaling_factor / deviation)[0]}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"prompt": T5's states of the caption, "prompt_mask": the mask that cross-attention takes}, padded, as diffusers'
     pipeline makes them."""
-    prompt, mask = prompt_of("LTXPipeline", encoder, caption)
+    prompt, mask = prompt_of("LTXPipeline", encoder, captions)
     return {"prompt": prompt, "prompt_mask": mask}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, per_channel, pixels, prompt_of, sampled
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, per_channel, pixels, prompt_of, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -46,7 +46,7 @@ class Mochi(Family):
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
+        return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer", at_once=CAPTIONS),)
 
     def sampler(self) -> FamilyPipeline:
         """The scheduler is the published one (diffusers scripts/convert_mochi_to_diffusers.py)."""
@@ -62,10 +62,10 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     return {"latents": ((latents - mean) * config.scaling_factor / deviation)[0]}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"prompt": T5's states of the caption, "prompt_mask": the mask of the tokens that attention takes}, padded, as
     diffusers' pipeline makes them."""
-    prompt, mask = prompt_of("MochiPipeline", encoder, caption)
+    prompt, mask = prompt_of("MochiPipeline", encoder, captions)
     return {"prompt": prompt, "prompt_mask": mask}
 
 

@@ -99,12 +99,12 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     return {"latents": packed(latents[0, :, 0])}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """The states of the caption in the pipeline's template, without the template's own tokens; as long as the caption,
     without padding."""
     pipe = encoder.pipeline("QwenImagePipeline")
-    prompt, _ = pipe.encode_prompt(caption, encoder.device, max_sequence_length=encoder.tokens)
-    return {"prompt": prompt[0]}
+    prompt, _ = pipe.encode_prompt(captions, encoder.device, max_sequence_length=encoder.tokens)
+    return {"prompt": prompt}
 
 
 FAMILY = QwenImage

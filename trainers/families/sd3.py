@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -47,12 +47,20 @@ class Sd3(Family):
         kind = "CLIPTextModelWithProjection"
         return (
             EncoderTurn(
-                "text_encoder", kind, lambda encoder, caption: encode_by_clip(encoder, caption, "1"), "tokenizer"
+                "text_encoder",
+                kind,
+                lambda encoder, captions: encode_by_clip(encoder, captions, "1"),
+                "tokenizer",
+                at_once=CAPTIONS,
             ),
             EncoderTurn(
-                "text_encoder_2", kind, lambda encoder, caption: encode_by_clip(encoder, caption, "2"), "tokenizer_2"
+                "text_encoder_2",
+                kind,
+                lambda encoder, captions: encode_by_clip(encoder, captions, "2"),
+                "tokenizer_2",
+                at_once=CAPTIONS,
             ),
-            EncoderTurn("text_encoder_3", "T5EncoderModel", encode_by_t5, "tokenizer_3"),
+            EncoderTurn("text_encoder_3", "T5EncoderModel", encode_by_t5, "tokenizer_3", at_once=CAPTIONS),
         )
 
     def sampler(self) -> FamilyPipeline:
@@ -80,23 +88,23 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     return {"latents": (latents - config.shift_factor) * config.scaling_factor}
 
 
-def encode_by_clip(encoder: Encoder, caption: str, which: str) -> dict[str, Tensor]:
+def encode_by_clip(encoder: Encoder, captions: list[str], which: str) -> dict[str, Tensor]:
     """One CLIP's penultimate states (`prompt N`) and projected vector (`pooled N`) of the caption. ``which``: "1" or
     "2"."""
     pipe = encoder.pipeline("StableDiffusion3Pipeline")
-    prompt, pooled = pipe._get_clip_prompt_embeds(caption, device=encoder.device)
-    return {f"prompt {which}": prompt[0], f"pooled {which}": pooled[0]}
+    prompt, pooled = pipe._get_clip_prompt_embeds(captions, device=encoder.device)
+    return {f"prompt {which}": prompt, f"pooled {which}": pooled}
 
 
-def encode_by_t5(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_by_t5(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """T5's tokens, padded, as many as the plan's text has behind CLIP's."""
     pipe = encoder.pipeline("StableDiffusion3Pipeline", "_3")
     # The plan's text tokens are those of both parts of the sequence: CLIP's 77, then T5's.
     tokens = encoder.tokens - CLIP_TOKENS
     prompt = pipe._get_t5_prompt_embeds(
-        caption, max_sequence_length=tokens, device=encoder.device, dtype=encoder.model.dtype
+        captions, max_sequence_length=tokens, device=encoder.device, dtype=encoder.model.dtype
     )
-    return {"t5": prompt[0]}
+    return {"t5": prompt}
 
 
 FAMILY = Sd3

@@ -15,7 +15,7 @@ from torch import Tensor
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common import noise_levels, random_draws
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, pixels, sampled
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -81,10 +81,12 @@ class Unet(Family):
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
         if not self.pooled:
-            return (EncoderTurn("text_encoder", "CLIPTextModel", encode_prompt, "tokenizer"),)
+            return (EncoderTurn("text_encoder", "CLIPTextModel", encode_prompt, "tokenizer", at_once=CAPTIONS),)
         return (
-            EncoderTurn("text_encoder", "CLIPTextModel", encode_first, "tokenizer"),
-            EncoderTurn("text_encoder_2", "CLIPTextModelWithProjection", encode_second, "tokenizer_2"),
+            EncoderTurn("text_encoder", "CLIPTextModel", encode_first, "tokenizer", at_once=CAPTIONS),
+            EncoderTurn(
+                "text_encoder_2", "CLIPTextModelWithProjection", encode_second, "tokenizer_2", at_once=CAPTIONS
+            ),
         )
 
     def sampler(self) -> FamilyPipeline | None:
@@ -121,27 +123,27 @@ class Unet(Family):
         return {"prompt": torch.cat([parts["first"], parts["second"]], dim=-1), "pooled": parts["pooled"]}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"prompt": CLIP's last states of the caption}, as StableDiffusionPipeline takes them."""
     pipe = encoder.pipeline("StableDiffusionPipeline")
-    return {"prompt": pipe.encode_prompt(caption, encoder.device, 1, do_classifier_free_guidance=False)[0][0]}
+    return {"prompt": pipe.encode_prompt(captions, encoder.device, 1, do_classifier_free_guidance=False)[0]}
 
 
-def encode_first(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_first(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"first": the penultimate states of SDXL's smaller encoder}."""
-    return {"first": _states(encoder, caption).hidden_states[-2][0]}
+    return {"first": _states(encoder, captions).hidden_states[-2]}
 
 
-def encode_second(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_second(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """The penultimate states of SDXL's larger encoder (`second`), and its projected vector (`pooled`), as
     StableDiffusionXLPipeline.encode_prompt takes them."""
-    states = _states(encoder, caption)
-    return {"second": states.hidden_states[-2][0], "pooled": states.text_embeds[0]}
+    states = _states(encoder, captions)
+    return {"second": states.hidden_states[-2], "pooled": states.text_embeds}
 
 
-def _states(encoder: Encoder, caption: str) -> Any:
+def _states(encoder: Encoder, captions: list[str]) -> Any:
     tokens = encoder.helper(
-        caption, padding="max_length", max_length=encoder.tokens, truncation=True, return_tensors="pt"
+        captions, padding="max_length", max_length=encoder.tokens, truncation=True, return_tensors="pt"
     )
     return encoder.model(tokens.input_ids.to(encoder.device), output_hidden_states=True)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, per_channel, pixels, prompt_of
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, likeliest, per_channel, pixels, prompt_of
 from trainers.families.common.sampling import FamilyPipeline
 
 PUBLISHED_POSITIONS = 1024
@@ -83,7 +83,7 @@ class Wan(Family):
         return (vae,)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        return (EncoderTurn("text_encoder", "UMT5EncoderModel", encode_prompt, "tokenizer"),)
+        return (EncoderTurn("text_encoder", "UMT5EncoderModel", encode_prompt, "tokenizer", at_once=CAPTIONS),)
 
     def sampler(self) -> FamilyPipeline:
         """From an image where training gives one. The scheduler is the published one (diffusers
@@ -138,10 +138,10 @@ class Wan(Family):
         return super().loss(predicted, target, inputs)
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"prompt": T5's states of the caption}, padded with zeros behind the caption's own tokens, as diffusers' pipeline
     makes them."""
-    return {"prompt": prompt_of("WanPipeline", encoder, caption)[0]}
+    return {"prompt": prompt_of("WanPipeline", encoder, captions)[0]}
 
 
 def encode_image(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

@@ -73,14 +73,14 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     return {"latents": ((latents - config.shift_factor) * config.scaling_factor)[:, None]}
 
 
-def encode_prompt(encoder: Encoder, caption: str) -> dict[str, Tensor]:
+def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"prompt": the penultimate states of Qwen3 for the caption as a message}; as long as the caption, without
     padding."""
     pipe = encoder.pipeline("ZImagePipeline")
     embeddings = pipe.encode_prompt(
-        caption, encoder.device, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens
+        captions, encoder.device, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens
     )
-    return {"prompt": embeddings[0][0]}
+    return {"prompt": torch.stack(embeddings[0])}
 
 
 FAMILY = ZImage

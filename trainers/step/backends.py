@@ -20,6 +20,9 @@ kernels of #191945.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 
@@ -28,3 +31,15 @@ def settle() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = False
+
+
+@contextlib.contextmanager
+def fewer_threads(processes: int) -> Iterator[None]:
+    """A context in which torch's threads leave a core to each of so many other processes: one that waits for its share
+    of an operator keeps the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before - processes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

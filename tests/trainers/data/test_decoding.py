@@ -13,11 +13,10 @@ import psutil
 import pytest
 
 import vplan
-from planner import parallel
 from planner.dataset.clips import UnusableError
 from tests.trainers import tiny
 from trainers.data import decoding
-from trainers.data.decoding import FEWEST_ITEMS, FrameRange, SampleFiles, decode, decoded
+from trainers.data.decoding import FEWEST_ITEMS, FrameRange, SampleFiles, decode, decoded, processes_for
 
 INDICES = (0, 2, 3)
 
@@ -38,10 +37,11 @@ def test_other_processes_decode_what_this_one_would(
     samples: list[SampleFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "cores", lambda: 2)
-    pids = set()
-    for number, (files, ahead) in enumerate(zip(samples, decoded(samples), strict=True)):
+    with decoded(samples, processes_for(samples)) as answers:
+        all_ahead = list(answers)
+        pids = {child.pid for child in psutil.Process().children()}
+    for number, (files, ahead) in enumerate(zip(samples, all_ahead, strict=True)):
         here = decode(files)
-        pids |= {child.pid for child in psutil.Process().children()}
         if number == 3:
             assert isinstance(here, UnusableError) and isinstance(ahead, UnusableError)
             assert str(ahead) == str(here)
@@ -60,11 +60,15 @@ def test_other_processes_decode_what_this_one_would(
 def test_few_samples_and_those_of_many_ranks_start_no_process(
     samples: list[SampleFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "ProcessPoolExecutor", None)  # calling it would fail
-    assert len(list(decoded(samples[: FEWEST_ITEMS - 1]))) == FEWEST_ITEMS - 1
-    assert len(list(decoded(samples, ranks=parallel.cores() + 1))) == len(samples)
+    monkeypatch.setattr(decoding, "cores", lambda: 4)
+    assert processes_for(samples) == len(samples) // FEWEST_ITEMS == 2
+    assert processes_for(samples, ranks=4) == 1
+    assert processes_for(samples[: FEWEST_ITEMS - 1]) == processes_for(samples, ranks=5) == processes_for([]) == 0
     monkeypatch.setattr(decoding, "AHEAD_BYTES", samples[0]["clip"].nbytes)
-    assert len(list(decoded(samples))) == len(samples)
+    assert processes_for(samples) == 0
+    monkeypatch.setattr(decoding, "ProcessPoolExecutor", None)  # calling it would fail
+    with decoded(samples, 0) as answers:
+        assert len(list(answers)) == len(samples)
 
 
 SCRIPT = """
@@ -72,12 +76,11 @@ import sys, time
 from pathlib import Path
 from trainers.data import decoding
 if __name__ == "__main__":
-    decoding.cores = lambda: 2
     path, count = Path(sys.argv[1]), 2 * decoding.FEWEST_ITEMS
-    frames = decoding.decoded([{"clip": decoding.FrameRange(path, (0,), 24, 32)}] * count)
-    next(frames)
-    print("ready", flush=True)
-    time.sleep(600)
+    with decoding.decoded([{"clip": decoding.FrameRange(path, (0,), 24, 32)}] * count, 2) as answers:
+        next(answers)
+        print("ready", flush=True)
+        time.sleep(600)
 """
 
 

@@ -21,7 +21,7 @@ from tests.trainers import tiny
 from tests.trainers.data.caching import FP32, run, setting, shapes_of
 from trainers import families
 from trainers.data import cache, packed_encoders, parts
-from trainers.families.common.encoding import pipeline
+from trainers.families.common.encoding import Encoder, pipeline
 from trainers.step import step
 
 
@@ -165,6 +165,28 @@ def test_captions_are_encoded_as_the_whole_pipeline_does(tmp_path: Path, name: s
             expected = tensor if place in work.family.shared else tensor[0]
             torch.testing.assert_close(made[place], expected.to(made[place].dtype), msg=place)
     assert made.keys() == set(names) - {""}
+
+
+TOGETHER = [
+    name for name in PROMPTS if any(turn.at_once > 1 for turn in families.family(tiny.profile(name)).text_turns())
+]
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_captions_encoded_together_get_the_bytes_they_get_alone(tmp_path: Path, name: str) -> None:
+    profile = tiny.profile(name)
+    folder = tiny.folder(tmp_path / "model", profile)
+    plan = job_for(profile, {"height": 64, "width": 64})
+    captions = ["", "a cat", "a red cat runs over a wide green hill", 'dogs, "two"', "x " * 300, "a cat sits"]
+    work = cache.CacheBuild(setting(folder, tmp_path / "cache", profile, job=plan))
+    for turn in work.text_turns:
+        model = parts.load(folder, turn.part, turn.class_name, torch.bfloat16)
+        encoder = Encoder(model, parts.load_helper(folder, turn.helper), work.tokens)
+        count = min(turn.at_once, len(captions))
+        together = turn.encode(encoder, captions[:count])
+        for place, caption in enumerate(captions[:count]):
+            for part, tensor in turn.encode(encoder, [caption]).items():
+                assert torch.equal(tensor[0], together[part][place]), (turn.part, part, caption)
 
 
 def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> None:

@@ -75,17 +75,21 @@ def pipeline(name: str, **components: Any) -> Any:
     return kind(**dict.fromkeys(required) | components)
 
 
-def prompt_of(name: str, encoder: Encoder, caption: str) -> list[Tensor]:
-    """What a video pipeline with one text encoder makes of a caption: its embeddings, (tokens, width), then their mask
-    if there is one."""
+def prompt_of(name: str, encoder: Encoder, captions: list[str]) -> list[Tensor]:
+    """What a video pipeline with one text encoder makes of captions: their embeddings, (B, tokens, width), then their
+    masks if there are any."""
     embeddings = encoder.pipeline(name).encode_prompt(
-        caption, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens, device=encoder.device
+        captions, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens, device=encoder.device
     )
-    return [tensor[0] for tensor in embeddings if tensor is not None]
+    return [tensor for tensor in embeddings if tensor is not None]
 
+
+CAPTIONS = 16
+"""Captions that T5 and CLIP take at once: padded to one length, each gets the bytes that it gets alone. Most of what a
+small T5 does for one caption, its table of distances, it does for all of them at once."""
 
 Sample = Any
-"""Frames of a clip, a uint8 tensor (F, H, W, 3), or a caption."""
+"""Frames of a clip, a uint8 tensor (F, H, W, 3), or a list of captions."""
 
 
 class EncoderTurn(NamedTuple):
@@ -95,11 +99,13 @@ class EncoderTurn(NamedTuple):
     """its folder in the model's"""
     class_name: str
     encode: Callable[[Encoder, Sample], Mapping[str, Tensor]]
-    """tensors of one sample without the batch dimension, named as in `Family.batch`"""
+    """tensors named as in `Family.batch`: of a clip without the batch dimension, of captions with it"""
     helper: str = ""
     """folder of its tokenizer or image processor"""
     frames: int | None = None
     """how many of a clip's first frames it looks at; all when not given, none where it only listens"""
+    at_once: int = 1
+    """captions that it may take together, as each gets the bytes that it gets alone"""
 
 
 def pixels(encoder: Encoder, frames: Tensor) -> Tensor:
