@@ -249,7 +249,7 @@ def _names(profile: ModelProfile, selection: _VariantSelection) -> list[str]:
 
     kinds = (StepVariant, SampleVariant, OptimizerVariant)
     usual = [variant.name for kind in kinds for variant in kind.all(profile)]
-    further = [variant.name for variant in StepVariant.on_request(profile)]
+    further = [variant.name for kind in (StepVariant, SampleVariant) for variant in kind.on_request(profile)]
     return usual + [name for name in further if name in selection.texts or (selection.check and not profile.is_own)]
 
 

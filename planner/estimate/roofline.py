@@ -305,7 +305,7 @@ def efficiency(gpu: GpuProfile, kind: str, half: int = 1) -> float:
 def attention_efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, attention: Attention) -> Mapping[int, float]:
     """The part of the peak rate that attention reaches in 32 bits and in 16 (by 0 and 1), forward and backward mixed by
     their FLOPs: backward does five products where forward does two."""
-    runs = 1 if strategy.gradient_checkpointing == "none" else 2
+    runs = 1 if strategy.gradient_checkpointing == "none" else 3 if strategy.nested_checkpointing else 2
     reached = {}
     for half in (0, 1):
         forward, backward = _attention_passes(gpu, attention, half)

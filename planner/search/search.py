@@ -92,8 +92,15 @@ class Search:
                     recorded.append(strategy)
                 except NotEstimatedError as error:
                     self.missing = self.missing or error
+        recorded = self._without_copies(recorded)
         self.feasibility.considered.update((job, strategy) for strategy in recorded)
         return list(self.policy.candidates(job, recorded))
+
+    def _without_copies(self, recorded: list[ResolvedStrategy]) -> list[ResolvedStrategy]:
+        """Strategies without those whose adapters copy their inputs and need not: the same step, with operators and
+        tensors that nobody needs."""
+        shared = {one.replace(adapter_inputs="cast") for one in recorded if one.adapter_inputs == "shared"}
+        return [one for one in recorded if one not in shared]
 
     def is_recorded(self, job: Job) -> bool:
         """Whether recordings of the searched strategies cover the job's shape."""

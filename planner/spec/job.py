@@ -165,6 +165,16 @@ class Strategy(Record):
         ),
     ] = "fp32"
     """dtype of the LoRA adapters"""
+    adapter_inputs: Annotated[
+        Literal["cast", "shared"],
+        Note(
+            trained=("cast", "shared"),
+            words={"shared": "adapters without copies of inputs"},
+            searched=Searched(18, lora=("cast", "shared")),
+        ),
+    ] = "cast"
+    """what fp32 LoRA adapters read under autocast: a copy of the layer's input in their own dtype, as peft makes it
+    (cast), or that input itself (shared): the same numbers in less memory"""
     autocast: Annotated[
         Literal["none", "bf16", "fp16"],
         Note(trained=ALL, searched=Searched(5, lora=("bf16", "none"), full=("bf16", "none"))),
@@ -182,6 +192,16 @@ class Strategy(Record):
     every block with what must be kept in host RAM (offload)"""
     checkpointed_blocks: Annotated[Count | None, Note(trained=ALL)] = None
     """number of blocks that `--gradient-checkpointing partial` covers, in execution order"""
+    nested_checkpointing: Annotated[
+        Flag,
+        Note(
+            trained=ALL,
+            words={True: "nested checkpoints"},
+            searched=Searched(19, lora=(False, True)),
+        ),
+    ] = False
+    """checkpoint each attention and feed-forward again inside a checkpointed block, so that a recomputed block holds
+    one of them at a time; each runs forward once more"""
     # lion, prodigy and muon are not less precise, they are other algorithms: the user's choice.
     optimizer: Annotated[
         Optimizer,

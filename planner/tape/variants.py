@@ -73,6 +73,12 @@ class Precision(NamedTuple):
         return "-".join(filter(None, [self.weights, self.adapter, "autocast" if self.autocast else ""]))
 
     @property
+    def casts_inputs(self) -> bool:
+        """Whether peft casts what an adapter reads to the adapter's dtype, and autocast casts it back. Under autocast
+        bitsandbytes' layers (nf4) do not (peft/tuners/lora/bnb.py)."""
+        return self.adapter == "fp32" and self.autocast and self.weights != "nf4"
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """The command-line options that ask for this precision, as a user types them."""
         typed = {"half": "bf16"}
@@ -116,7 +122,13 @@ WIDE = "lora-wide"
 MANY_LAYERS = 20
 """Choices of more are not spelled out: FLUX.2's names every single-stream block."""
 
+SHARED = "-shared"
+"""What names a tape whose adapters read their layer's input itself."""
+
 CHECKPOINTING = ("none", "full")
+NESTED = "nested"
+"""The checkpointing of a tape of blocks that checkpoint their attentions and feed-forwards again."""
+
 OPTIMIZERS = (
     ("adamw", "foreach"),
     ("adamw", "fused"),
@@ -208,6 +220,9 @@ class StepVariant(NamedTuple):
     dropout: bool = False
     """Each adapted layer drops some of its input, and keeps what is left and a mask. How much does not matter."""
 
+    shared: bool = False
+    """Adapters read their layer's input itself, see `planner.spec.job.Strategy`."""
+
     older: bool = False
     """Under a torch before `RMS_NORM_IN_FP32`, of a model and a precision where that makes a difference."""
 
@@ -221,6 +236,11 @@ class StepVariant(NamedTuple):
         mode = {"offload": "full", "partial": "none"}.get(
             strategy.gradient_checkpointing, strategy.gradient_checkpointing
         )
+        if strategy.nested_checkpointing:
+            if profile.traits.stages:
+                fault = f"{profile.title} checkpoints parts of its blocks already, so none are nested"
+                raise NotRecordedError(fault, "leave out --nested-checkpointing")
+            mode = NESTED
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
         method = recorded_method(profile, job)
@@ -237,8 +257,9 @@ class StepVariant(NamedTuple):
             batches = " or ".join(map(str, counts))
             raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
         samples = batch if counts and batch > 1 else None
-        dropout = job.method == "lora" and job.lora_dropout > 0
-        return cls(method, precision, mode, batch == 1, samples, dropout, is_older(profile, precision, torch))
+        dropout, shared = job.method == "lora" and job.lora_dropout > 0, strategy.adapter_inputs == "shared"
+        older = is_older(profile, precision, torch)
+        return cls(method, precision, mode, batch == 1, samples, dropout, shared, older)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
@@ -251,20 +272,31 @@ class StepVariant(NamedTuple):
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
-        """Variants that are recorded only when somebody names them (LoRA dropout), and shipped only where a published
-        row needs them."""
+        """Variants that are recorded only when somebody names them: LoRA dropout, shipped only where a published row
+        needs it; adapters that share their layer's input, shipped on the usual layers over a base in 16 bits; and
+        nested checkpoints, shipped with those."""
         yield from (known._replace(dropout=True) for known in cls.all(profile) if known.method != "full")
+        shared = [known._replace(shared=True) for known in cls.all(profile) if known.precision.casts_inputs]
+        yield from shared
+        if not profile.traits.stages:
+            checkpointed = (known for known in (*cls.all(profile), *shared) if known.checkpointing == "full")
+            yield from (known._replace(checkpointing=NESTED) for known in checkpointed)
 
     @property
     def name(self) -> str:
         batch = "one" if self.one_sample else str(self.samples or "many")
-        method = f"{self.method}-dropout" if self.dropout else self.method
+        method = self.method + ("-dropout" if self.dropout else "") + (SHARED if self.shared else "")
         name = f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}"
         return f"{name}-{OLDER}" if self.older else name
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The job and strategy to make this recording with."""
-        job, strategy = _records(profile, self.method, self.precision, gradient_checkpointing=self.checkpointing)
+        fields: dict[str, object] = {"gradient_checkpointing": self.checkpointing}
+        if self.checkpointing == NESTED:
+            fields = {"gradient_checkpointing": "full", "nested_checkpointing": True}
+        if self.shared:
+            fields["adapter_inputs"] = "shared"
+        job, strategy = _records(profile, self.method, self.precision, **fields)
         return job.replace(lora_dropout=0.1 if self.dropout else 0.0), strategy
 
 
@@ -274,6 +306,9 @@ class SampleVariant(NamedTuple):
     method: str
     precision: Precision
     one_sample: bool
+    shared: bool = False
+    """As a step's."""
+
     older: bool = False
     """As a step's."""
 
@@ -291,22 +326,30 @@ class SampleVariant(NamedTuple):
             what = "sampling" if job.method == "sample" else "validation"
             fix = f"use {precision.nearest(known)}" + (", or --validation-mode off" if what == "validation" else "")
             raise NotRecordedError(f"{what} is not recorded with {' '.join(precision.flags)}", fix)
-        return cls(method, precision, batch == 1, is_older(profile, precision, torch))
+        shared = strategy.adapter_inputs == "shared" and precision.casts_inputs
+        return cls(method, precision, batch == 1, shared, is_older(profile, precision, torch))
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
         for method in methods(profile):
             for precision, one in itertools.product(PRECISIONS[method.removesuffix("-wide")], (True, False)):
-                yield from (cls(method, precision, one, older) for older in ages(profile, precision))
+                yield from (cls(method, precision, one, older=older) for older in ages(profile, precision))
+
+    @classmethod
+    def on_request(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
+        """As a step's: adapters that share their layer's input."""
+        yield from (known._replace(shared=True) for known in cls.all(profile) if known.precision.casts_inputs)
 
     @property
     def name(self) -> str:
-        name = f"sample-{self.method}-{self.precision.name}-{'one' if self.one_sample else 'many'}"
+        method = self.method + (SHARED if self.shared else "")
+        name = f"sample-{method}-{self.precision.name}-{'one' if self.one_sample else 'many'}"
         return f"{name}-{OLDER}" if self.older else name
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The job and strategy to make this recording with."""
-        return _records(profile, self.method, self.precision)
+        adapters = {"adapter_inputs": "shared"} if self.shared else {}
+        return _records(profile, self.method, self.precision, **adapters)
 
 
 class OptimizerVariant(NamedTuple):

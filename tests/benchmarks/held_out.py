@@ -90,6 +90,7 @@ def shipped(profile: ModelProfile) -> list[Variant]:
         StepVariant.all(profile),
         StepVariant.on_request(profile),
         SampleVariant.all(profile),
+        SampleVariant.on_request(profile),
         OptimizerVariant.all(profile),
     )
     folder = profiles.TAPES / profile.name

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError
 from planner.layout.partial_training import matches
 from planner.spec.job import QUANTISED, Job, Strategy
 from planner.spec.training import MAX_GRAD_NORM
@@ -159,6 +160,7 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | N
     by, so it takes no memory.
     """
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     assert job.lora_targets, "targets are resolved before a model is built"
     adapter = LoraConfig(
@@ -175,6 +177,11 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | N
         if "lora_" in name:
             parameter.data = parameter.data.to(DTYPES[strategy.adapter_dtype])
             parameter.requires_grad_(True)
+    if strategy.adapter_inputs == "shared":
+        # Autocast casts what a matrix product reads anyhow: there from fp32 and back is a copy of the same numbers.
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = False  # what peft's `disable_input_dtype_casting` sets
 
 
 def set_checkpointing(
@@ -183,7 +190,9 @@ def set_checkpointing(
     """Turns on non-reentrant checkpointing of the blocks that ``strategy.gradient_checkpointing`` names.
 
     ``partial``: the first ``checkpointed_blocks`` in the order they run. ``offload``: all, with the inputs of blocks in
-    host RAM, in ``inputs`` where another model keeps its own there too.
+    host RAM, in ``inputs`` where another model keeps its own there too. With ``nested_checkpointing`` the attentions
+    and feed-forwards of blocks are checkpointed once more, which changes no operator and no order of theirs in backward
+    (torch/utils/checkpoint.py, "Nested checkpoint").
     """
     mode = strategy.gradient_checkpointing
     if mode == "none":
@@ -208,8 +217,44 @@ def set_checkpointing(
         with on_host.around(*args) if on_host is not None else contextlib.nullcontext():
             return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop)
 
+    if strategy.nested_checkpointing:
+        for part in block_parts(model, profile):
+            part.forward = _checkpointed(part.forward, early_stop)
     model.register_forward_pre_hook(start_forward)
     model.enable_gradient_checkpointing(run)  # type: ignore[operator]  # diffusers' own method
+
+
+def block_parts(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
+    """The attentions and feed-forwards of a model's blocks: what they are made of but norms, modulation and, where
+    those run beside attention (FLUX's single blocks), layers of the block's own.
+
+    Raises a VplanError for a UNet, whose blocks are not what is checkpointed, and where blocks have none.
+    """
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention
+
+    blocks = [block for stack in profile.stacks for block in model.get_submodule(stack.list).children()]
+    parts = [
+        part
+        for block in blocks
+        for part in block.children()
+        if isinstance(part, (Attention, AttentionModuleMixin)) or type(part).__name__.endswith("FeedForward")
+    ]
+    if profile.traits.stages or not parts:
+        fault = f"the blocks of {profile.title} have no attention or feed-forward of their own to checkpoint"
+        raise VplanError(fault, "leave out --nested-checkpointing")
+    return parts
+
+
+def _checkpointed(forward: Callable[..., Any], early_stop: bool) -> Callable[..., Any]:
+    """A module's forward, checkpointed where there are gradients. Its hooks are around it, and run once."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
+
+    return run
 
 
 def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:

@@ -315,7 +315,16 @@ DIALECT = Dialect(
             "gradient_checkpointing", "checkpointed_blocks", "optimizer", "optimizer_step", "gradient_accumulation"
         ),
         *our_defaults("ema", "sharding", "grad_buckets", "offload_optimizer", "offload_gradients", "offload_params"),
-        *our_defaults("swap_blocks", "inactive_expert", "validation_mode", "attention", "compile", "context_parallel"),
+        *our_defaults(
+            "swap_blocks",
+            "inactive_expert",
+            "validation_mode",
+            "attention",
+            "compile",
+            "context_parallel",
+            "adapter_inputs",
+            "nested_checkpointing",
+        ),
     ),
     read_script=read_script,
     remarks=_remarks,

@@ -407,7 +407,7 @@ DIALECT = Dialect(
         *our_defaults(
             "vae_tiling", "vae_slicing", "inactive_expert", "group_offload", "group_offload_stream", "attention"
         ),
-        *our_defaults("compile", "context_parallel"),
+        *our_defaults("compile", "context_parallel", "adapter_inputs", "nested_checkpointing"),
     ),
     read_script=read_script,
     remarks=_remarks,

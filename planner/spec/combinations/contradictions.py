@@ -81,6 +81,8 @@ _OF_TRAINING: dict[str, object] = {
     "optimizer": "adamw",
     "optimizer_step": "foreach",
     "validation_mode": "off",
+    "adapter_inputs": "cast",
+    "nested_checkpointing": False,
 }
 """Switches that mean nothing to a job that only samples, and what they say when nobody asked for them."""
 
@@ -110,6 +112,37 @@ _SAMPLING = (
     ),
 )
 
+
+def _sharing(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
+    """A row of adapters that read their layer's input itself: where there is no copy to save, or it is not the same."""
+    shares = "leave out --adapter-inputs"
+    return _row(lambda s: s.strategy.adapter_inputs == "shared" and applies(s), reason, fix or shares)
+
+
+_ADAPTERS = (
+    _sharing(lambda s: s.job.method == "full", "adapter_inputs has no effect with method full", ""),
+    _sharing(
+        lambda s: s.job.method == "lora" and s.strategy.adapter_dtype != "fp32",
+        "adapter_inputs shared has no effect: adapters in {0.strategy.adapter_dtype} make no copies of their inputs",
+        "",
+    ),
+    _sharing(
+        lambda s: s.job.method == "lora" and s.weights == "nf4",
+        "adapter_inputs shared has no effect: over a base in nf4 adapters make no copies of their inputs",
+        "",
+    ),
+    _sharing(  # only autocast's product casts what it reads back to 16 bits
+        lambda s: s.job.method == "lora" and s.strategy.autocast == "none",
+        "without autocast adapters in fp32 compute in fp32, on inputs that are cast to it",
+        "add --autocast bf16, or leave out --adapter-inputs",
+    ),
+    _sharing(  # torch draws and scales in the dtype it is given
+        lambda s: s.job.method == "lora" and s.job.lora_dropout > 0,
+        "lora_dropout of a shared input in 16 bits gives other numbers than of a copy in fp32",
+        "",
+    ),
+)
+
 _CHECKPOINTING = (
     _row(
         lambda s: s.strategy.gradient_checkpointing == "partial" and s.strategy.checkpointed_blocks is None,
@@ -120,6 +153,16 @@ _CHECKPOINTING = (
         lambda s: s.strategy.gradient_checkpointing != "partial" and s.strategy.checkpointed_blocks is not None,
         "checkpointed_blocks has no effect with gradient_checkpointing {0.strategy.gradient_checkpointing}",
         "use --gradient-checkpointing partial, or leave out --checkpointed-blocks",
+    ),
+    _row(
+        lambda s: s.strategy.nested_checkpointing and s.strategy.gradient_checkpointing == "none",
+        "nested_checkpointing needs blocks that are checkpointed",
+        "add --gradient-checkpointing full, or leave out --nested-checkpointing",
+    ),
+    _row(
+        lambda s: s.strategy.nested_checkpointing and s.strategy.compile != "none",
+        "compile {0.strategy.compile} chooses itself what a block keeps, nested_checkpointing would choose it too",
+        "use --compile none, or leave out --nested-checkpointing",
     ),
 )
 
@@ -362,6 +405,7 @@ _ENGINES = (
 CONTRADICTIONS = (
     *_METHOD,
     *_SAMPLING,
+    *_ADAPTERS,
     *_CHECKPOINTING,
     *_SWAPPING,
     *_OPTIMIZER,

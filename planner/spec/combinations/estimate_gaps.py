@@ -94,6 +94,16 @@ ESTIMATE_GAPS = (
     ),
     *_SPLIT_BASES,
     _row(
+        lambda s: s.strategy.nested_checkpointing and s.strategy.gradient_checkpointing == "partial",
+        "nested_checkpointing of the first blocks only is not estimated",
+        "use --gradient-checkpointing full",
+    ),
+    _row(
+        lambda s: s.strategy.nested_checkpointing and (s.splits or s.strategy.context_parallel > 1),
+        "nested_checkpointing of a model that is split between GPUs is not estimated",
+        "leave out --nested-checkpointing",
+    ),
+    _row(
         lambda s: s.both_experts and s.splits,
         "both experts under {0.strategy.sharding} are not estimated yet",
         "use --experts high",

@@ -103,6 +103,34 @@ _QUANTISED_BASES = (
     ),
 )
 
+
+def _shares_nothing(candidate: SearchCandidate) -> bool:
+    """Whether adapters would share their inputs where they make no copies, or not the same numbers, or where that is
+    not recorded."""
+    values = candidate.values
+    if values.get("adapter_inputs") != "shared":
+        return False
+    sharing = values["adapter_dtype"] == "fp32" and values["autocast"] != "none" and values["weights_dtype"] in HALF
+    return not sharing or candidate.job.lora_dropout > 0
+
+
+_ADAPTERS = (
+    _row(("adapter_inputs",), _shares_nothing, "only adapters in fp32 under autocast make copies of their inputs"),
+)
+
+_NESTED = (
+    _row(
+        ("nested_checkpointing",),
+        lambda c: bool(c.values.get("nested_checkpointing")) and c.values["gradient_checkpointing"] == "none",
+        "only what is recomputed holds a whole block at once",
+    ),
+    _row(
+        ("nested_checkpointing", "adapter_inputs"),
+        lambda c: bool(c.values.get("nested_checkpointing")) and c.values["adapter_inputs"] != "shared",
+        "to go without copies of inputs costs nothing, and nested checkpoints a forward",
+    ),
+)
+
 _AUTOCAST = (
     _row(
         ("autocast",),
@@ -155,7 +183,7 @@ _OFFLOADING = (
     ),
 )
 
-TRAINING_EXCLUSIONS = (*_MASTERS, *_QUANTISED_BASES, *_AUTOCAST, *_ADAM_8BIT, *_OFFLOADING)
+TRAINING_EXCLUSIONS = (*_MASTERS, *_QUANTISED_BASES, *_ADAPTERS, *_NESTED, *_AUTOCAST, *_ADAM_8BIT, *_OFFLOADING)
 
 SAMPLING_EXCLUSIONS = (
     _row(

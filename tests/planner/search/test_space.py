@@ -169,6 +169,8 @@ def test_fields_that_a_search_sets_in_the_order_they_are_switched_on() -> None:
         "offload_params",
         "inactive_expert",
         "swap_blocks",
+        "adapter_inputs",
+        "nested_checkpointing",
     )
     assert SAMPLED == ("vae_tiling", "vae", "group_offload", "group_offload_stream")
 
@@ -188,6 +190,8 @@ PLAIN: dict[str, object] = {
     "offload_optimizer": "none",
     "offload_gradients": "none",
     "offload_params": "none",
+    "adapter_inputs": "cast",
+    "nested_checkpointing": False,
 }
 ZERO: dict[str, object] = {"sharding": "zero-3", "autocast": "none", "adapter_dtype": "bf16", "master_weights": "fp32"}
 FSDP: dict[str, object] = {"sharding": "fsdp", "autocast": "none"}
@@ -347,6 +351,34 @@ EXCLUDED: list[tuple[Job, Machine, dict[str, object], str, str]] = [
         "offload_params",
         "in full training the optimizer's states are larger than the weights, and go first",
     ),
+    (
+        LORA,
+        ONE,
+        {"adapter_inputs": "shared", "weights_dtype": "nf4"},
+        "adapter_inputs",
+        "only adapters in fp32 under autocast make copies of their inputs",
+    ),
+    (
+        LORA.replace(lora_dropout=0.1),
+        ONE,
+        {"adapter_inputs": "shared"},
+        "adapter_inputs",
+        "only adapters in fp32 under autocast make copies of their inputs",
+    ),
+    (
+        LORA,
+        ONE,
+        {"nested_checkpointing": True, "adapter_inputs": "shared"},
+        "nested_checkpointing",
+        "only what is recomputed holds a whole block at once",
+    ),
+    (
+        LORA,
+        ONE,
+        {"nested_checkpointing": True, "gradient_checkpointing": "full"},
+        "adapter_inputs",
+        "to go without copies of inputs costs nothing, and nested checkpoints a forward",
+    ),
 ]
 
 
@@ -397,8 +429,8 @@ def test_every_row_of_what_is_not_searched_is_tested() -> None:
 @pytest.mark.parametrize(
     ("job", "machine", "count"),
     [
-        (LORA, ONE, 27),
-        (LORA, FOUR, 51),
+        (LORA, ONE, 42),
+        (LORA, FOUR, 66),
         (FULL, ONE, 36),
         (FULL, FOUR, 81),
         (FULL.replace(trainable=("attn1",)), FOUR, 90),

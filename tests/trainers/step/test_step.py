@@ -9,6 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from torch import nn
 
 import profiles
 from planner.catalog import lookup
@@ -430,6 +431,86 @@ def test_checkpointing_changes_no_gradient(name: str, method: str) -> None:
             assert (gradient is None and found[key] is None) or torch.equal(gradient, found[key]), (mode, key)
 
 
+def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Whether the same parameters have gradients, of the same numbers bit by bit."""
+    return found.keys() == expected.keys() and all(
+        found[key] is None if gradient is None else torch.equal(gradient, found[key])
+        for key, gradient in expected.items()
+    )
+
+
+@EACH
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+def test_adapters_that_share_their_inputs_learn_the_same_to_the_bit(name: str, weights: str) -> None:
+    profile = tiny(name)
+    how = {"weights_dtype": weights, "autocast": "bf16", "gradient_checkpointing": "full"}
+    (loss, expected), (found_loss, found) = (
+        gradients(profile, "lora", **how, adapter_inputs=inputs) for inputs in ("cast", "shared")
+    )
+    assert found_loss == loss and any(gradient is not None and gradient.any() for gradient in expected.values())
+    assert same_bits(found, expected)
+
+
+@EACH
+def test_adapters_that_share_their_inputs_keep_no_copy_of_them(name: str) -> None:
+    """Beside a frozen base each adapted layer's input is kept once, for the adapter; queries, keys and values of an
+    attention read the same one."""
+    kept = {
+        inputs: saved_bytes(tiny(name), "lora", weights_dtype="bf16", autocast="bf16", adapter_inputs=inputs)
+        for inputs in ("cast", "shared")
+    }
+    assert kept["shared"] < kept["cast"]
+
+
+NESTS = pytest.mark.parametrize("name", [name for name in MODELS if not lookup.model(name).traits.stages])
+
+
+@NESTS
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_nested_checkpoints_learn_the_same_to_the_bit(name: str, method: str) -> None:
+    profile = tiny(name)
+    loss, expected = gradients(profile, method, autocast="bf16")
+    for mode in ("full", "offload"):
+        found_loss, found = gradients(
+            profile, method, autocast="bf16", gradient_checkpointing=mode, nested_checkpointing=True
+        )
+        assert found_loss == loss
+        assert same_bits(found, expected), mode
+
+
+@NESTS
+def test_nested_checkpoints_run_attentions_and_feed_forwards_once_more(name: str) -> None:
+    """Three times each: forward, in their block's recomputation, and in their own. Without gradients once."""
+    profile = tiny(name)
+    trainee, strategy = built(
+        profile, "lora", weights_dtype="bf16", gradient_checkpointing="full", nested_checkpointing=True
+    )
+    runs: dict[nn.Module, int] = {}
+    layers = {part: next(one for one in part.modules() if isinstance(one, nn.Linear)) for part in parts_of(trainee)}
+    for part, layer in layers.items():
+        layer.register_forward_hook(lambda *_, part=part: runs.update({part: runs.get(part, 0) + 1}))
+    loss = step.forward(trainee, family(profile), batch(profile, strategy), strategy)
+    once = dict(runs)
+    loss.backward()
+    # What gives nothing to the loss is not gone back through: the last block's text, say.
+    assert once and all(runs[part] <= 3 * calls for part, calls in once.items())
+    assert sum(runs[part] == 3 * calls for part, calls in once.items()) > len(once) / 2
+    runs.clear()
+    step.sample_forward(trainee, family(profile), batch(profile, strategy), strategy)
+    assert runs == once
+
+
+def parts_of(trainee: step.Trainee) -> list[nn.Module]:
+    """Attentions and feed-forwards, wherever they are."""
+    return [part for part in trainee.model.modules() if part.__dict__.get("forward") is not None]
+
+
+def test_blocks_without_parts_are_not_nested() -> None:
+    profile = tiny("sd1.5")
+    with pytest.raises(VplanError, match="no attention or feed-forward of their own"):
+        built(profile, "lora", gradient_checkpointing="full", nested_checkpointing=True)
+
+
 @BLOCKS
 @pytest.mark.parametrize(("mode", "limit"), [("full", None), ("partial", 1)])
 def test_checkpointing_runs_blocks_again_in_the_order_they_ran(name: str, mode: str, limit: int | None) -> None:
@@ -446,9 +527,9 @@ def test_checkpointing_runs_blocks_again_in_the_order_they_ran(name: str, mode: 
     assert again == (set(runs) if limit is None else {runs[0]})
 
 
-def saved_bytes(profile: ModelProfile, **strategy: object) -> int:
+def saved_bytes(profile: ModelProfile, method: str = "full", **strategy: object) -> int:
     """What autograd keeps between forward and backward, weights and each storage once."""
-    trainee, chosen = built(profile, "full", autocast="none", **strategy)
+    trainee, chosen = built(profile, method, **{"autocast": "none", **strategy})
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
