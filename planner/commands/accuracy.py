@@ -328,6 +328,8 @@ def _render_published_rehearsals(console: Console, found: dict[str, Any]) -> Non
     )
     line = f"{found['n']} of {found['of']} published numbers rehearsed with their trainer's own code: {sides}"
     console.print(line, markup=False, soft_wrap=True)
+    for left in found["not_rehearsed"]:
+        console.print(f"  not rehearsed, {len(left['rows'])}: {left['why']}", markup=False, soft_wrap=True)
 
 
 def _render_summary(console: Console, compared: Sequence[Comparison], summary: dict[str, Any]) -> None:

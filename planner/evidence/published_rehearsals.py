@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import functools
+import tomllib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,16 @@ from planner.schema import Positive, Record
 
 FOLDER = profiles.REHEARSALS / "published"
 """One file a trainer, as ``tests/tools/rehearse_published.py`` writes it."""
+
+
+REASONS = FOLDER / "not-rehearsed.toml"
+
+
+class Reason(Record):
+    """Why some of the published numbers are not rehearsed."""
+
+    why: str
+    rows: list[str]
 
 
 class _Rehearsed(Record):
@@ -36,15 +47,24 @@ def rehearsed_peaks() -> Mapping[str, float]:
     return MappingProxyType(found)
 
 
+def reasons() -> Sequence[Reason]:
+    """Why published numbers are not rehearsed."""
+    tables = tomllib.loads(REASONS.read_text(encoding="utf-8"))["reason"]
+    return [Reason.read(each, REASONS.name) for each in tables]
+
+
 def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
-    """How many of the published numbers were rehearsed, and how far prediction and print lie from the rehearsal, in per
-    cent of it."""
+    """How many of the published numbers were rehearsed, why the others were not, and how far prediction and print lie
+    from the rehearsal, in per cent of it."""
     rehearsed = [(entry, entry.rehearsed_gib) for entry in compared if entry.rehearsed_gib is not None]
     predicted = [(entry.predicted_gib / gib - 1) * 100 for entry, gib in rehearsed if entry.predicted_gib is not None]
     printed = [(entry.measured.low_gib / gib - 1) * 100 for entry, gib in rehearsed if entry.measured is not None]
+    published = {entry.row.id for entry in compared if entry.row.taken == "published" and entry.measured is not None}
+    left = [(each.why, sorted(published.intersection(each.rows))) for each in reasons()] if published else []
     return {
         "n": len(rehearsed),
-        "of": sum(entry.row.taken == "published" and entry.measured is not None for entry in compared),
+        "of": len(published),
+        "not_rehearsed": [{"why": why, "rows": rows} for why, rows in left if rows],
         "predicted": distances(predicted),
         "printed": distances(printed),
         "rehearsed_gib": {entry.row.id: gib for entry, gib in rehearsed},

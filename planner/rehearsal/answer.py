@@ -304,7 +304,7 @@ def _notes(
         yield f"hollow weights (zeros; tokenizers split into letters): {names}"
     copies = sum(process.hollow_bytes for process in outcome.observed)
     if copies:
-        yield f"host RAM includes {format_gib(copies)} of their copies on the CPU, which were counted and not made"
+        yield f"host RAM includes {format_gib(copies)} of weights and states on the CPU, counted and not made"
     yield from _notes_on_values(rehearsal, outcome)
     unwritten = max((holder.unwritten_bytes for holder in outcome.table.holders), default=0)
     if unwritten > GIB:

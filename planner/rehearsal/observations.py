@@ -86,7 +86,8 @@ class Observed(NamedTuple):
     reads: Mapping[str, int]
     """`file:line method` to how often a tensor's values were read there"""
     hollow_bytes: int
-    """the most that copies of hollow weights in host RAM would have taken, which were not made"""
+    """the most that copies of hollow weights, and an optimizer's states, in host RAM would have taken, which were not
+    made"""
     end: str
     """"steps": the last wanted step is done; "exit"; "refused"; empty while it runs, and after a signal"""
 

@@ -85,7 +85,7 @@ class RehearsalOutcome:
     observed: list[Observed]
     table: CardTable
     host_bytes: int = 0
-    """peak host RAM of all processes, with pinned memory, and with copies of hollow weights that were not made"""
+    """peak host RAM of all processes, with pinned memory, and with weights and states that were not made"""
     pinned_bytes: int = 0
     """the most that was pinned at once"""
     sandbox: Mapping[str, bool] = field(default_factory=dict)

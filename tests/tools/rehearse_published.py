@@ -26,9 +26,10 @@ from planner.units import GIB
 from tests.tools.published_runs.cogvideox_factory import COGVIDEOX_FACTORY
 from tests.tools.published_runs.diffsynth import DIFFSYNTH
 from tests.tools.published_runs.finetrainers import FINETRAINERS
+from tests.tools.published_runs.musubi_tuner import MUSUBI_TUNER
 from tests.tools.published_runs.trainer import RUN, Folders, PublishedTrainer
 
-TRAINERS = {"cvx": COGVIDEOX_FACTORY, "ft": FINETRAINERS, "ds": DIFFSYNTH}
+TRAINERS = {"cvx": COGVIDEOX_FACTORY, "ft": FINETRAINERS, "ds": DIFFSYNTH, "mt": MUSUBI_TUNER}
 """Start of the ids of its rows -> a trainer."""
 
 OUT = profiles.REHEARSALS / "published"
@@ -56,7 +57,7 @@ def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
         subprocess.run(["git", "clone", "--quiet", trainer.repository, str(source)], check=True)
         subprocess.run(["git", "-C", str(source), "checkout", "--quiet", trainer.commit(row)], check=True)
     for packages in python.glob("lib/python3*/site-packages"):  # as `pip install -e` would
-        (packages / "source.pth").write_text(f"{source}\n", encoding="utf-8")
+        (packages / "source.pth").write_text(f"{source / trainer.code}\n", encoding="utf-8")
     folders = Folders(source, python, data, folder / "output" / row.id)
     if not data.exists():
         trainer.prepare(folders)

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from . import import_hook
-from .hollow_copies import HollowCopies
+from .hollow_tensors import HollowTensors, HollowUpdates
 from .import_hook import ImportHook
 from .memory_history import MemoryHistory
 from .memory_peaks import MemoryPeaks
@@ -63,7 +63,7 @@ class ProcessObserver:
         self._ooms = 0
         self._refused: dict[str, Any] | None = None
         self._reads: dict[str, int] = {}
-        self._hollow: HollowCopies | None = None
+        self._hollow: HollowTensors | None = None
         self._end = ""
 
     @property
@@ -92,7 +92,8 @@ class ProcessObserver:
         torch.cuda._lazy_call(self._watch_allocator)
         print_from_host(torch)
         if os.environ.get("VPLAN_GPU_VALUES") == "1":
-            self._hollow = self._hollow_copies(torch)
+            places = os.environ.get("VPLAN_HOLLOW", "")
+            self._hollow = HollowTensors(torch, places.split(os.pathsep) if places else [])
             watch_values(torch, self._note_read, self._hollow)
         else:  # nothing is computed: whatever is read is not what it would be
             for name in READERS:
@@ -112,10 +113,17 @@ class ProcessObserver:
 
         engine._take_model_step = counted
 
-    @staticmethod
-    def _hollow_copies(torch: ModuleType) -> HollowCopies | None:
-        places = os.environ.get("VPLAN_HOLLOW", "")
-        return HollowCopies(torch, places.split(os.pathsep)) if places else None
+    def watch_deepspeed_adam(self, module: ModuleType) -> None:
+        """DeepSpeed's optimizer for host RAM updates by an operator of its own, which torch does not dispatch."""
+        optimizer: Any = module.DeepSpeedCPUAdam
+        initialize = optimizer.__init__
+
+        def initialized(instance: Any, *arguments: Any, **options: Any) -> None:
+            initialize(instance, *arguments, **options)
+            if self._hollow is not None:
+                instance.ds_opt_adam = HollowUpdates(instance.ds_opt_adam, self._hollow)
+
+        optimizer.__init__ = initialized
 
     def _watch_allocator(self) -> None:
         assert self._history is not None
@@ -331,5 +339,6 @@ def start() -> None:
     observer = ProcessObserver(os.environ["VPLAN_GPU_FOLDER"], int(os.environ.get("VPLAN_GPU_STEPS", "0")))
     hook.after("torch", observer.watch_torch)
     hook.after("deepspeed.runtime.engine", observer.watch_deepspeed)
+    hook.after("deepspeed.ops.adam.cpu_adam", observer.watch_deepspeed_adam)
     install_refusals(hook, observer.refuse)
     hook.install()

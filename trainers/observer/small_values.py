@@ -13,8 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from .hollow_copies import COPYING as HOLLOW_COPIES
-from .hollow_copies import HollowCopies
+from .hollow_tensors import HANDLED, MADE, HollowTensors
 from .large_zeros import LargeZeros
 
 SMALL_BYTES = 65536
@@ -61,10 +60,11 @@ INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
 """Their second argument is a list of indices; those that are masks are counted."""
 
 
-def watch_values(torch: Any, told: Callable[[str], None], hollow: HollowCopies | None = None) -> None:
+def watch_values(torch: Any, told: Callable[[str], None], hollow: HollowTensors) -> None:
     """Follow every operator of this thread, and of its backward, from here on.
 
-    `told` gets the name of an operator that reads a value nobody knows; `hollow` answers copies of hollow weights.
+    `told` gets the name of an operator that reads a value nobody knows; `hollow` answers for work in host RAM on such
+    values.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -133,7 +133,7 @@ class _OperatorTraits(NamedTuple):
 class _Values:
     """Which storages hold what they would hold on a card."""
 
-    def __init__(self, torch: Any, told: Callable[[str], None], hollow: HollowCopies | None) -> None:
+    def __init__(self, torch: Any, told: Callable[[str], None], hollow: HollowTensors) -> None:
         self._torch = torch
         self._hollow = hollow
         self._told = told
@@ -152,10 +152,10 @@ class _Values:
             traits = self._traits[func] = _OperatorTraits.of(func)
         if traits.is_collective:
             return self._collective(traits, func, args, kwargs)
-        if self._hollow is not None and traits.name in HOLLOW_COPIES:
-            copied = self._hollow.run(traits.name, func, args, kwargs)
-            if copied is not None:
-                return copied
+        if traits.name in HANDLED:
+            result = self._hollow.run(traits.name, func, args, kwargs)
+            if result is not MADE:
+                return result
         if traits.is_by_value and any(tensor.is_cuda for tensor in self._tensors((args, kwargs))):
             if traits.name in BY_VALUE:
                 return self._by_value(func, args, kwargs, traits.name)

@@ -167,8 +167,9 @@ def latents_in_fp32(run: Run) -> None:
     latents and loss are fp32 as well; the recorded step has them in 16 bits (cogvideox-factory d81209b,
     training/cogvideox_text_to_video_lora.py ``collate_fn_with_pre_encoding``, and 4af4364, ..._sft.py).
 
-    The script's variables hold noise, noisy latents, the model's output and the prediction until the next step. In full
-    fine-tuning ``latent_dist`` is one of them, with moments, log-variance, deviation and variance in 16 bits.
+    The script's variables hold noise, noisy latents, the model's output and the prediction until the next step, through
+    a validation too. In full fine-tuning ``latent_dist`` is one of them, with moments, log-variance, deviation and
+    variance in 16 bits.
     """
     if run.strategy.sharding != "none":  # DeepSpeed's engine casts what goes into the model
         return
@@ -189,11 +190,64 @@ def latents_in_fp32(run: Run) -> None:
     predicted = {"output": half, "prediction": 2 * half}
     kept += [run.add(run.step, nbytes, "activation", name, at=backward) for name, nbytes in predicted.items()]
     run.leftovers = [*run.leftovers, *kept]
+    # Nothing takes their place before the validation.
+    last = run.optimizer_first if run.trainer.endswith("-one-step") else run.optimizer
+    ends = run.phases.validation[-1][1] if run.phases.validation else last
     for stage in (run.optimizer_first, run.optimizer):
-        run.free(stage, kept)
+        run.free(ends if stage is last else stage, kept)
 
 
-_2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in_fp32)
+def final_norm_of_both(run: Run) -> None:
+    """Until February 2025 CogVideoX with rotary positions joined text and clip for its final norm, and took the clip's
+    part of what came out, which is not contiguous (diffusers 66eef9a models/transformers/cogvideox_transformer_3d.py
+    ``norm_final``; changed in ab42820). The second norm copies that part first, in forward and in backward (ATen
+    layer_norm_kernel.cu), and backward fills a tensor of both for each of the two slices.
+
+    Under autocast alone: without it the norm has no copy in fp32, and no rehearsal was compared.
+    """
+    if not run.facts.model.config.get("use_rotary_positional_embeddings") or run.strategy.autocast == "none":
+        return
+    step, grid, op = run.step, run.grid, run.program.op
+    turn = next(
+        at for at, (moment, _) in enumerate(step.stretches) if moment.passes == "backward" and moment.block >= 0
+    )
+    outside = [event for moment, events in step.stretches[:turn] if moment.block < 0 for event in events]
+    clip = max(run.sizes[event] for event in outside if event >= 0 and op[event] == "native_layer_norm")
+    made = [event for event in outside if event >= 0 and run.sizes[event] == clip]
+    norm, second = (event for event in made if op[event] == "native_layer_norm")
+    of_second, of_norm = (event for event in made if op[event] == "native_layer_norm_backward")
+    single = made[made.index(norm) - 1]
+    behind = outside[outside.index(norm) :]
+    hidden = next(event for event in behind if event < 0 and 2 * run.sizes[~event] == clip)
+    gradient = next(event for event in reversed(behind) if event >= 0 and 2 * run.sizes[event] == clip)
+    tokens = grid["F"] * grid["H"] * grid["W"]
+    both = clip // tokens * (tokens + grid["T"])
+    for buffer, nbytes in ((single, both), (norm, both), (of_norm, both), (gradient, both // 2)):
+        run.resize(buffer, nbytes)
+    joined = run.new(both // 2, "activation", "text and clip")
+    copy, again = (run.new(clip, "temporary", "contiguous clip") for _ in range(2))
+    inner, outer = (run.new(both, "gradient", "gradient of a slice") for _ in range(2))
+    changes = {
+        hidden: [],
+        ~of_second: [],
+        single: [joined, hidden, single],
+        norm: [norm, ~joined],
+        second: [copy, second, ~copy],
+        of_second: [again, of_second, ~again],
+        of_norm: [inner, ~of_second, outer, ~inner, of_norm, ~outer],
+    }
+    step.stretches = [
+        (
+            moment,
+            events
+            if changes.keys().isdisjoint(events)
+            else [each for event in events for each in changes.get(event, [event])],
+        )
+        for moment, events in step.stretches
+    ]
+
+
+_2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in_fp32, final_norm_of_both)
 
 OLDER: dict[str, tuple[Transform, ...]] = {"2024-10": _2024_10, "2024-10-one-step": (*_2024_10, one_step)}
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), with the DeepSpeed of that

@@ -621,6 +621,28 @@ def test_tensors_are_printed_from_host_ram(place: Path, cache: str) -> None:
 
 
 @needs_cuda_wheel
+def test_an_optimizer_in_host_ram_takes_none(place: Path, cache: str) -> None:
+    """Weights that come from the card have no values in host RAM, nor have the optimizer's states of them."""
+    source = """
+        import torch
+        on_card = torch.nn.Parameter(torch.randn(2**14, 2**14, device="cuda"))
+        on_cpu = torch.nn.Parameter(on_card.detach().cpu().clone())
+        optimizer = torch.optim.AdamW([on_cpu], fused=True)
+        for step in range(3):
+            (on_card * 2).sum().backward()
+            on_cpu.grad = on_card.grad.cpu()
+            optimizer.step()
+            on_card.data.copy_(on_cpu)
+            on_card.grad = None
+    """
+    words = ("--gpu", "24GB", "--steps", "3", "--host-ram", "2GiB", "--", CUDA_PYTHON, program(place, source))
+    answer = rehearse(place, cache, *words)
+    assert (answer["verdict"], answer["steps"]) == ("fits", 3)
+    assert 3 * 2**30 < answer["host_ram_bytes"] < 5 * 2**30  # the clone and two states, and the program itself
+    assert any("counted and not made" in note for note in answer["assumptions"])
+
+
+@needs_cuda_wheel
 def test_weights_that_nobody_has(place: Path, cache: str) -> None:
     """A pipeline of the hub by its name, cast on the CPU as training scripts do it, and a file at a path."""
     have = "import diffusers, transformers"

@@ -53,6 +53,8 @@ class PublishedTrainer:
     imported without NVIDIA's libraries, so they are built with the torch of our own Python"""
     environment: Mapping[str, str] = field(default_factory=dict)
     """variables that its build and its runs need here; `{data}` stands for that folder"""
+    code: str = ""
+    """folder of its source that Python has to find it in"""
     last: str = RUN
     """the moment after which the run may end"""
     headings: Mapping[str, str] = field(default_factory=dict)
