@@ -58,11 +58,11 @@ def recorded_step(configuration: Configuration, facts: Facts, recordings: Unfold
     """
     program, load, step, both = recordings or unfolded(facts)
     run = Run(configuration, facts, program=program.copy() if recordings else program, load=load.copy())
-    run.step = step.copy()
     if both is not None:
         blocks = configuration.strategy.checkpointed_blocks
         assert blocks is not None, "partial says how many"
-        run.step, run.checkpointed = both.first(blocks)
+        step, run.checkpointed = both.first(blocks)
+    run.step = step.copy()
     kernels = workspace_kernels(configuration.strategy, configuration.machine, facts)
     if "cudnn" in kernels:
         attention_kernel.take_masks_as_they_are(run)

@@ -15,7 +15,9 @@ from planner.estimate.work import Passes, passes_work
 from planner.layout.pipeline import transforms
 from planner.layout.recorded_run import Unfolded, add_optimizer, recorded_step, step_key, unfolded, unfolded_key
 from planner.layout.run import Facts, Run
+from planner.search.lower_bounds import Walked, least_sizes
 from planner.spec.configuration import Configuration
+from planner.tape.program import Block
 
 
 class RunCache:
@@ -28,6 +30,8 @@ class RunCache:
         self._sizes: dict[tuple[object, ...], TapeSizes] = {}
         self._held: dict[tuple[object, ...], dict[int, tuple[int, int]]] = {}
         """recordings and shape -> what `TapeSizes.stretches` has of them, whatever the kernel and the optimizer"""
+        self._least: dict[tuple[object, ...], tuple[list[int], dict[int, tuple[int, int]]]] = {}
+        """the same, at the least: (sizes by buffer, id of a list of events -> (change, peak))"""
         self._work: dict[tuple[object, ...], Passes] = {}
 
     def lay_out(self, configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str) -> Run:
@@ -52,6 +56,41 @@ class RunCache:
             known = self._held.setdefault((*unfolded_key(facts), *grid.values()), {})
             self._sizes[shape] = TapeSizes.of(self._run(key, configuration, facts), grid, known)
         return self._sizes[shape]
+
+    def checkpointed(self, configuration: Configuration, facts: Facts) -> frozenset[Block]:
+        """The blocks that are checkpointed, where only some are."""
+        if facts.checkpointed is None:
+            return frozenset()
+        both, count = self._recordings(facts).both, configuration.strategy.checkpointed_blocks
+        assert both is not None and count is not None
+        return frozenset(both.blocks[:count])
+
+    def first_of_kinds(self, facts: Facts) -> list[int]:
+        """Of the blocks that can be checkpointed, in the order they run, the place of the second of each kind."""
+        both = self._recordings(facts).both
+        assert both is not None
+        lists = [module_list for module_list, _ in both.blocks]
+        return [lists.index(name) + 1 for name in dict.fromkeys(lists) if lists.count(name) > 2]
+
+    def walked_in_part(self, configuration: Configuration, facts: Facts, grid: dict[str, int], bare: bool) -> Walked:
+        """What `planner.search.lower_bounds.walked` says, of a step in which only some blocks are checkpointed, as far
+        as that may be asked about: nothing is swapped or offloaded then."""
+        recordings, count = self._recordings(facts), configuration.strategy.checkpointed_blocks
+        assert recordings.both is not None and count is not None
+        key = (*unfolded_key(facts), bare, *grid.values())
+        if key not in self._least:
+            self._least[key] = (least_sizes(recordings.program, grid, bare), {})
+        sizes, known = self._least[key]
+        level = peak = 0
+        for stage in (recordings.load, recordings.both.first(count)[0]):
+            for _, events in stage.stretches:
+                if id(events) not in known:
+                    known[id(events)] = held(events, sizes)
+                rise, most = known[id(events)]
+                peak = max(peak, level + most)
+                level += rise
+        gradients = sum(sizes[buffer] for buffer in recordings.program.named.get("gradient", {}).values())
+        return Walked(0, peak, 0, 0, gradients, (), ())
 
     def passes(self, run: Run) -> Passes:
         """The work of a run's forward and backward."""

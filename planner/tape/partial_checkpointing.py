@@ -37,17 +37,23 @@ class BothSteps:
         pairs = list(_pairs(plain, full))
         self.full = full
         self.blocks = checkpointed_blocks(pairs)
-        renamed = _same_in_forward(program, model, pairs)
-        renamed |= _same_in_backward(program, pairs)
+        sizes = _sizes(program)
+        renamed = _same_in_forward(program, model, pairs, sizes) | _same_in_backward(pairs, sizes)
         self.pairs = [(moment, events, renamed_events(recomputed, renamed)) for moment, events, recomputed in pairs]
         self.crossing = _crossing(self.pairs)
         self.weights = frozenset(program.named["weight"].values())
+        self._steps: dict[int, tuple[Stage, frozenset[Block]]] = {}
 
     def first(self, count: int) -> tuple[Stage, frozenset[Block]]:
-        """(the step in which the first ``count`` blocks are checkpointed, those blocks).
+        """(the step in which the first ``count`` blocks are checkpointed, those blocks). Not to be changed.
 
         Raises a VplanError for more blocks than there are.
         """
+        if count not in self._steps:
+            self._steps[count] = self._first(count)
+        return self._steps[count]
+
+    def _first(self, count: int) -> tuple[Stage, frozenset[Block]]:
         blocks = self.blocks
         if count > len(blocks):
             fault = f"checkpointed_blocks {count}: the model has {len(blocks)} blocks that can be checkpointed"
@@ -138,40 +144,41 @@ def _pairs(without: Stage, with_it: Stage) -> Iterator[Pair]:
             yield moment, events, []
 
 
-def _same_in_forward(program: Program, model: str, pairs: list[Pair]) -> dict[int, int]:
+def _sizes(program: Program) -> list[int]:
+    """For each buffer a number that those of the same size share, of whatever tape."""
+    numbers: dict[object, int] = {}
+    keys = (size if isinstance(size, int) else (size[0].atoms, size[1]) for size in program.sizes)
+    table = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return [table[index] for index in program.buffers]
+
+
+def _same_in_forward(program: Program, model: str, pairs: list[Pair], sizes: list[int]) -> dict[int, int]:
     """A buffer of the checkpointed recording's forward -> the other's, one by one in order."""
-    forward = [(events, recomputed) for moment, events, recomputed in pairs if moment.passes == "forward"]
+    forward = [pair[1:] for pair in pairs if pair[0].passes == "forward"]
     ours, theirs = ([event for pair in forward for event in pair[which] if event >= 0] for which in (0, 1))
-    alike = len(ours) == len(theirs) and all(
-        program.op[one] == program.op[other] and _size(program, one) == _size(program, other)
-        for one, other in zip(ours, theirs, strict=True)
-    )
-    if not alike:
+    operators = list(program.op)
+    made = [[(operators[buffer], sizes[buffer]) for buffer in buffers] for buffers in (ours, theirs)]
+    if made[0] != made[1]:
         fault = f"{model} does other work in forward when it is checkpointed, so a part cannot be put together"
         raise NotRecordedError(fault, "use --gradient-checkpointing full or none")
     return dict(zip(theirs, ours, strict=True))
 
 
-def _size(program: Program, buffer: int) -> object:
-    size = program.sizes[program.buffers[buffer]]
-    return size if isinstance(size, int) else (size[0].atoms, size[1])
-
-
-def _same_in_backward(program: Program, pairs: list[Pair]) -> dict[int, int]:
+def _same_in_backward(pairs: list[Pair], sizes: list[int]) -> dict[int, int]:
     """The same of what leaves its stretch in backward: gradients for the block before, by size and order. Those of
     weights are one and the same already (`Program.unfold_beside`), and no other buffer may take their place."""
     found: dict[int, int] = {}
     for moment, events, recomputed in pairs:
         if moment.passes != "backward":
             continue
-        waiting: dict[object, list[int]] = {}
+        waiting: dict[int, list[int]] = {}
         leaving, others = _leaving(events), _leaving(recomputed)
         same = set(leaving) & set(others)
         for buffer in leaving:
             if buffer not in same:
-                waiting.setdefault(_size(program, buffer), []).append(buffer)
+                waiting.setdefault(sizes[buffer], []).append(buffer)
         for buffer in others:
-            if buffer not in same and (ours := waiting.get(_size(program, buffer))):
+            if buffer not in same and (ours := waiting.get(sizes[buffer])):
                 found[buffer] = ours.pop(0)
     return found
 
