@@ -8,8 +8,8 @@ import click
 
 from planner.catalog import lookup
 from planner.commands import USAGE
+from planner.commands._shared.fixes import print_checked
 from planner.commands._shared.live_memory_table import print_live
-from planner.commands._shared.prediction import print_checked
 from planner.commands._shared.render import VERDICTS, memory_bar
 from planner.commands._shared.verb import (
     Verb,

@@ -15,6 +15,14 @@ from planner.catalog import lookup
 from planner.commands import USAGE
 from planner.commands._shared import render
 from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options, with_proposed_shapes
+from planner.commands._shared.gpu_count import (
+    CountedGpus,
+    TimeLimits,
+    asked_limits,
+    count_gpus,
+    limit_options,
+    refuse_limits,
+)
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
@@ -62,10 +70,12 @@ def _complete_trainer(_context: click.Context, _option: click.Parameter, incompl
         "vplan suggest wan2.1-t2v-14b --gpu 24GB --for musubi-tuner -o out",
         "vplan suggest wan2.1-t2v-14b --gpu rtx4090 --frames max",
         "vplan suggest wan2.1-t2v-1.3b --steps 2000 --price 24GB=0.4 --price 80GB=2.5",
+        "vplan suggest wan2.1-t2v-14b --gpu h100-80gb --epochs 10 --data clips --max-hours 24",
     ),
 )
 @request_options(searched=True, own_card=True)
 @whole_job_options
+@limit_options
 @click.option(
     "--prefer",
     type=click.Choice(["speed", *PREFERRED]),
@@ -107,38 +117,23 @@ def command(
     started = time.perf_counter()
     cards = [] if asked.gpu else [group.name for group in lookup.gpu_classes()]
     length, auto = asked_length(said, cards, proposes=asked.wants_shapes), asked.wants_shapes
+    limits = asked_limits(said, length)
+    refuse_limits(limits, {"leave out --for": trainer is not None, "write the shapes of --buckets": auto})
     if trainer is not None:
         if length or auto:
             fault = f"hours and proposed shapes are told of vplan's own trainer, not of {trainer}"
             raise VplanError(fault, "leave out --for", USAGE)
         return _for_trainer(asked, trainer, prefer, allow is not None, _Outputs(output, report, as_json, strict))
-    asked, most = with_proposed_shapes(asked, said)
+    asked, samples = with_proposed_shapes(asked, said)
+    most = samples if auto else None
     if asked.model is None and asked.gpu is None:
         raise VplanError("no --model and no --gpu", "pass one of them, as --gpu 24GB", USAGE)
     several = lookup.several(asked.model) if asked.model and asked.gpu else ()
-    if asked.model is not None and asked.gpu is not None and not several:
-        question = asked.settle()._replace(allow_lossy=allow is not None)
-        suggester = Suggester(asked.trainer, prefer)
-        suggestion = suggester.suggest(question)
-        even = _evened(suggester, suggestion.plan, most) if auto else None
-        suggestion = suggestion._replace(plan=even.plan) if even else suggestion
-        whole = _whole_job(length, suggester, suggestion.plan)
-        if output:
-            save_plan(suggestion.to_plan(asked.trainer), output)
-        if report:
-            write_report(report, [(output or "plan.toml", suggestion.to_plan(asked.trainer))])
-        answer = suggestion.to_json(time.perf_counter() - started) | _json(whole, even)
-
-        def print_one(console: Console) -> None:
-            render.print_suggestion(console, question, suggestion)
-            if even:
-                render.print_shapes(console, even)
-            if whole:
-                render.print_whole_job(console, whole)
-            render.print_next(console, suggestion.plan, output)
-
-        show(answer, as_json, print_one)
-        return verdict_exit_code(suggestion.plan.verdict, strict=strict)
+    single = asked.model is not None and asked.gpu is not None and not several
+    refuse_limits(limits, {"name one of each: vplan suggest MODEL --gpu CARD": not single})
+    if single:
+        to = _Outputs(output, report, as_json, strict)
+        return _for_one(started, asked, Suggester(asked.trainer, prefer), allow is not None, length, limits, most, to)
     one = several and f"write one of {', '.join(several)}"
     if report or output:
         raise VplanError(
@@ -176,6 +171,46 @@ class _Outputs(NamedTuple):
     report: str | None
     as_json: bool
     strict: bool
+
+
+def _for_one(
+    started: float,
+    asked: TypedQuestion,
+    suggester: Suggester,
+    lossy: bool,
+    length: AskedLength | None,
+    limits: TimeLimits | None,
+    most: Mapping[Bucket, int] | None,
+    to: _Outputs,
+) -> int:
+    """The answer for one model on one card. ``most``: of proposed shapes, how many samples each has."""
+    counted = _counted(asked, suggester, limits, length, lossy=lossy) if limits else None
+    question = (counted.chosen.question if counted else asked.settle())._replace(allow_lossy=lossy)
+    suggestion = suggester.suggest(question)
+    even = _evened(suggester, suggestion.plan, most) if most is not None else None
+    suggestion = suggestion._replace(plan=even.plan) if even else suggestion
+    whole = _whole_job(length, suggester, suggestion.plan)
+    if to.output:
+        save_plan(suggestion.to_plan(asked.trainer), to.output)
+    if to.report:
+        write_report(to.report, [(to.output or "plan.toml", suggestion.to_plan(asked.trainer))])
+    answer = suggestion.to_json(time.perf_counter() - started) | _json(whole, even)
+    answer |= counted.to_json() if counted else {}
+
+    def print_one(console: Console) -> None:
+        render.print_suggestion(console, question, suggestion)
+        if even:
+            render.print_shapes(console, even)
+        if whole:
+            render.print_whole_job(console, whole)
+        if counted:
+            counted.print(console)
+        render.print_next(console, suggestion.plan, to.output)
+
+    show(answer, to.as_json, print_one)
+    if counted and not counted.meets:
+        return DOES_NOT_FIT
+    return verdict_exit_code(suggestion.plan.verdict, strict=to.strict)
 
 
 def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, to: _Outputs) -> int:
@@ -297,6 +332,18 @@ def _whole_job(length: AskedLength | None, suggester: Suggester, plan: Estimate)
         return None
     screen = suggester.screen
     return length.of(plan, screen.facts(plan.configuration), suggester.trainer, screen.run_cache.lay_out)
+
+
+def _counted(
+    asked: TypedQuestion, suggester: Suggester, limits: TimeLimits, length: AskedLength | None, *, lossy: bool
+) -> CountedGpus:
+    """The number of GPUs that keeps the limits."""
+
+    def best(question: Question) -> Estimate | None:
+        found = suggester.best(suggester.search(question._replace(allow_lossy=lossy)), explain=False)
+        return found.plan if found else None
+
+    return count_gpus(asked, limits, best, lambda plan: _whole_job(length, suggester, plan))
 
 
 def _evened(suggester: Suggester, plan: Estimate, most: Mapping[Bucket, int]) -> EvenedPlan:

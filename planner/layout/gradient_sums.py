@@ -48,8 +48,8 @@ def gradient_sums(run: Run) -> None:
     operator."""
     if run.samples_only:
         return
-    taken = {made: _workspace(run, made, summed) for made, summed in run.shared(_sums).items()}
-    workspaces = {made: nbytes for made, nbytes in taken.items() if nbytes}
+    as_recorded = run.strategy.context_parallel == 1 and not run.job.trainable
+    workspaces = run.shared_at_shape(_workspaces, run.facts.gpu.name) if as_recorded else _workspaces(run)
     if not workspaces:
         return
     buffers = {nbytes: run.new(nbytes, "temporary", SUM_WORKSPACE) for nbytes in dict.fromkeys(workspaces.values())}
@@ -62,6 +62,12 @@ def gradient_sums(run: Run) -> None:
                     buffer = buffers[workspaces[event]]
                     merged += [buffer, ~buffer]
             run.step.stretches[position] = (moment, merged)
+
+
+def _workspaces(run: Run) -> dict[int, int]:
+    """Buffer that a sum makes -> the workspace in bytes, of those that take one."""
+    taken = {made: _workspace(run, made, summed) for made, summed in run.shared(_sums).items()}
+    return {made: nbytes for made, nbytes in taken.items() if nbytes}
 
 
 def _workspace(run: Run, made: int, summed: Summed) -> int:

@@ -5,12 +5,41 @@ The step, which is most of the work, is laid out apart from the optimizer: many 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from planner.layout import attention_kernel
 from planner.layout.run import Facts, Run, main_piece
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
-from planner.tape.partial_checkpointing import partial
-from planner.tape.program import Program
+from planner.tape.partial_checkpointing import BothSteps
+from planner.tape.program import Program, Stage
+
+
+class Unfolded(NamedTuple):
+    """The recordings of a step at full depth, for whatever number of checkpointed blocks and whatever kernel of
+    attention. Not to be changed."""
+
+    program: Program
+    load: Stage
+    step: Stage
+    both: BothSteps | None
+    """of two recordings, where only some blocks are checkpointed"""
+
+
+def unfolded_key(facts: Facts) -> tuple[object, ...]:
+    """What tells one `unfolded` from another."""
+    return id(facts.step), id(facts.checkpointed)
+
+
+def unfolded(facts: Facts) -> Unfolded:
+    """Lays the recordings of a step out. Raises a NotRecordedError where two cannot be put together."""
+    program = Program()
+    load = program.unfold(facts.step, "load")
+    step = program.unfold(facts.step, main_piece(facts.step))
+    if facts.checkpointed is None:
+        return Unfolded(program, load, step, None)
+    checkpointed = program.unfold_beside(facts.checkpointed, "step")
+    return Unfolded(program, load, step, BothSteps(program, facts.step.model, step, checkpointed))
 
 
 def step_key(configuration: Configuration, facts: Facts) -> tuple[object, ...]:
@@ -18,23 +47,22 @@ def step_key(configuration: Configuration, facts: Facts) -> tuple[object, ...]:
     kernel."""
     strategy = configuration.strategy
     kernels = workspace_kernels(strategy, configuration.machine, facts)
-    return id(facts.step), id(facts.checkpointed), strategy.checkpointed_blocks, kernels
+    return *unfolded_key(facts), strategy.checkpointed_blocks, kernels
 
 
-def recorded_step(configuration: Configuration, facts: Facts) -> Run:
+def recorded_step(configuration: Configuration, facts: Facts, recordings: Unfolded | None = None) -> Run:
     """A run that loads and steps, and has no optimizer yet; its sizes are for `planner.tape.program.Program.bytes_of`.
+    ``recordings``: `unfolded`, where it is known.
 
     Raises a NotRecordedError where two recordings cannot be put together.
     """
-    run = Run(configuration, facts)
-    program: Program = run.program
-    run.load = program.unfold(facts.step, "load")
-    run.step = program.unfold(facts.step, main_piece(facts.step))
-    if facts.checkpointed is not None:
+    program, load, step, both = recordings or unfolded(facts)
+    run = Run(configuration, facts, program=program.copy() if recordings else program, load=load.copy())
+    if both is not None:
         blocks = configuration.strategy.checkpointed_blocks
         assert blocks is not None, "partial says how many"
-        checkpointed = program.unfold_beside(facts.checkpointed, "step")
-        run.step, run.checkpointed = partial(program, facts.step.model, run.step, checkpointed, blocks)
+        step, run.checkpointed = both.first(blocks)
+    run.step = step.copy()
     kernels = workspace_kernels(configuration.strategy, configuration.machine, facts)
     if "cudnn" in kernels:
         attention_kernel.take_masks_as_they_are(run)

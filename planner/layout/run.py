@@ -159,10 +159,10 @@ class Run:
         result: T = recording._shared[compute]
         return result
 
-    def shared_at_shape(self, compute: Callable[[Run], T]) -> T:
+    def shared_at_shape(self, compute: Callable[[Run], T], *also: object) -> T:
         """The same of what depends on sizes too: computed on this run, which must be as it was recorded as far as
-        `compute` looks, for all of the same shape."""
-        cache, key = self.recording._shared, (compute, *self.grid.items())
+        `compute` looks, for all of the same shape. ``also``: what else it depends on, such as the card."""
+        cache, key = self.recording._shared, (compute, *self.grid.items(), *also)
         if key not in cache:
             cache[key] = compute(self)
         result: T = cache[key]

@@ -6,6 +6,7 @@ Each one function, one named buffer or lifetime, one source.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from planner.errors import VplanError
 from planner.layout.checkpoint_inputs import block_inputs, recomputation
@@ -28,11 +29,9 @@ def checkpoint_offload(run: Run) -> None:
 
 
 def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
-    inputs = block_inputs(run)
-    forward: dict[Block, list[int]] = {}
-    for moment, events in run.step.stretches:
-        if moment.passes == "forward" and (block := (moment.module_list, moment.block)) in inputs:
-            forward.setdefault(block, []).extend(events)
+    inputs, forward = block_inputs(run), _forward_events(run)
+    likes = run.shared(_likes) if run.step.stretches == run.recording.step.stretches else _likes(run)
+    recomputations: dict[int, tuple[int, int] | None] = {}
     before = dict(zip([*forward][1:], forward, strict=False))
     # The last block's backward may come in parts, around what stands between it and the head.
     backward = [(at, moment) for at, (moment, _) in enumerate(run.step.stretches) if moment.passes == "backward"]
@@ -54,8 +53,9 @@ def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
             woven.append((moment, [*events, *leaving]))
         else:
             events = [event for event in events if event not in frees]
-            recomputed = recomputation(run, forward[block], events)
-            begins, ends = recomputed or (0, len(events) if at == over[block] else None)
+            if likes[at] not in recomputations:
+                recomputations[likes[at]] = recomputation(run, forward[block], events)
+            begins, ends = recomputations[likes[at]] or (0, len(events) if at == over[block] else None)
             woven.append((moment, [*events[:begins], *(frees if block in last and block not in brought else [])]))
             for fetched, name in ((block, "checkpoint"), (before.get(block), FETCHED_AHEAD)):
                 if fetched is not None and fetched not in brought:
@@ -67,6 +67,37 @@ def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
                 woven.append((moment, [*events[begins:ends], *frees, *events[ends:]]))
                 freed.add(block)
     return [(moment, events) for moment, events in woven if events]
+
+
+def _forward_events(run: Run) -> dict[Block, list[int]]:
+    """The forward of each block whose checkpoint keeps its input."""
+    inputs = block_inputs(run)
+    forward: dict[Block, list[int]] = {}
+    for moment, events in run.step.stretches:
+        if moment.passes == "forward" and (block := (moment.module_list, moment.block)) in inputs:
+            forward.setdefault(block, []).extend(events)
+    return forward
+
+
+def _likes(run: Run) -> dict[int, int]:
+    """Place of a stretch of a block's backward -> a number, the same for all in which, whatever the shape, the same is
+    allocated and freed, and was in that block's forward."""
+    inputs, forward = block_inputs(run), _forward_events(run)
+    operators, sizes = list(run.program.op), list(run.program.buffers)
+
+    def what(events: Iterable[int]) -> tuple[object, ...]:
+        return tuple((operators[event], sizes[event]) if event >= 0 else ~sizes[~event] for event in events)
+
+    in_forward = {block: what(events) for block, events in forward.items()}
+    numbers: dict[object, int] = {}
+    found = {}
+    for at, (moment, events) in enumerate(run.step.stretches):
+        block = (moment.module_list, moment.block)
+        if moment.passes == "backward" and block in inputs:
+            frees = {~buffer for buffer in inputs[block]}
+            key = in_forward[block], what(event for event in events if event not in frees)
+            found[at] = numbers.setdefault(key, len(numbers))
+    return found
 
 
 NCCL_BYTES = 600 * MIB

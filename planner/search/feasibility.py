@@ -7,6 +7,7 @@ really is, and later questions about the same strategy count that in.
 
 from __future__ import annotations
 
+from planner.layout import margin
 from planner.search.policy import Policy
 from planner.search.question import Question
 from planner.search.screening import QuickEstimate, Screen
@@ -74,6 +75,12 @@ class Feasibility:
     def exceeds_gpu(self, device_bytes: int, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether `device_bytes` on the GPU rule a verdict ("fits", "tight") out for a strategy."""
         return self.policy.exceeds_gpu(device_bytes, strategy, verdict)
+
+    def room(self, verdict: str) -> float:
+        """About how many bytes a plan may be expected to need on the device for a verdict."""
+        budget = self.question.budget_bytes
+        low, high = margin.interval(budget, sides=self.question.sides)
+        return budget**2 / (high if verdict == "fits" else low)
 
     def exceeds_ram(self, host_bytes: int) -> bool:
         """Whether `host_bytes` are more than the host's RAM."""

@@ -12,47 +12,121 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
+from planner.estimate.roofline import Traffic
 from planner.layout.attention_kernel import padded_masks
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
+from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Strategy
 from planner.tape.format import CATEGORIES, Growing, Section, Tape, Template
+from planner.tape.program import Program
 from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
+
+HALF, FULL = 2, 4
+"""Bytes of a number in 16 bits and in fp32."""
 
 LEAST = {**BYTES_PER_PARAMETER, "nf4": 0.5, "int4": 0.5}
 """Bytes per parameter, without the constants of 4-bit formats, which may be quantised too."""
 
+LEAST_TRAINED = 0.99
+"""Share of a model's parameters that full training gives gradients, at the least: what its last block makes of the
+prompt goes nowhere (EasyAnimate 12B 0.993, HunyuanVideo 1.5 0.995, Qwen-Image 0.996; of the others all)."""
+
 WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
 
 
-def parameter_bytes(job: Job, strategy: Strategy, parameters: int) -> int:
-    """Bytes of weights, gradients and optimizer states of a model of `parameters` parameters, where they are on the GPU
-    whole; else 0."""
-    if job.method == "sample" or strategy.sharding in SPLIT:
+def parameter_bytes(configuration: Configuration, parameters: int) -> int:
+    """Bytes of the weights of a model of `parameters` parameters, and of gradients and optimizer states where they are
+    on the GPU whole: what a rank has of them at any moment of a later step, at the least."""
+    job, strategy = configuration.job, configuration.strategy
+    if job.method == "sample":
         return 0
+    if strategy.sharding in SPLIT:
+        return _share_bytes(configuration, parameters)
     weights = int(LEAST[strategy.weights(job.method)] * parameters)
     held = 0 if strategy.swap_blocks or strategy.offload_params != "none" else weights
     if job.method == "full" and not job.trainable:
+        trained = 0
         if strategy.offload_gradients == "none" and strategy.optimizer_step != "backward":
-            held += weights
+            trained += weights
         if strategy.offload_optimizer == "none":
-            held += {"adamw": 2 * weights, "adamw-8bit": 2 * parameters}.get(strategy.optimizer, 0)
+            trained += {"adamw": 2 * weights, "adamw-8bit": 2 * parameters}.get(strategy.optimizer, 0)
+        held += int(LEAST_TRAINED * trained)
     return held
 
 
+def _share_bytes(configuration: Configuration, parameters: int) -> int:
+    """The same of an engine that splits: whole weights in ZeRO's first stages, else a share; shares of the states."""
+    job, strategy, world = configuration.job, configuration.strategy, configuration.machine.world
+    weights = int(LEAST[strategy.weights(job.method)] * parameters)
+    held = 0
+    if strategy.offload_params == "none" and not strategy.swap_blocks:
+        held += weights if strategy.sharding in ("zero-1", "zero-2") else weights // world
+    trains_all = job.method == "full" and not job.trainable
+    if trains_all and strategy.offload_optimizer == "none" and strategy.optimizer == "adamw":
+        masters = strategy.master_weights == "fp32"
+        held += int(LEAST_TRAINED * (3 * FULL * parameters if masters else 2 * weights)) // world
+    return held
+
+
+def least_traffic(configuration: Configuration, parameters: int) -> Traffic:
+    """What `planner.estimate.traffic` counts at the least of training a model of `parameters` parameters: a trained one
+    is 2 bytes or more wherever it goes."""
+    job, strategy, world = configuration.job, configuration.strategy, configuration.machine.world
+    if job.method == "sample" or job.trainable:
+        return Traffic()
+    accumulation = strategy.gradient_accumulation
+    trained = int(LEAST_TRAINED * parameters) if job.method == "full" else 0
+    split = world if strategy.sharding in SPLIT else 1
+    waiting = host_waiting = on_host = coming = 0
+    match strategy.sharding:
+        case "zero-1":
+            beside, waiting = 0, 3 * HALF * trained
+        case "zero-2":
+            beside, waiting = 0, (2 * accumulation + 1) * HALF * trained
+        case "zero-3":
+            beside = accumulation * HALF * (trained + 2 * parameters)
+        case "fsdp":
+            beside = accumulation * (HALF * parameters + FULL * trained)
+        case _:
+            beside = 2 * HALF * trained
+    if strategy.offload_optimizer != "none":
+        host_waiting, on_host = 2 * HALF * trained // split, trained // split
+    if strategy.offload_params != "none":
+        coming = HALF * parameters // world
+    return Traffic(
+        host_forward_bytes=coming,
+        host_backward_bytes=coming,
+        gpu_bytes=beside * (world - 1) // world,
+        host_waiting_bytes=host_waiting,
+        gpu_waiting_bytes=waiting * (world - 1) // world,
+        host_parameters=on_host,
+    )
+
+
 def is_walked(job: Job, strategy: Strategy) -> bool:
-    """Whether `Walked` holds for a strategy: it keeps everything recorded on the GPU, whole, and for as long."""
+    """Whether all of `Walked` holds for a strategy: of what only in part is checkpointed nothing is known of swap."""
+    return keeps_all(job, strategy) and strategy.gradient_checkpointing != "partial"
+
+
+def keeps_all(job: Job, strategy: Strategy) -> bool:
+    """Whether a strategy keeps everything recorded on the GPU, whole, and for as long, but for what it swaps and what
+    checkpoints keep."""
     return (
-        job.method != "sample"
-        and not job.trainable
-        and strategy.gradient_checkpointing != "partial"
+        keeps_activations(job, strategy)
         and strategy.sharding not in SPLIT
-        and strategy.context_parallel == 1
-        and strategy.compile == "none"
         and strategy.offload_params == "none"
         and strategy.offload_gradients == "none"
         and strategy.optimizer_step != "backward"
     )
+
+
+def keeps_activations(job: Job, strategy: Strategy) -> bool:
+    """Whether a strategy keeps at least that on the GPU, whole, and for as long, which is recorded and is neither a
+    weight nor a gradient."""
+    whole = job.method != "sample" and not job.trainable
+    whole = whole and not (strategy.gradient_checkpointing == "partial" and strategy.swap_blocks)
+    return whole and strategy.context_parallel == 1 and strategy.compile == "none"
 
 
 class Walked(NamedTuple):
@@ -80,12 +154,15 @@ class Walked(NamedTuple):
     def device_bytes(self, strategy: Strategy) -> int:
         """What a strategy that `is_walked` has on the GPU at its peak, at the least, with as many swapped blocks or
         fewer: where one that is larger than the others joins them, the ring grows by more than itself."""
-        peak = self.offloaded_peak if strategy.gradient_checkpointing == "offload" else self.step_peak
-        peak -= self._most_swapped_out(strategy.swap_blocks)
+        peak = self.passes_peak(strategy) - self._most_swapped_out(strategy.swap_blocks)
         if strategy.offload_optimizer == "none":
             # Two states of the format of what is trained, or of one byte per number of at most four.
             peak += {"adamw": 2 * self.gradients, "adamw-8bit": self.gradients // 2}.get(strategy.optimizer, 0)
         return peak if strategy.swap_blocks else max(peak, self.load_peak)
+
+    def passes_peak(self, strategy: Strategy) -> int:
+        """The most of forward and backward."""
+        return self.offloaded_peak if strategy.gradient_checkpointing == "offload" else self.step_peak
 
     def _most_swapped_out(self, blocks: int) -> int:
         """What so many swapped blocks or fewer take off the GPU, their ring counted."""
@@ -102,10 +179,10 @@ class Walked(NamedTuple):
         return inputs + (sum(self.frozen[-strategy.swap_blocks :]) if strategy.swap_blocks else 0)
 
 
-def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
+def walked(tape: Tape, grid: Mapping[str, int], bare: bool = False) -> Walked:
     """Walks through a recorded step at a shape and keeps the levels of allocated bytes that bounds are made of.
-    ``grid``: values of the tape's atoms."""
-    walk = _Walk(tape, grid)
+    ``grid``: values of the tape's atoms. ``bare``: as if weights and gradients took nothing."""
+    walk = _Walk(tape, grid, bare)
     level = load_peak = step_peak = gradients = 0
     loaded: dict[tuple[int, int], list[Weight]] = {}
     forward: dict[tuple[int, int], None] = {}
@@ -139,6 +216,20 @@ def walked(tape: Tape, grid: Mapping[str, int]) -> Walked:
         tuple(map(sum, frozen)),
         tuple(sum(map(_whole, block)) for block in frozen),
     )
+
+
+def least_sizes(program: Program, grid: Mapping[str, int], bare: bool) -> list[int]:
+    """The bytes of every buffer that count in a walk: nothing for workspaces of attention's kernels, nor for a mask
+    beside its padded copy. ``bare``: nothing for weights and gradients either."""
+    sizes = program.bytes_of(grid)
+    for buffer in program.kernel:
+        sizes[buffer] = 0
+    for mask, copy in padded_masks(list(program.op)):
+        sizes[mask], sizes[copy] = 0, sizes[mask]
+    for kind in ("weight", "gradient") if bare else ():
+        for buffer in program.named.get(kind, {}).values():
+            sizes[buffer] = 0
+    return sizes
 
 
 Weight = tuple[int, str, int]
@@ -186,8 +277,9 @@ class Stretch(NamedTuple):
 class _Walk:
     """A tape at a shape, with what each of its templates was found to do."""
 
-    def __init__(self, tape: Tape, grid: Mapping[str, int]) -> None:
+    def __init__(self, tape: Tape, grid: Mapping[str, int], bare: bool) -> None:
         self.tape = tape
+        self.bare = bare
         values = tape.values(grid)
         assert not tape.growing, "only the chunks of a VAE grow"
         self.sizes = [size.value(values) for size in tape.sizes if not isinstance(size, Growing)]
@@ -238,6 +330,8 @@ class _Walk:
                     if position < 0:
                         continue
                     nbytes = self.sizes[columns.sizes[position]]
+                    if self.bare and category in (WEIGHT, GRADIENT):
+                        sizes[position] = nbytes = 0
                     self._named[category, run, leaf] = nbytes
                     if category == WEIGHT:
                         weights.append((run, leaf, nbytes))

@@ -290,7 +290,11 @@ def _may_fit(
 
     def may_fit(index: int) -> bool:
         at, may_reach = objective.put(job, values[index]), search.feasibility.may_reach
-        return any(may_reach(search.quick_estimate(at, search.most_in_ram(at, strategy))) for strategy in anchors)
+        return any(
+            may_reach(search.quick_estimate(at, search.most_in_ram(at, strategy)))
+            for strategy in anchors
+            if not search.pruning.never_fits(at, strategy, "fits")
+        )
 
     low, high, step = -1, len(values), 1
     while low + step < high:  # gallop: the answer is nearer the small end

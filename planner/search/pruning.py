@@ -62,6 +62,13 @@ class Pruning:
             strategy = self._most_in_ram(job, strategy) or strategy
         return self.screen.floor_bytes(self.question.candidate(job, strategy))
 
+    def least_in_part(self, job: Job, strategy: ResolvedStrategy) -> int:
+        """A lower bound of device bytes with any number of checkpointed blocks, by what all of them need: one block's
+        input less at the most, because the last block, which runs backward first, need not keep its own beside its
+        step."""
+        whole = strategy.replace(gradient_checkpointing="full", checkpointed_blocks=None)
+        return self.screen.floor_bytes(self.question.candidate(job, whole), and_one_input=False)
+
     def short_of_ram(self, job: Job, strategy: ResolvedStrategy) -> bool:
         """Whether the host's RAM rules out a strategy whose blocks cannot be swapped."""
         if self.question.machine.host_ram is None or self.space.most_swapped(job, strategy):

@@ -13,18 +13,25 @@ from planner.allocator.implementation import held
 from planner.errors import NotRecordedError
 from planner.estimate.work import Passes, passes_work
 from planner.layout.pipeline import transforms
-from planner.layout.recorded_run import add_optimizer, recorded_step, step_key
+from planner.layout.recorded_run import Unfolded, add_optimizer, recorded_step, step_key, unfolded, unfolded_key
 from planner.layout.run import Facts, Run
+from planner.search.lower_bounds import Walked, least_sizes
 from planner.spec.configuration import Configuration
+from planner.tape.program import Block
 
 
 class RunCache:
     """Recorded runs by their recordings, their sizes and work by shape besides."""
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[object, ...], Run | NotRecordedError] = {}
+        self._unfolded: dict[tuple[object, ...], Unfolded | NotRecordedError] = {}
+        self._steps: dict[tuple[object, ...], Run] = {}
         self._runs: dict[tuple[object, ...], Run] = {}
         self._sizes: dict[tuple[object, ...], TapeSizes] = {}
+        self._held: dict[tuple[object, ...], dict[int, tuple[int, int]]] = {}
+        """recordings and shape -> what `TapeSizes.stretches` has of them, whatever the kernel and the optimizer"""
+        self._least: dict[tuple[object, ...], tuple[list[int], dict[int, tuple[int, int]]]] = {}
+        """the same, at the least: (sizes by buffer, id of a list of events -> (change, peak))"""
         self._work: dict[tuple[object, ...], Passes] = {}
 
     def lay_out(self, configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str) -> Run:
@@ -46,8 +53,44 @@ class RunCache:
         key = step_key(configuration, facts)
         shape = (*key, id(facts.optimizer), *grid.values())
         if shape not in self._sizes:
-            self._sizes[shape] = TapeSizes.of(self._unfolded(key, configuration, facts), grid)
+            known = self._held.setdefault((*unfolded_key(facts), *grid.values()), {})
+            self._sizes[shape] = TapeSizes.of(self._run(key, configuration, facts), grid, known)
         return self._sizes[shape]
+
+    def checkpointed(self, configuration: Configuration, facts: Facts) -> frozenset[Block]:
+        """The blocks that are checkpointed, where only some are."""
+        if facts.checkpointed is None:
+            return frozenset()
+        both, count = self._recordings(facts).both, configuration.strategy.checkpointed_blocks
+        assert both is not None and count is not None
+        return frozenset(both.blocks[:count])
+
+    def first_of_kinds(self, facts: Facts) -> list[int]:
+        """Of the blocks that can be checkpointed, in the order they run, the place of the second of each kind."""
+        both = self._recordings(facts).both
+        assert both is not None
+        lists = [module_list for module_list, _ in both.blocks]
+        return [lists.index(name) + 1 for name in dict.fromkeys(lists) if lists.count(name) > 2]
+
+    def walked_in_part(self, configuration: Configuration, facts: Facts, grid: dict[str, int], bare: bool) -> Walked:
+        """What `planner.search.lower_bounds.walked` says, of a step in which only some blocks are checkpointed, as far
+        as that may be asked about: nothing is swapped or offloaded then."""
+        recordings, count = self._recordings(facts), configuration.strategy.checkpointed_blocks
+        assert recordings.both is not None and count is not None
+        key = (*unfolded_key(facts), bare, *grid.values())
+        if key not in self._least:
+            self._least[key] = (least_sizes(recordings.program, grid, bare), {})
+        sizes, known = self._least[key]
+        level = peak = 0
+        for stage in (recordings.load, recordings.both.first(count)[0]):
+            for _, events in stage.stretches:
+                if id(events) not in known:
+                    known[id(events)] = held(events, sizes)
+                rise, most = known[id(events)]
+                peak = max(peak, level + most)
+                level += rise
+        gradients = sum(sizes[buffer] for buffer in recordings.program.named.get("gradient", {}).values())
+        return Walked(0, peak, 0, 0, gradients, (), ())
 
     def passes(self, run: Run) -> Passes:
         """The work of a run's forward and backward."""
@@ -56,7 +99,7 @@ class RunCache:
             self._work[key] = passes_work(run)
         return self._work[key]
 
-    def _unfolded(self, step_of: tuple[object, ...], configuration: Configuration, facts: Facts) -> Run:
+    def _run(self, step_of: tuple[object, ...], configuration: Configuration, facts: Facts) -> Run:
         key = *step_of, id(facts.optimizer)
         if key not in self._runs:
             step = self._step(step_of, configuration, facts)
@@ -69,14 +112,20 @@ class RunCache:
 
     def _step(self, key: tuple[object, ...], configuration: Configuration, facts: Facts) -> Run:
         if key not in self._steps:
+            self._steps[key] = recorded_step(configuration, facts, self._recordings(facts))
+        return self._steps[key]
+
+    def _recordings(self, facts: Facts) -> Unfolded:
+        key = unfolded_key(facts)
+        if key not in self._unfolded:
             try:
-                self._steps[key] = recorded_step(configuration, facts)
+                self._unfolded[key] = unfolded(facts)
             except NotRecordedError as error:  # two recordings that cannot be put together, of which many ask
-                self._steps[key] = error
-        step = self._steps[key]
-        if isinstance(step, NotRecordedError):
-            raise step
-        return step
+                self._unfolded[key] = error
+        found = self._unfolded[key]
+        if isinstance(found, NotRecordedError):
+            raise found
+        return found
 
 
 @dataclass
@@ -87,10 +136,13 @@ class TapeSizes:
     nbytes: list[int]
     """by buffer"""
 
+    held: dict[int, tuple[int, int]]
+    """what is known of `stretches`, and of other runs with the same buffers at the same shape"""
+
     @classmethod
-    def of(cls, run: Run, grid: Mapping[str, int]) -> TapeSizes:
-        """The sizes at the shape of a grid."""
-        return cls(run, run.program.bytes_of(grid))
+    def of(cls, run: Run, grid: Mapping[str, int], held: dict[int, tuple[int, int]]) -> TapeSizes:
+        """The sizes at the shape of a grid. ``held``: as of others."""
+        return cls(run, run.program.bytes_of(grid), held)
 
     @functools.cached_property
     def stretches(self) -> dict[int, tuple[int, int]]:
@@ -99,5 +151,8 @@ class TapeSizes:
         Computed on first use, because asking for host RAM alone, at many shapes, does not need it.
         """
         run = self.run
-        stages = (run.load, run.step, run.optimizer_first, run.optimizer)
-        return {id(events): held(events, self.nbytes) for stage in stages for _, events in stage.stretches if events}
+        for stage in (run.load, run.step, run.optimizer_first, run.optimizer):
+            for _, events in stage.stretches:
+                if events and id(events) not in self.held:
+                    self.held[id(events)] = held(events, self.nbytes)
+        return self.held

@@ -14,7 +14,7 @@ from planner.catalog.shapes import grid, grids
 from planner.errors import NotEstimatedError
 from planner.estimate import host_ram
 from planner.estimate.estimate import outside_bytes
-from planner.estimate.roofline import Traffic, step_seconds
+from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import replay_encoding
 from planner.estimate.traffic import traffic
 from planner.estimate.work import StepWork, attention_of, step_work
@@ -23,9 +23,10 @@ from planner.layout.run import Facts, Run
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.layout.unpriced import refuse_unpriced, refuse_untaken
 from planner.search import lower_bounds
+from planner.search.lower_bounds import keeps_all
 from planner.search.run_cache import RunCache, TapeSizes
 from planner.spec.configuration import Configuration
-from planner.spec.job import Bucket
+from planner.spec.job import SPLIT, Bucket
 from planner.spec.rules import ResolvedStrategy
 from planner.tape.program import Stage
 
@@ -86,32 +87,46 @@ class Screen:
         return answer
 
     def floor_seconds(self, configuration: Configuration) -> float:
-        """Seconds of a step's passes if nothing had to be moved: never more than a quick estimate's, and
-        known sooner."""
+        """Seconds of a step's passes with the least that has to be moved: never more than a quick estimate's, and known
+        sooner."""
         facts = self.facts(configuration)
-        shapes = grids(facts.model, configuration.job)
-        if facts.checkpointed is None:
-            runs = [Run(configuration, facts, where) for where in shapes]
-        else:  # which blocks are checkpointed is known once it is laid out
-            runs = [self.run_cache.untransformed(configuration, facts, where) for where in shapes]
-        works = [StepWork(self.run_cache.passes(run)[0], attention=attention_of(run)) for run in runs]
-        return max(step_seconds(configuration, work, facts.gpu, Traffic()).total for work in works)
+        checkpointed = self.run_cache.checkpointed(configuration, facts)
+        runs = [
+            Run(configuration, facts, where, checkpointed=checkpointed)
+            for where in grids(facts.model, configuration.job)
+        ]
+        works = [
+            StepWork(passes, forward=forward, attention=attention_of(run))
+            for run in runs
+            for passes, forward in (self.run_cache.passes(run),)
+        ]
+        moved = lower_bounds.least_traffic(configuration, facts.model.parameters)
+        return max(step_seconds(configuration, work, facts.gpu, moved).total for work in works)
 
-    def floor_bytes(self, configuration: Configuration) -> int:
+    def floor_bytes(self, configuration: Configuration, and_one_input: bool = True) -> int:
         """A lower bound of the device bytes of a strategy, with as many swapped blocks or fewer: at most its quick
-        estimate, and faster to compute."""
+        estimate, and faster to compute. ``and_one_input``: with what each checkpoint keeps; False: but for one or two.
+        """
         facts = self.facts(configuration)
-        strategy = configuration.strategy
-        nbytes = max(
-            lower_bounds.parameter_bytes(configuration.job, strategy, facts.model.parameters),
-            max((walked.device_bytes(strategy) for walked in self._walked(configuration)), default=0),
-        )
+        job, strategy = configuration.job, configuration.strategy
+        parameters = lower_bounds.parameter_bytes(configuration, facts.model.parameters)
+        least, less = [parameters], 0 if and_one_input else 2 / facts.model.blocks
+        splits = strategy.sharding in SPLIT and lower_bounds.keeps_activations(job, strategy)
+        for walked in self._walks(configuration, bare=splits) if splits or keeps_all(job, strategy) else ():
+            peak = parameters + walked.passes_peak(strategy) if splits else walked.device_bytes(strategy)
+            least.append(peak - int(less * walked.inputs))
+        nbytes = max(least)
         return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
+
+    def first_of_kinds(self, configuration: Configuration) -> list[int]:
+        """Of the blocks that can be checkpointed, in the order they run, one behind the first of each kind that has
+        more."""
+        return self.run_cache.first_of_kinds(self.facts(configuration))
 
     def parameter_bytes(self, configuration: Configuration) -> int:
         """A lower bound of device bytes from weights, gradients and optimizer states alone; needs no tape."""
         facts = self.facts(configuration)
-        nbytes = lower_bounds.parameter_bytes(configuration.job, configuration.strategy, facts.model.parameters)
+        nbytes = lower_bounds.parameter_bytes(configuration, facts.model.parameters)
         return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
 
     def largest_block_bytes(self, configuration: Configuration) -> int | None:
@@ -132,22 +147,34 @@ class Screen:
 
     def floor_ram_bytes(self, configuration: Configuration) -> int:
         """A lower bound of host RAM in bytes per node: at most `host_ram_bytes`, and faster to compute."""
-        parameters = self.facts(configuration).model.parameters
+        parameters = int(lower_bounds.LEAST_TRAINED * self.facts(configuration).model.parameters)
         offloaded = host_ram.floor_bytes(configuration, parameters)
         strategy = configuration.strategy
+        if not strategy.swap_blocks and strategy.gradient_checkpointing != "offload":
+            return offloaded
         waiting = max((walked.host_bytes(strategy) for walked in self._walked(configuration)), default=0)
         return offloaded + configuration.machine.gpus * waiting
 
     def _walked(self, configuration: Configuration) -> list[lower_bounds.Walked]:
         """The recorded step at the job's shapes; nothing where it says too little of what will be there."""
-        others = self.trainer != "vplan"  # they store some weights otherwise
-        if others or not lower_bounds.is_walked(configuration.job, configuration.strategy):
+        if not lower_bounds.is_walked(configuration.job, configuration.strategy):
+            return []
+        return self._walks(configuration)
+
+    def _walks(self, configuration: Configuration, bare: bool = False) -> list[lower_bounds.Walked]:
+        """The recorded step at the job's shapes, whatever becomes of it; ``bare``: as if weights and gradients took
+        nothing."""
+        if self.trainer != "vplan":  # they store some weights otherwise
             return []
         facts, steps = self.facts(configuration), []
+        count = configuration.strategy.checkpointed_blocks if facts.checkpointed else None
         for where in grids(facts.model, configuration.job):
-            key = (id(facts.step), *where.values())
+            key = (id(facts.step), id(facts.checkpointed), count, bare, *where.values())
             if key not in self._floors:
-                self._floors[key] = lower_bounds.walked(facts.step, where)
+                if count is None:
+                    self._floors[key] = lower_bounds.walked(facts.step, where, bare)
+                else:
+                    self._floors[key] = self.run_cache.walked_in_part(configuration, facts, where, bare)
             steps.append(self._floors[key])
         return steps
 

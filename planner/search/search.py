@@ -50,7 +50,7 @@ class Search:
         self.feasibility = Feasibility(question, screen, self.policy)
         self.pruning = Pruning(self.feasibility, self.space)
         self.swap_count = SwapCount(self.feasibility, self.pruning)
-        self.checkpoint_count = CheckpointCount(self.feasibility)
+        self.checkpoint_count = CheckpointCount(self.feasibility, self.pruning)
         self.missing: NotEstimatedError | None = None
         """Why the first strategy that could not be estimated could not."""
         self.chosen: Assessment | None = None
@@ -165,24 +165,28 @@ class Search:
                     continue
                 failed.add(quick.strategy)
             bare = strategy.replace(swap_blocks=start.swap_blocks)
-            in_part = self.checkpoint_count.is_open(bare)
-            if (
-                bare in infeasible
-                or self.pruning.never_fits(job, bare, verdict)
-                or (not in_part and self.swap_count.needs_at_least(below(), job, bare, verdict))
-            ):
-                continue
-            fewest = self.checkpoint_count.fewest if in_part else self.swap_count.fewest
             try:
-                quick = fewest(job, bare, verdict)
+                if self.checkpoint_count.is_open(bare):
+                    if self.checkpoint_count.needs_at_least(below(), job, bare, verdict):
+                        continue
+                    found = self.checkpoint_count.narrow(job, bare, verdict)
+                elif (
+                    bare in infeasible
+                    or self.pruning.never_fits(job, bare, verdict)
+                    or self.pruning.floor_bytes(job, bare) >= below()
+                    or self.swap_count.needs_at_least(below(), job, bare, verdict)
+                ):
+                    continue
+                elif (found := self.swap_count.fewest(job, bare, verdict)) is None:
+                    infeasible.add(bare)
             except NotEstimatedError as error:  # known from what it needs once it is laid out
                 self.missing = self.missing or error
                 continue
-            if quick is None:
-                if not in_part:
-                    infeasible.add(bare)
-            elif quick.strategy not in failed:
-                push(quick.strategy, quick.step_seconds, quick)
+            if isinstance(found, QuickEstimate):
+                if found.strategy not in failed:
+                    push(found.strategy, found.step_seconds, found)
+            elif found is not None:  # with fewer checkpointed blocks it does not fit
+                push(found, self.checkpoint_count.floor_seconds(job, found), None)
 
     def quick_estimate(self, job: Job, strategy: ResolvedStrategy) -> QuickEstimate:
         """Memory and step seconds of a strategy for a job, without a replay."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-from planner.layout import margin
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.search.feasibility import Feasibility
 from planner.search.pruning import Pruning
@@ -79,9 +78,7 @@ class SwapCount:
 
     def _guess(self, above: int, below: int, low: int, high: int, overhead: float) -> int:
         first, second = int(above * overhead), int(below * overhead)
-        budget = self.question.budget_bytes
-        room = budget**2 / margin.interval(budget, sides=self.question.sides)[1]
-        share = (first - room) / max(first - second, 1)
+        share = (first - self.feasibility.room("fits")) / max(first - second, 1)
         low += (
             0 if low else min(SWAP_RING_BUFFERS, high - 1)
         )  # the first blocks only make room for the ring they come through

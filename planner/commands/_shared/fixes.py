@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from planner.commands._shared.render import VERDICTS
-from planner.units import format_seconds, gib
+from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from planner.foreign.check import Fix
+    from planner.foreign.rehearsed_command import CheckedRehearsal
     from planner.spec.plan import Estimate
+
+MOST_FIXES = 3
 
 
 def print_fixes(console: Console, before: Estimate, fixes: Iterable[Fix], mark: str = "") -> None:
@@ -68,3 +71,30 @@ def _effect(before: Estimate, fix: Fix) -> str:
         words.append(f"host RAM {gib(ram):+.1f} GiB")
     words.append("lossy" if fix.lossy else "lossless")
     return ", ".join(words) + (f": {fix.cost}" if fix.cost else "")
+
+
+def print_checked(console: Console, checked: CheckedRehearsal | str) -> None:
+    """Predicted and rehearsed in one line, then the smallest change; or the line that says why there is none."""
+    if isinstance(checked, str):
+        console.print(checked, style="dim", markup=False)
+        console.print()
+        return
+    console.print(_compared(checked), markup=False)
+    found = checked.checked
+    mark = " (estimated, not rehearsed)"
+    if checked.missed_bytes and found.fixes:
+        mark = f" (estimated, with the {format_gib(checked.missed_bytes)} more that was rehearsed)"
+    if found.searched and found.outcome.estimate.verdict != "fits" and not found.fixes:
+        console.print("no option of this trainer makes it fit, by estimate", style="bold", markup=False)
+    print_fixes(console, found.outcome.estimate, found.fixes[:MOST_FIXES], mark)
+    print_helps(console, found.helps)
+    console.print()
+
+
+def _compared(checked: CheckedRehearsal) -> str:
+    predicted, rehearsed = checked.predicted_bytes, checked.rehearsed_bytes
+    name = checked.checked.case.dialect.title
+    line = f"vplan check reads it ({name}): predicted {gib(predicted):.2f} GiB on the device, rehearsed "
+    if checked.is_least:
+        return f"{line}at least {gib(rehearsed):.2f}"
+    return f"{line}{gib(rehearsed):.2f} ({100 * (predicted / rehearsed - 1):+.1f} %)" if rehearsed else f"{line}nothing"

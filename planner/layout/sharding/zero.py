@@ -254,12 +254,13 @@ def _as_gradients_come(stage: Stage, run: Run, then: Callable[[list[int]], list[
     (``AccumulateGrad``) when the layer's own inputs are gone, before anything else is allocated: a bias at once, a
     weight when its transpose's node is done."""
     layers = {buffer: name.rpartition(".")[0] for name, buffer in run.named("gradient").items()}
+    beside = {buffer for buffer, name in enumerate(run.program.op) if name == SUM_WORKSPACE}
     made: list[int] = []
     for position, (moment, events) in enumerate(stage.stretches):
         woven: list[int] = []
         for event in events:
-            made_next = event >= 0 and run.program.op[event] != SUM_WORKSPACE  # that belongs to the bias's own operator
-            if made and made_next and layers.get(event) != layers[made[0]]:
+            # What is beside a sum belongs to the bias's own operator.
+            if made and event >= 0 and event not in beside and layers.get(event) != layers[made[0]]:
                 woven += then(made[::-1])
                 made = []
             woven.append(event)

@@ -14,7 +14,7 @@ from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
 from planner.layout.inputs import tape
 from planner.tape.format import Tape
-from planner.tape.partial_checkpointing import partial
+from planner.tape.partial_checkpointing import BothSteps
 from planner.tape.program import Program
 from planner.tape.variants import StepVariant
 from trainers.recording.recorder import record_step
@@ -46,7 +46,8 @@ def test_put_together_is_as_recorded(model: str, name: str, count: int) -> None:
     plain, full = (shallow(tape(model, known)) for known in (name, name.replace("none", "full")))
     program = Program()
     load = program.unfold(plain, "load")
-    step, blocks = partial(program, model, program.unfold(plain, "step"), program.unfold_beside(full, "step"), count)
+    both = BothSteps(program, model, program.unfold(plain, "step"), program.unfold_beside(full, "step"))
+    step, blocks = both.first(count)
     assert sorted(index for _, index in blocks) == list(range(count))
     sizes = program.bytes_of(shape)
 
@@ -70,10 +71,11 @@ def test_all_blocks_are_the_checkpointed_recording_and_more_are_refused() -> Non
     program, alone = Program(), Program()
     program.unfold(plain, "load"), alone.unfold(full, "load")
     stages = program.unfold(plain, "step"), program.unfold_beside(full, "step")
-    step, _ = partial(program, plain.model, *stages, 30)
+    both = BothSteps(program, plain.model, *stages)
+    step, _ = both.first(30)
     other = alone.unfold(full, "step")
     sizes, theirs = program.bytes_of(shape), alone.bytes_of(shape)
     level = [sizes[event] if event >= 0 else -sizes[~event] for event in step.ops]
     assert level == [theirs[event] if event >= 0 else -theirs[~event] for event in other.ops]
     with pytest.raises(VplanError, match="has 30 blocks"):
-        partial(program, plain.model, *stages, 31)
+        both.first(31)

@@ -1,0 +1,170 @@
+"""How many GPUs it takes to keep a limit of time: `vplan suggest --max-hours`, `--max-step-seconds`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from planner.catalog import lookup
+from planner.commands import USAGE
+from planner.commands._shared.data_options import LENGTHS, AskedLength
+from planner.commands._shared.request import TypedQuestion
+from planner.commands._shared.verb import FiniteRange, Function, table
+from planner.errors import VplanError
+from planner.estimate.roofline import Span
+from planner.estimate.whole_job import WholeJob
+from planner.search.question import Question
+from planner.spec.plan import Estimate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COUNTS = (1, 2, 4, 8)
+"""GPUs of one computer that are tried."""
+
+LIMITS = ("max_hours", "max_step_seconds")
+
+Plan = Callable[[Question], Estimate | None]
+"""The best plan that runs for a question, if there is one."""
+
+Whole = Callable[[Estimate], WholeJob | None]
+"""The whole job of a plan, where its length was said."""
+
+
+def limit_options(function: Function) -> Function:
+    """Adds the limits of time; the command gets them by name, and makes `TimeLimits` of them."""
+    more = FiniteRange(0, min_open=True)
+    hours, seconds = "Fewest GPU-hours within X hours.", "Fewest GPUs whose step takes at most X seconds."
+    function = click.option("--max-step-seconds", type=more, metavar="X", help=seconds)(function)
+    return click.option("--max-hours", type=more, metavar="X", help=hours)(function)
+
+
+class TimeLimits(NamedTuple):
+    """What a job may take at the most; infinite where nothing was said."""
+
+    hours: float
+    step_seconds: float
+
+    def over(self, row: CountRow) -> float:
+        """What a plan takes over what it may, by the upper ends of both; infinite where there is no plan."""
+        if row.plan is None or row.plan.step_seconds_high is None:
+            return math.inf
+        hours = row.whole.hours.high / self.hours if row.whole else 0.0
+        return max(hours, row.plan.step_seconds_high / self.step_seconds)
+
+    def words(self) -> str:
+        """As typed."""
+        said = (("--max-hours", self.hours), ("--max-step-seconds", self.step_seconds))
+        return " ".join(f"{flag} {value:g}" for flag, value in said if value < math.inf)
+
+
+def asked_limits(said: dict[str, Any], length: AskedLength | None) -> TimeLimits | None:
+    """The limits in a command's options, which it has no more; None where there are none."""
+    hours, seconds = (said.pop(name) for name in LIMITS)
+    if hours is not None and length is None:
+        raise VplanError("--max-hours is about a whole job", f"say how long it is: {LENGTHS}", USAGE)
+    if hours is None and seconds is None:
+        return None
+    return TimeLimits(*(math.inf if limit is None else limit for limit in (hours, seconds)))
+
+
+class CountRow(NamedTuple):
+    """What so many GPUs take."""
+
+    question: Question
+    plan: Estimate | None
+    whole: WholeJob | None
+
+    @property
+    def gpus(self) -> int:
+        """Of all nodes."""
+        return self.question.machine.world
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        """GPU-hours at the most where they are known; then GPUs."""
+        return (self.gpus * self.whole.hours.high if self.whole else 0.0), self.gpus
+
+
+class CountedGpus(NamedTuple):
+    """The counts that were tried, and the one that is answered."""
+
+    limits: TimeLimits
+    rows: Sequence[CountRow]
+    chosen: CountRow
+
+    @property
+    def meets(self) -> bool:
+        """Whether the answer keeps the limits."""
+        return self.limits.over(self.chosen) <= 1
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `--json`."""
+        return {"meets": self.meets, "gpu_counts": [self._row_json(row) for row in self.rows]}
+
+    def _row_json(self, row: CountRow) -> dict[str, Any]:
+        plan, hours = row.plan, row.whole.hours if row.whole else None
+        return {
+            "gpus": row.gpus,
+            "verdict": plan.verdict if plan else "no",
+            "step_seconds": plan.step_seconds if plan else None,
+            "step_seconds_high": plan.step_seconds_high if plan else None,
+            "hours": hours.low if hours else None,
+            "hours_high": hours.high if hours else None,
+            "gpu_hours": row.gpus * hours.high if hours else None,
+            "meets": self.limits.over(row) <= 1,
+        }
+
+    def print(self, console: Console) -> None:
+        """Prints a line for each count, and whether the limits are kept."""
+        console.print()
+        names = (">GPUs", "verdict", ">s/step", *((">hours", ">GPU-hours") if self.chosen.whole else ()), "within")
+        console.print(table(names, [self._cells(row) for row in self.rows]))
+        if not self.meets:
+            counts = ", ".join(str(row.gpus) for row in self.rows)
+            console.print(f"no number of GPUs tried ({counts}) keeps {self.limits.words()}", style="red")
+
+    def _cells(self, row: CountRow) -> tuple[str, ...]:
+        plan, hours = row.plan, row.whole.hours if row.whole else None
+        within = "yes" if self.limits.over(row) <= 1 else "no"
+        if plan is None or plan.step_seconds_high is None:
+            return str(row.gpus), "no", "-", *(("-", "-") if self.chosen.whole else ()), within
+        spans = [Span(plan.step_seconds, plan.step_seconds_high)]
+        spans += [hours, hours.times(row.gpus)] if hours else []
+        return str(row.gpus), plan.verdict, *(f"{span.low:.3g} to {span.high:.3g}" for span in spans), within
+
+
+def count_gpus(asked: TypedQuestion, limits: TimeLimits, best: Plan, whole: Whole) -> CountedGpus:
+    """Of the counts that a computer has, or of the one that was typed, the cheapest that keeps the limits; else the one
+    that comes closest. A VplanError where no count can be asked about."""
+    rows, refused = [], None
+    for count in _counts(asked):
+        question = (asked if count is None else asked._replace(machine={**asked.machine, "gpus": count})).settle()
+        try:
+            plan = best(question)
+        except VplanError as error:  # what was typed is for more GPUs, or for one
+            refused = refused or error
+            continue
+        rows.append(CountRow(question, plan, whole(plan) if plan else None))
+    if not rows:
+        assert refused is not None
+        raise refused
+    met = [row for row in rows if limits.over(row) <= 1]
+    chosen = min(met, key=lambda row: row.cost) if met else min(rows, key=limits.over)
+    return CountedGpus(limits, rows, chosen)
+
+
+def _counts(asked: TypedQuestion) -> Sequence[int | None]:
+    """The counts to try; None: the one that was typed, or is here."""
+    typed = "gpus" in asked.typed or asked.here is not None or lookup.parse_gpus(asked.gpu or "")[0] > 1
+    return (None,) if typed else COUNTS
+
+
+def refuse_limits(limits: TimeLimits | None, why: Mapping[str, bool]) -> None:
+    """Raises a VplanError for limits beside what they say nothing of. ``why``: the fix, and whether it is that."""
+    for fix, holds in why.items():
+        if limits is not None and holds:
+            raise VplanError(f"{limits.words()} is asked of vplan's own plan for one model and card", fix, USAGE)

@@ -1,0 +1,58 @@
+"""`vplan suggest --max-hours` and `--max-step-seconds`: how many GPUs keep a limit of time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.test_whole_jobs import answer, run
+
+WAN = ("suggest", "wan2.1-t2v-1.3b", "--frames", "81", "--gpu", "h100-80gb")
+SHARDED = ("suggest", "wan2.1-t2v-14b", "--frames", "49", "--method", "full", "--gpu", "h100-80gb")
+
+
+def test_the_fewest_gpus_that_keep_a_step_are_the_answer() -> None:
+    """Full training of 14B takes an optimizer in host RAM on few cards, and none on many."""
+    free = answer(*SHARDED, "--max-step-seconds", "1000")
+    counts = {row["gpus"]: row for row in free["gpu_counts"]}
+    assert list(counts) == [1, 2, 4, 8] and free["meets"]
+    assert free["plan"]["machine"]["gpus"] == min(gpus for gpus, row in counts.items() if row["meets"])
+    limit = 1.01 * counts[8]["step_seconds_high"]
+    assert limit < counts[2]["step_seconds_high"]
+    found = answer(*SHARDED, "--max-step-seconds", str(limit))
+    fewest = min(gpus for gpus, row in counts.items() if row["verdict"] != "no" and row["step_seconds_high"] <= limit)
+    assert found["meets"] and found["plan"]["machine"]["gpus"] == fewest > 1
+    assert found["plan"]["step_seconds_high"] <= limit
+
+
+def test_hours_are_kept_by_the_fewest_gpu_hours() -> None:
+    found = answer(*WAN, "--steps", "2000", "--max-hours", "3")
+    rows = [row for row in found["gpu_counts"] if row["meets"]]
+    assert found["whole_job"]["hours_high"] <= 3
+    best = min(rows, key=lambda row: (row["gpu_hours"], row["gpus"]))
+    assert found["plan"]["machine"]["gpus"] == best["gpus"]
+
+
+def test_a_limit_that_nothing_keeps_is_said() -> None:
+    found = answer(*WAN, "--max-step-seconds", "0.01", code=3)
+    assert not found["meets"] and not any(row["meets"] for row in found["gpu_counts"])
+    assert found["plan"]["step_seconds_high"] == min(row["step_seconds_high"] for row in found["gpu_counts"])
+    assert "no number of GPUs tried (1, 2, 4, 8) keeps --max-step-seconds 0.01" in " ".join(
+        run(*WAN, "--max-step-seconds", "0.01", code=3).stdout.split()
+    )
+
+
+def test_typed_gpus_are_the_only_ones_asked_about() -> None:
+    found = answer(*WAN, "--gpus", "2", "--max-step-seconds", "60")
+    assert [row["gpus"] for row in found["gpu_counts"]] == [2] and found["meets"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ((*WAN, "--max-hours", "3"), "--max-hours is about a whole job"),
+        ((*WAN, "--for", "musubi-tuner", "--max-step-seconds", "3"), "leave out --for"),
+        (("suggest", "--gpu", "24GB", "--max-step-seconds", "3"), "name one of each"),
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(words: tuple[str, ...], fault: str) -> None:
+    assert fault in run(*words, code=2).stderr
