@@ -1,14 +1,20 @@
-"""The one way a file gets new contents: written aside and renamed, so it holds the old or the new, never a part."""
+"""The one way a file gets new contents: written aside and renamed, so it holds the old or the new, never a part; and
+the lock of a file that several processes write."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
+import sys
 from pathlib import Path
 
 NAMED = 100
 """Characters of a file's name that its temporary one repeats; file systems take 255 bytes."""
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What locking says on a file system that has none: NFS without its lock daemon, Lustre without ``-o flock``."""
 
 
 def write_file(path: Path, content: str | bytes, *, executable: bool = False) -> None:
@@ -46,3 +52,19 @@ def _mode(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     return found if not stat.S_ISREG(found) else os.lstat(path).st_mode
+
+
+def lock_file(descriptor: int, *, wait: bool = True) -> bool:
+    """Takes a file's lock (flock), which goes with the process, however it ends; False where the file system has none,
+    and on Windows. Without ``wait`` a BlockingIOError says that another process has it."""
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from planner.launch.stop import StopSignal
 from planner.launch.training_laws import over
 from planner.preflight import preflight
 from planner.spec.training import TrainingSettings
+from planner.terminal import echo
 
 if TYPE_CHECKING:
     from planner.catalog.profiles import ModelProfile
@@ -161,7 +163,9 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise VplanError(f"cannot make {quoted(output)}: {error.strerror}", "name another --output") from None
-    with launch.locked(place, said["node_rank"]):
+    with launch.locked(place, said["node_rank"]) as is_locked:
+        if not is_locked and sys.platform != "win32":
+            echo(f"warning: the drive of {place} has no locks: start no second run there meanwhile", err=True)
         planned = asked.plan is None and not (place / PLAN).exists()  # which says what it found
         console = talk() if as_json else answer_console()  # with --json stdout is for the last answer alone
         plan = preflight.ready(choose(asked, place, first=said["node_rank"] == 0, console=console))

@@ -19,6 +19,7 @@ from planner.catalog import user_data
 from planner.catalog.plan_id import row_id
 from planner.errors import VplanError, quoted
 from planner.evidence.measurement import ProbeRow, Setup
+from planner.file_writing import lock_file
 from planner.spec.plan import Plan
 from planner.untrusted import json_object, read_lines, read_lines_backward
 
@@ -167,7 +168,5 @@ def _locked(descriptor: int) -> Iterator[None]:
             os.lseek(descriptor, LOCKED_AT, os.SEEK_SET)
             msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
     else:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock_file(descriptor)  # without locks a row may be torn by another writer's, which reading passes over
         yield  # closing the file gives it back

@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -18,6 +17,7 @@ from pydantic import Field
 
 from planner.dataset.sources import DataSource
 from planner.errors import VplanError
+from planner.file_writing import lock_file
 from planner.schema import Bytes, Count, CountOrZero, Flag, NotNegative, Record
 from planner.spec.job import Strategy
 from planner.spec.plan import Basis, Estimate, PhaseName, PhasePeak, Plan
@@ -30,6 +30,9 @@ FULL_BYTES = 64 * KIB
 """Less than this free is a full disk."""
 NAN, OUT_OF_MEMORY = 73, 75
 """Exit codes of a rank. What happened is in its result file; these are for whoever reads the launcher's log."""
+
+KILLED = 9
+"""SIGKILL, which Windows' signal module lacks."""
 
 TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
 """Accelerate's (``accelerate.utils.LoggerType``), each called like the module it needs."""
@@ -211,22 +214,17 @@ def run(request: RunRequest, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
 
 
 @contextlib.contextmanager
-def locked(output: Path, node: int = 0) -> Iterator[None]:
+def locked(output: Path, node: int = 0) -> Iterator[bool]:
     """Keeps a second run out of an output folder, which the nodes of one run share; a VplanError when one is in it.
 
-    The lock is the kernel's (flock) and goes with the process, however it ends.
+    The lock goes with the process, however it ends. Gives False where the file system has no locks.
     """
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
     with (output / f".lock-{node}").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            has_lock = lock_file(file.fileno(), wait=False)
+        except BlockingIOError:
             raise VplanError(f"another run is writing to {output}", "choose another --output, or wait") from None
-        yield
+        yield has_lock
 
 
 def run_folder(output: Path, nodes: Nodes) -> Path:
@@ -285,6 +283,8 @@ def _cause(results: list[dict[str, Any]], ended: Ended) -> str:
     if len(results) == 1:
         code = ended.returncode or 0
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if -code == KILLED:
+            how += " (where nobody sent it, by the system for want of host RAM)"
         return f"training ended with {how}{where}"
     return f"a rank died{where}, and the others were stopped (ranks {', '.join(unfinished)})"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError, quoted
+from planner.file_writing import lock_file
 
 CONNECT_SECONDS = 10
 """How long a database may take to answer."""
@@ -110,10 +111,7 @@ class _Lock:
     def acquire(self) -> bool:
         """Waits until nobody else has it."""
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        if sys.platform != "win32":
-            import fcntl
-
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        lock_file(self._descriptor)
         return True
 
     def release(self) -> None:

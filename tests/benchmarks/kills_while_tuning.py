@@ -1,75 +1,78 @@
-"""A hundred kills at random moments of a search lose nothing that was measured.
+"""Kills of `vplan tune` at random moments of a search lose nothing that was measured.
 
     python -m tests.benchmarks.kills_while_tuning [KILLS]
 
-Starts a search of three probes on a simulated machine, kills its process at random, and goes on with the next; when a
-search comes to its end, a new one begins. After every kill each row that was in the ledger must be there unchanged, and
-at each end the study must know them all, none measured twice, and a plan as good. Needs vplan[train]; two minutes.
+Starts a search of three probes on a simulated machine, kills the command at random, and gives it again; when a search
+comes to its end, a new one begins. After every kill each row that was in the ledger must be there unchanged, and at
+each end none was measured twice and the plan is the undisturbed one's. Needs vplan[train]; some five seconds a kill.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from planner.evidence.ledger import Ledger
-from tests.planner.search.searching import searched, worker
+import vplan
+from tests.benchmarks.killing import ended
+
+WORDS = ("tune", "cogvideox-2b", "--gpu", "9GiB", "--host-ram", "32GiB", "--batch-size", "2", "--frames", "9",
+         "--height", "240", "--width", "352", "--runner", "simulate", "--seed", "4", "--json")  # fmt: skip
 
 
-def work(folder: Path) -> None:
-    searched(worker(folder))
+def rows(home: Path) -> list[str]:
+    """The lines of the ledger that are whole; a kill may leave a part of one."""
+    path = home / "simulated.jsonl"
+    found = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [line for line in found if line.endswith("}")]
 
 
-def rows(folder: Path) -> list[str]:
-    return [row.model_dump_json() for row in Ledger(folder / "ledger.jsonl").rows()]
+def killed(within: float) -> bool:
+    """Whether the command was alive at a random moment, and killed."""
+    process = subprocess.Popen(vplan.command(*WORDS), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(random.uniform(0, within))
+    process.kill()
+    return process.wait() != 0
 
 
 def main(kills: int) -> None:
     random.seed(0)
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "alone").mkdir()
-        alone = worker(Path(name) / "alone")
-        searched(alone)  # what it laid out, every process knows that is forked below
-        started = time.monotonic()
-        (Path(name) / "again").mkdir()
-        searched(worker(Path(name) / "again"))
-        longest = time.monotonic() - started
-        hit = lost = twice = unknown = slower = another = searches = 0
+        os.environ["VPLAN_HOME"] = str(Path(name) / "alone")
+        began = time.monotonic()
+        alone = _answer(ended(WORDS))
+        longest = time.monotonic() - began
+        hit = searches = most = 0
         while hit < kills:
-            folder = Path(name) / str(searches)
-            folder.mkdir()
+            home = Path(name) / str(searches)
+            os.environ["VPLAN_HOME"] = str(home)
             searches += 1
             before: list[str] = []
-            while True:
-                process = multiprocessing.get_context("fork").Process(target=work, args=(folder,))
-                process.start()
-                process.join(random.uniform(0, longest))
-                process.kill()
-                process.join()
-                after = rows(folder)
-                lost += after[: len(before)] != before
-                before = after
-                hit += process.exitcode != 0
-                print(f"{hit} kills, {len(after)} rows of search {searches}, {lost} ledgers changed", flush=True)
-                if process.exitcode == 0:
-                    break
-            last = worker(folder)
-            searched(last)
-            ids = [row.id for row in last.ledger.rows()]
-            twice += len(ids) - len(set(ids))
-            unknown += len(set(ids) - {told.row.id for told in last.study.trials() if told.row})
-            ends, undisturbed = last.tuner.best, alone.tuner.best
-            assert ends is not None and undisturbed is not None
-            slower += ends.measured.step_seconds > 1.05 * undisturbed.measured.step_seconds
-            another += ends.strategy != undisturbed.strategy
-            print(f"search {searches}: {twice} rows twice, {unknown} unknown, {another} another plan, {slower} slower")
-    print(f"{hit} kills in {searches} searches: {lost} ledgers changed, {twice} rows measured twice,")
-    print(f"{unknown} rows that a study did not know at its end, {another} searches that ended at another plan than")
-    print(f"undisturbed, {slower} at one over 5 % slower")
+            while hit < kills and killed(longest):
+                hit += 1
+                after = rows(home)
+                assert after[: len(before)] == before, "a row that was measured is gone or another"
+                before, most = after, max(most, len(after))
+            found = _answer(ended(WORDS))
+            assert rows(home)[: len(before)] == before
+            ids = [json.loads(row)["id"] for row in rows(home)]
+            assert len(ids) == len({*ids}), "a plan was measured twice"
+            assert {*ids} == {row["id"] for row in found["probes"]}, "a study does not know all rows"
+            assert found["plan"]["strategy"] == alone["plan"]["strategy"], "another plan than undisturbed"
+    assert most, "no row was there when it was killed"
+    print(f"{hit} kills in {searches} searches of {len(alone['probes'])} probes: no row lost or changed, none measured")
+    print("twice, none unknown to its study at its end, and every search ended at the plan of the undisturbed one")
+
+
+def _answer(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 if __name__ == "__main__":

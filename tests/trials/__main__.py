@@ -1,7 +1,8 @@
 """Runs trials until their time is up and says what was found; exit code 1 for any finding.
 
 Each trial runs in a fork with bounds of its own. A finding is a traceback, code of the input that ran, more than 10 s
-of CPU or 2 GB, or an exit code that no command has. `--only N` runs trial N of a seed alone, to see what it does.
+of CPU or 2 GB, or an exit code that no command has or that does not go with what was said. `--only N` runs trial N of
+a seed alone, to see what it does.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from pathlib import Path
 
 from planner.commands import cli
 from tests.trials.inputs import CANARY, KINDS, write
+from tests.trials.stored import HOME
 
 CPU_SECONDS, MEMORY_BYTES = 10, 2 << 30
 WALL_SECONDS = 120
 CODES = (0, 1, 2, 3, 4)
 CRASHED = 70
+OWN_CODES = ("preflight", "check", "export")
+"""Verbs that say in a report, not in an error, why they end with 1."""
 
 
 def trial(seed: int, number: int, say: bool = False) -> tuple[str, str]:
@@ -52,7 +56,19 @@ def trial(seed: int, number: int, say: bool = False) -> tuple[str, str]:
             found = f"exit code {os.WEXITSTATUS(status)}: {said.strip().splitlines()[-1][:200] if said.strip() else ''}"
         elif "Traceback (most recent call last)" in said:
             found = "traceback in what it says"
+        elif wrong := wrong_code(os.WEXITSTATUS(status), words, said):
+            found = wrong
         return kind, f"{found}: {' '.join(map(repr, words))[:200]}" if found else ""
+
+
+def wrong_code(code: int, words: list[str], said: str) -> str:
+    """What is wrong with an exit code beside what was said: an error and no error's code, or the other way round."""
+    is_json, has_error = "--json" in words, any(line.startswith("error: ") for line in said.splitlines())
+    if has_error and code not in (1, 2, 4):
+        return f"exit code {code} with an error"
+    if code in (1, 2, 4) and not has_error and not is_json and "Usage:" not in said and words[0] not in OWN_CODES:
+        return f"exit code {code} without a word"
+    return ""
 
 
 def _wait(child: int) -> int:
@@ -70,7 +86,9 @@ def _run(folder: Path, words: list[str]) -> None:
     """In the fork: the command, with its output in a file; never returns."""
     os.setpgid(0, 0)
     os.chdir(folder)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    if (folder / HOME).exists():
+        os.environ["VPLAN_HOME"] = str(folder / HOME)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_CREAT), (2, os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
         os.dup2(os.open("/dev/null" if not number else ".said", mode | (os.O_APPEND if number else 0)), number)

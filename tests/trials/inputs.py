@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from planner.commands import cli
+from tests.trials import stored
 
 CANARY = "canary"
 """A file that no input may create: whatever would run as code creates it."""
@@ -118,6 +119,8 @@ def command_line(draw: random.Random) -> Trial:
         elif parameter.opts[0] not in ("-o", "--output", "--report"):  # files are `files`' trials
             words += [draw.choice([*parameter.opts, *parameter.secondary_opts])]
             words += [] if getattr(parameter, "is_flag", False) and draw.random() < 0.9 else [value]
+    if verb == "accuracy":  # its own rows take a minute, whatever was typed
+        words.append("rows.jsonl")
     if draw.random() < 0.3:
         words.insert(draw.randint(1, len(words)), draw.choice(WORDS))
     return [word.replace("\0", "") for word in words], files(draw)
@@ -152,14 +155,20 @@ KINDS: dict[str, Callable[[random.Random], Trial]] = {
     "plans": _file("plan.toml", PLAN, ("preflight", "plan.toml"), ("preflight", "plan.toml", "--json"),
                    ("export", "plan.toml", "--to", "diffusers", "-o", "out"),
                    ("export", "plan.toml", "--to", "slurm", "-o", "out")),
-    "ledgers": _file("rows.jsonl", "\n".join([json.dumps(ROW)] * 3) + "\n", ("accuracy", "rows.jsonl", "--json")),
+    "tables of rows": _file("rows.jsonl", "\n".join([json.dumps(ROW)] * 3) + "\n",
+                            ("accuracy", "rows.jsonl", "--json")),
     "grids": _file("grid.toml", GRID, ("calibrate", "--grid", "grid.toml", "-o", "out.jsonl", "--dry-run",
                                        "--runner", "simulate", "--gpu", "h100")),
     "garbage": garbage,
+    "foreign files": stored.foreign_files,
+    "tapes": stored.tapes,
+    "own ledgers": stored.ledgers(ROW),
+    "datasets": stored.datasets(PLAN, changed),
 }  # fmt: skip
 
 
 def write(folder: Path, contents: dict[str, bytes]) -> None:
     """Puts the files into an empty folder."""
     for name, data in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)

@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import os
-import sys
 import time
 import uuid
 import zlib
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import VplanError, quoted
+from planner.file_writing import lock_file
 
 STALE_SECONDS = 3600.0
 """Age at which a half-written file has no writer any more: one takes seconds."""
@@ -201,13 +201,8 @@ class Digests:
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """A context that the processes which share a folder are in one after another. The lock is the kernel's (flock) and
     goes with its process."""
-    if sys.platform == "win32":  # where one process encodes
-        yield
-        return
-    import fcntl
-
     with (folder / ".turn").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file.fileno())  # without locks they encode at once, which takes more memory and harms nothing
         yield
 
 

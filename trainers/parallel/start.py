@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import VplanError
+from planner.file_writing import lock_file
 from planner.layout.sharding.zero import DEEPSPEED
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.training import MAX_GRAD_NORM, TrainingSettings
@@ -129,13 +130,11 @@ def _build_async_io() -> None:
 def _no_other_builds() -> Iterator[None]:
     """One process of ours at a time. torch keeps others away by a file (``FileBaton``), which stays when a process is
     killed, and whoever comes then waits for ever: one that is there now is of the dead."""
-    import fcntl
-
     from torch.utils import cpp_extension
 
     folders = [Path(cpp_extension._get_build_directory(name, verbose=False)) for name in ("pin_memory", "async_io")]
     with (folders[0] / ".vplan-lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # goes with the process
+        lock_file(file.fileno())
         for folder in folders:
             (folder / "lock").unlink(missing_ok=True)
         yield

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,70 @@ def test_no_room_left_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyt
         ledger.append(row())
     assert "VPLAN_HOME" in refusal.value.fix
     assert ledger.path.read_bytes() == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its locks are others")
+def test_a_row_waits_for_the_lock(tmp_path: Path) -> None:
+    """Of whoever has it, and it has the lock itself while it writes."""
+    import fcntl
+
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(row())
+    before = ledger.path.read_bytes()
+    held: list[bool] = []
+
+    def write(descriptor: int, line: bytes) -> int:
+        with ledger.path.open("rb") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.append(False)
+            except BlockingIOError:
+                held.append(True)
+        return os.write(descriptor, line)
+
+    with ledger.path.open("rb") as other, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeping, "os", _Watched(write=write))
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writer = threading.Thread(target=ledger.append, args=(row(),))
+        writer.start()
+        writer.join(0.3)
+        assert writer.is_alive() and ledger.path.read_bytes() == before
+        fcntl.flock(other, fcntl.LOCK_UN)
+        writer.join(60)
+    assert held == [True] and len(ledger.rows()) == 2
+
+
+def test_a_row_is_on_the_disk_when_it_is_said_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last thing that is done to the file is to see all of it to the disk."""
+    ledger, synced = Ledger(tmp_path / "ledger.jsonl"), []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (sync(descriptor), synced.append(os.fstat(descriptor).st_size)))
+    for _ in range(2):
+        ledger.append(row())
+        assert synced[-1:] == [ledger.path.stat().st_size]
+
+
+class _Watched:
+    """The os module with a function of one's own."""
+
+    def __init__(self, **own: Any) -> None:
+        self.__dict__.update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+def test_a_ledger_on_a_drive_without_locks_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS without its lock daemon, Lustre as it is mounted by default: a measurement is worth more than the lock."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(row())
+    assert len(ledger.rows()) == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
