@@ -235,7 +235,7 @@ def suggest(options: Mapping[str, Any], words: Words) -> PlanAnswer:
         found = Suggester(trainer, said["prefer"]).suggest(question)
     else:
         trainer = trainer_of(said["trainer"])
-        question, found = suggest_for(question, trainer, said["prefer"])
+        question, found = suggest_for(question, said["trainer"], said["prefer"])
     plan = found.to_plan(trainer)
     return _plan_answer(plan, found, lambda console: render.print_suggestion(console, question, found))
 

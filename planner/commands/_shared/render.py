@@ -49,7 +49,8 @@ def headline(console: Console, question: Question, found: Estimate | None = None
     gpu, job = question.gpu, question.job
     chosen = found is not None and found.job != job
     title = f"{question.model.title}, {job.method}" + (f" rank {job.lora_rank}" if job.method == "lora" else "")
-    shape = "" if chosen else f", {in_words(question.model, job).removesuffix(', batch 1')}"
+    words = in_words(question.model, job).removesuffix(", batch 1").removeprefix("1 frames of ")
+    shape = "" if chosen else f", {words}"
     text = f"{title}{shape}, on {counted(question.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB usable"
     if question.machine.reserve:
         text += f", {format_gib(question.machine.reserve)} of it kept free"
