@@ -11,7 +11,7 @@ from planner.catalog.shapes import check_job
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
 from planner.errors import ContradictionError, VplanError
-from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, said_by
+from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, priced, said_by
 from planner.search.policy import EstimatePolicy
 from planner.search.question import Question, Suggestion, Switch
 from planner.search.space import Space, searched
@@ -105,13 +105,27 @@ def _searched(question: Question, dialect: Dialect, prefer: str) -> tuple[Questi
         return policy
 
     try:
-        return question, Suggester(dialect.name, prefer, with_measurements).suggest(question)
+        found = Suggester(dialect.name, prefer, with_measurements).suggest(question)
+        return question, _exportable(found, dialect)
     except VplanError:
         if policy.found or not policy.unsaid:
             raise
         ((why, _),) = policy.unsaid.most_common(1)
         fix = "ask for a smaller size or a shorter clip, or a larger card"
         raise VplanError(f"{dialect.title} cannot do what this needs here: {why}", fix) from None
+
+
+def _exportable(found: Suggestion, dialect: Dialect) -> Suggestion:
+    """The suggestion with a plan that its export takes: one that runs only because PyTorch empties its
+    cache is `no`."""
+    plans = (found.plan, *found.alternatives)
+    for plan in () if found.plan.verdict == "no" else plans:
+        sure = priced(Plan.of(plan, trainer=dialect.name), dialect.name)
+        if plan is found.plan:
+            least = sure
+        if sure is None or sure.verdict != "no":
+            return found if plan is found.plan else found._replace(plan=plan, switches=())
+    return found if found.plan.verdict == "no" or least is None else found._replace(plan=least, relaxed=())
 
 
 def _plan(question: Question, job: Job, strategy: Strategy) -> Plan:
