@@ -73,7 +73,7 @@ def _assumed(question: Question, found: Estimate | None) -> tuple[str, ...]:
 
 def _is_reading(note: str) -> bool:
     """Whether a note says what something typed was taken for: that stands where it is seen first."""
-    return re.search(r" taken for | read as | is height x width", note) is not None
+    return re.search(r" taken for | read as | is height x width|^as .* trains", note) is not None
 
 
 def print_next(console: Console, found: Estimate, output: str | None) -> None:
