@@ -102,7 +102,7 @@ class _Shown:
 class EstimateAnswer(_Shown, Estimate):
     """What one way of training takes: an `Estimate` that can be shown, saved and reported."""
 
-    _head: Callable[[Console], None] | None = PrivateAttr(default=None)
+    _show: Callable[[Console], None] | None = PrivateAttr(default=None)
 
     @property
     def fits(self) -> bool:
@@ -122,9 +122,10 @@ class EstimateAnswer(_Shown, Estimate):
         self.to_plan().report(path)
 
     def _print(self, console: Console) -> None:
-        if self._head is not None:
-            self._head(console)
-        render.print_estimate(console, self)
+        if self._show is not None:
+            self._show(console)
+        else:
+            render.print_estimate(console, self)
 
     def _short(self) -> str:
         need, budget = gib(self.peak.device_bytes), gib(self.budget_bytes)
@@ -179,10 +180,10 @@ class PlanAnswer(_Shown, Plan):
         return self.estimate._short() if self.estimate else f"{self.job.model} {self.job.method}, not estimated"
 
 
-def _estimate_answer(found: Estimate, head: Callable[[Console], None] | None = None) -> EstimateAnswer:
-    """The same estimate; `head` prints how the question was understood."""
+def _estimate_answer(found: Estimate, show: Callable[[Console], None] | None = None) -> EstimateAnswer:
+    """The same estimate; `show` prints it."""
     made = EstimateAnswer.model_construct(found.model_fields_set, **found.__dict__)
-    made._head = head
+    made._show = show
     return made
 
 
@@ -234,7 +235,7 @@ def suggest(options: Mapping[str, Any], words: Words) -> PlanAnswer:
         found = Suggester(trainer, said["prefer"]).suggest(question)
     else:
         trainer = trainer_of(said["trainer"])
-        question, found = suggest_for(question, trainer, said["prefer"])
+        question, found = suggest_for(question, said["trainer"], said["prefer"])
     plan = found.to_plan(trainer)
     return _plan_answer(plan, found, lambda console: render.print_suggestion(console, question, found))
 
@@ -244,7 +245,13 @@ def estimate(options: Mapping[str, Any], words: Words) -> EstimateAnswer:
     """What one way of training takes, whether or not it fits."""
     said = question_of(_values(estimate_command.command, "estimate", options, words), own_card=True)
     question, found, _ = estimate_command.estimated(said["asked"])
-    return _estimate_answer(found, lambda console: render.headline(console, question, found))
+
+    def show(console: Console) -> None:
+        render.headline(console, question, found)
+        render.print_estimate(console, found)
+        render.print_assumptions(console, question, found)
+
+    return _estimate_answer(found, show)
 
 
 @_door

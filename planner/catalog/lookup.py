@@ -397,8 +397,9 @@ def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
     if not GIB <= budget <= 1024 * GIB:
         side = "smaller" if budget < GIB else "larger"
         raise VplanError(f"--gpu {quoted(text)} is {side} than any card", "use a class (24GB) or a budget (23.5GiB)")
-    # GB names a class, the label that cards are sold under; what a card gives, and so a budget, is in GiB.
-    if unit == "gb":
+    # GB names a class, the label that cards are sold under; what a card gives, and so a budget, is in GiB. Below the
+    # smallest class a card of N GB is taken to give N * 10^9 bytes, as those of 8 do within 2 %.
+    if unit == "gb" and budget >= min(group.gb for group in gpu_classes()) * GB:
         near = min(gpu_classes(), key=lambda group: abs(group.gb * GB - budget))
         exact = number if text == number else f"{budget / GIB:.5g}"
         fix = f"use {near.name}, or {exact}GiB for exactly that much"

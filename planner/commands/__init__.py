@@ -40,6 +40,7 @@ VERBS = {
     "calibrate": "Measure this machine's GPU to improve its estimates.",
     "accuracy": "Compare estimates with measurements.",
     "doctor": "Report what this machine has and lacks for training.",
+    "mcp": "Serve these answers to agents (Model Context Protocol).",
     "demo": "Write a tiny model and clips, to try training on a CPU.",
 }
 """Verb to its line in the help, in the order people need them. `planner/commands/VERB.py` has its `command`."""

@@ -15,7 +15,7 @@ from planner.commands import USAGE
 from planner.commands._shared.fixes import print_fixes, print_helps, print_least, print_smaller
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
-from planner.commands._shared.render import bar, counted, verdict_line
+from planner.commands._shared.render import bar, counted, print_windows, verdict_line
 from planner.commands._shared.verb import (
     PathText,
     Verb,
@@ -134,23 +134,26 @@ def print_checked(console: Console, found: Checked) -> None:
     console.print(f"{case.dialect.title}: {case.model.title}, {case.job.method}, {job}", markup=False)
     budget = f"{case.gpu.allocatable_gib:.2f} GiB usable"
     console.print(f"on {counted(case.machine)}{case.gpu.title}: {budget}", markup=False)
-    for note in found.assumptions:
-        console.print(f"  {note}", style="dim", markup=False)
-    console.print()
     console.print(verdict_line(estimate))
     console.print(bar(console, estimate))
     word = "ends in" if estimate.verdict == "no" else "decided in"
     console.print(f"{word} {found.outcome.phase}: {found.outcome.moment}", markup=False)
-    console.print()
-    console.print(table(("phase", ">allocated GiB", ">device GiB"), map(_phase_row, estimate.phases.items())))
     console.print(
         f"step {format_seconds(estimate.step_seconds)} (estimated), host RAM {format_gib(estimate.host_ram_bytes)}"
     )
+    print_windows(console, estimate)
+    _print_fixes(console, found)
+    if found.assumptions:
+        console.print()
+        console.print("as read:", markup=False)
+    for note in found.assumptions:
+        console.print(f"  {note}", style="dim", markup=False)
     _print_remarks(console, "no longer exists", case.given.removed)
     _print_remarks(console, "has no effect here", found.ineffective)
     if case.given.unknown:
         console.print(f"unknown option of this script: {', '.join(case.given.unknown)}", style="yellow", markup=False)
-    _print_fixes(console, found)
+    console.print()
+    console.print(table(("phase", ">allocated GiB", ">device GiB"), map(_phase_row, estimate.phases.items())))
     if found.today:
         console.print()
         console.print(f"current equivalent:\n{found.today}", markup=False, soft_wrap=True)
@@ -170,7 +173,6 @@ def _print_fixes(console: Console, found: Checked) -> None:
     estimate = found.outcome.estimate
     if estimate.verdict == "fits" or not found.searched:
         return
-    console.print()
     if not found.fixes:
         console.print("no option of this trainer makes it fit", style="bold", markup=False)
         print_least(console, found.least)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner.commands._shared.data_options import asked_length, whole_job_options, with_proposed_shapes
-from planner.commands._shared.render import headline, print_estimate, print_next, print_shapes, print_whole_job
+from planner.commands._shared.render import (
+    headline,
+    print_assumptions,
+    print_estimate,
+    print_next,
+    print_shapes,
+    print_whole_job,
+)
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     Verb,
@@ -82,7 +89,8 @@ def command(
 
     def render(console: Console) -> None:
         headline(console, question, found)
-        print_estimate(console, found)
+        print_estimate(console, found, whole)
+        print_assumptions(console, question, found)
         if even:
             print_shapes(console, even)
         if whole:

@@ -154,12 +154,7 @@ def command(
         "seconds": round(time.perf_counter() - started, 3),
     }
 
-    def print_table(console: Console) -> None:
-        render.print_rows(console, table.first_line(), kind, rows)
-        if length and kind == "classes":
-            render.print_best(console, rows)
-
-    show(answer, as_json, print_table)
+    show(answer, as_json, lambda console: render.print_rows(console, table.first_line(), kind, rows))
     verdicts = [row.plan.verdict for row in rows if row.plan]
     return min((verdict_exit_code(verdict, strict=strict) for verdict in verdicts), default=DOES_NOT_FIT)
 
@@ -198,7 +193,7 @@ def _for_one(
     answer |= counted.to_json() if counted else {}
 
     def print_one(console: Console) -> None:
-        render.print_suggestion(console, question, suggestion)
+        render.print_suggestion(console, question, suggestion, whole)
         if even:
             render.print_shapes(console, even)
         if whole:

@@ -365,6 +365,7 @@ class _Answer:
         console.print(f"{count} probe{'s' if count != 1 else ''}: {self.why}")
         if self.best is None:
             console.print("no plan was proved to fit; this one needs the least", style="bold")
+        render.print_assumptions(console, self.question, found)
         if others:
             console.print()
             console.print(render.runners_up(others))

@@ -218,7 +218,12 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
         phases=by_phase,
         breakdown=breakdown,
         host_ram_bytes=ram.nbytes,
-        host=HostPeak(phase=ram.phase, phases=ram.phases, breakdown=HostBreakdown(**ram.parts)),
+        host=HostPeak(
+            phase=ram.phase,
+            phases=ram.phases,
+            breakdown=HostBreakdown(**ram.parts),
+            pinned_bytes=ram.pinned_bytes,
+        ),
         disk_bytes=disk_bytes,
         step_seconds=usual,
         step_seconds_high=longest,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from planner.estimate.pinned_ram import pinned_bytes, unpinnable_bytes
 from planner.layout import checkpoint_inputs, encoders_vae, experts, group_offload, phases, single_gpu
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.optimizer.fp32_masters import master_bytes
@@ -53,7 +54,7 @@ ZERO_STATES = 12
 """Per parameter: DeepSpeed's fp32 master and AdamW's two states."""
 
 Parts = dict[str, int]
-"""Bytes by kind: process, weights, activations, optimizer, ema, data, loading, saving."""
+"""Bytes by kind: process, weights, activations, optimizer, ema, data, loading, saving, pinning."""
 
 
 class HostRam(NamedTuple):
@@ -64,6 +65,8 @@ class HostRam(NamedTuple):
     phases: dict[PhaseName, int]
     parts: Parts
     """of that phase; they sum to its bytes"""
+    pinned_bytes: int
+    """of all processes of the node, while they train"""
 
     @property
     def nbytes(self) -> int:
@@ -136,9 +139,26 @@ def host_ram(run: Run, machine: Machine) -> HostRam:
         by_phase[phase] = {name: nbytes for name, nbytes in total.items() if nbytes}
     if ours:
         _save_ours(by_phase, run, machine, share)
+    pinned = machine.gpus * _pinned(run, machine, share)
+    for phase, parts in by_phase.items():
+        beside = unpinnable_bytes(machine, pinned, sum(parts.values())) if phase not in ("encode", "load") else 0
+        parts |= {"pinning": beside} if beside else {}
     totals = {phase: sum(parts.values()) for phase, parts in by_phase.items()}
     top = max(reversed(totals), key=totals.__getitem__)
-    return HostRam(top, totals, by_phase[top])
+    return HostRam(top, totals, by_phase[top], pinned)
+
+
+def _pinned(run: Run, machine: Machine, share: HostShare) -> int:
+    held = _held(run, machine, share)
+    split = held["weights"] - share.experts - share.components - share.blocks - share.drive_weights
+    return split + pinned_bytes(
+        run,
+        blocks=share.blocks,
+        experts=share.experts,
+        checkpoints=share.checkpoints,
+        optimizer=held["optimizer"] - share.drive_states,
+        groups=share.groups,
+    )
 
 
 def ram_bytes(run: Run, machine: Machine) -> int:

@@ -225,6 +225,7 @@ OPENINGS: dict[Cause, str] = {
     "large": "One request too large",
     "refused": "Refused by the driver",
     "beside": "No room beside PyTorch",
+    "driver": "Not a tensor on the card",
     "host": "Host RAM",
     "pinned": "Pinned host memory",
     "commit": "Windows' commit limit",

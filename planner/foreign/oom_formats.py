@@ -17,6 +17,7 @@ Cause = Literal[
     "large",
     "refused",
     "beside",
+    "driver",
     "host",
     "pinned",
     "commit",
@@ -25,8 +26,8 @@ Cause = Literal[
     "unknown",
 ]
 """What an error means: memory between tensors, other processes, the tensors themselves, one request larger than the
-card, a request that the driver refused though there was room, no room beside PyTorch, host RAM, pinned host memory,
-Windows' commit limit, shared memory, a kernel's own limit on the chip."""
+card, a request that the driver refused though there was room, no room beside PyTorch, the driver with no word of whose
+memory, host RAM, pinned host memory, Windows' commit limit, shared memory, a kernel's own limit on the chip."""
 
 ON_HOST = frozenset({"host", "pinned", "commit", "shared"})
 """Causes that are not the card's."""
@@ -53,6 +54,7 @@ SMALLER = "then what makes training smaller: gradient checkpointing, block swap,
 RAM = "`vplan check` of the command, without --error, says what host RAM it needs; fewer DataLoader workers hold less"
 SWAP_LESS = "fewer blocks in host RAM (swap, offload), or caches on disk instead of in memory"
 PINNING = "less pinned memory: fewer swapped blocks, no pinned block swap, pin_memory off in the DataLoader"
+MORE_TO_PIN = "more RAM, on WSL its share (`memory=` in .wslconfig): about half of the RAM may be pinned"
 PAGE_FILE = "raise Windows' page file (System > Advanced > Virtual memory), to twice the RAM or managed by the system"
 SHM = "raise /dev/shm: `docker run --shm-size=16g` or `--ipc=host`; or fewer DataLoader workers (0 needs none)"
 PINNED = (
@@ -84,13 +86,14 @@ FORMATS: tuple[Format, ...] = (
             "bitsandbytes asks the driver for its own memory, and PyTorch's cache had left none", LEAVE_ROOM, SMALLER),
     _format("pinned memory", rf"(?:{PINNED})[\s\S]{{0,3000}}?(?:{BARE})", "pinned",
             "the driver could not lock so much host RAM: Windows gives half of the RAM, a container its limit, and"
-            " PyTorch rounds each tensor up to a power of two", PINNING),
+            " PyTorch rounds each tensor up to a power of two", PINNING, MORE_TO_PIN),
     _format("start", rf"(?:{STARTING})[\s\S]{{0,1500}}?(?:{BARE})", "others",
             "CUDA itself found no room to start, before there was any tensor: the card was in use",
             "end the other processes on this card (`nvidia-smi` lists them), or use another card"),
-    _format("driver", BARE, "beside",
-            "the driver refused memory to something beside PyTorch's allocator, whose own message has numbers: to a"
-            " library, a kernel's stack, a graph", LEAVE_ROOM,
+    _format("CUDA's driver", BARE, "driver",
+            "of the card's tensors PyTorch tells numbers. With VRAM free it is pinned host memory, of which Windows and"
+            " WSL give about half of the RAM; with none free a library's or kernel's own memory",
+            f"with VRAM free {PINNING}; {MORE_TO_PIN}", f"else {LEAVE_ROOM}",
             "`nvidia-smi` while it runs says whether another process has the card", SMALLER),
     _format("ComfyUI", r"^.*Allocation on device\s*(?:\d+\s*)?$", "unknown",
             "cudaMallocAsync had nothing left, and its message has no numbers",

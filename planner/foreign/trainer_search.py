@@ -11,9 +11,9 @@ from planner.catalog.shapes import check_job
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
 from planner.errors import ContradictionError, VplanError
-from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, said_by
+from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, priced, said_by
 from planner.search.policy import EstimatePolicy
-from planner.search.question import Question, Suggestion
+from planner.search.question import Question, Suggestion, Switch
 from planner.search.space import Space, searched
 from planner.search.suggester import Suggester
 from planner.spec.configuration import Configuration
@@ -77,6 +77,26 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
     if trainer_of(name) == OURS:
         return question, Suggester(OURS, prefer).suggest(question)
     dialect = dialects.dialect(check_target(name))
+    asked, found = _searched(question, dialect, prefer)
+    if found.plan.verdict != "no" or "weights_dtype" in question.fixed or question.job.method != "lora":
+        return asked, found
+    # What else a trainer does may follow from a quantised base, so that is asked for as if it were typed.
+    for dtype in QUANTISED:
+        strategy = question.strategy.replace(weights_dtype=dtype)
+        quantised = question._replace(strategy=strategy, fixed=question.fixed | {"weights_dtype"})
+        with contextlib.suppress(VplanError):
+            smaller, other = _searched(quantised, dialect, prefer)
+            if other.plan.verdict != "no":
+                told = Switch("weights_dtype", question.strategy.weights(question.job.method), dtype, 0, 0.0)
+                return smaller._replace(fixed=question.fixed), other._replace(switches=(told, *other.switches))
+    return asked, found
+
+
+QUANTISED = ("fp8", "int8", "nf4")
+"""Formats of a frozen base, the least lossy first."""
+
+
+def _searched(question: Question, dialect: Dialect, prefer: str) -> tuple[Question, Suggestion]:
     question = _as_trained(question, dialect)
     policy = TrainerPolicy(question, dialect)
 
@@ -85,13 +105,27 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
         return policy
 
     try:
-        return question, Suggester(dialect.name, prefer, with_measurements).suggest(question)
+        found = Suggester(dialect.name, prefer, with_measurements).suggest(question)
+        return question, _exportable(found, dialect)
     except VplanError:
         if policy.found or not policy.unsaid:
             raise
         ((why, _),) = policy.unsaid.most_common(1)
         fix = "ask for a smaller size or a shorter clip, or a larger card"
         raise VplanError(f"{dialect.title} cannot do what this needs here: {why}", fix) from None
+
+
+def _exportable(found: Suggestion, dialect: Dialect) -> Suggestion:
+    """The suggestion with a plan that its export takes: one that runs only because PyTorch empties its
+    cache is `no`."""
+    plans = (found.plan, *found.alternatives)
+    for plan in () if found.plan.verdict == "no" else plans:
+        sure = priced(Plan.of(plan, trainer=dialect.name), dialect.name)
+        if plan is found.plan:
+            least = sure
+        if sure is None or sure.verdict != "no":
+            return found if plan is found.plan else found._replace(plan=plan, switches=())
+    return found if found.plan.verdict == "no" or least is None else found._replace(plan=least, relaxed=())
 
 
 def _plan(question: Question, job: Job, strategy: Strategy) -> Plan:

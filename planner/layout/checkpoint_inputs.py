@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from planner.layout.run import Run
 from planner.tape.program import Block
+from planner.units import power_of_two
 
 
 def block_inputs(run: Run) -> dict[Block, list[int]]:
@@ -51,7 +52,8 @@ def offloaded_bytes(run: Run) -> int:
         return run.total_bytes(inputs)
     largest = max(map(run.sizes.__getitem__, inputs), default=0)
     alike = [buffer for buffer in run.shared(_made_outside) if run.sizes[buffer] > largest]
-    return run.total_bytes(inputs) + run.facts.model.blocks * run.total_bytes(alike)
+    size = power_of_two if run.host.checkpoints_pin == "rounded" else int
+    return sum(size(run.sizes[buffer]) for buffer in (*inputs, *run.facts.model.blocks * alike))
 
 
 def _made_outside(run: Run) -> list[int]:

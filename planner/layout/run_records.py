@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from planner.spec.plan import PhaseName
 from planner.tape.program import Stage
@@ -72,6 +72,15 @@ class HostTerms:
 
     copies_shared_inputs: bool = False
     """whether offloaded checkpoints hold copies of what all blocks are given alike"""
+
+    swap_pins: Literal["exact", "rounded", "staging"] = "exact"
+    """what block swap pins: its blocks as they lie, copies in torch's pinned memory, or two blocks on their way"""
+
+    checkpoints_pin: Literal["exact", "rounded", "none"] = "exact"
+    """the same of checkpoints in host RAM"""
+
+    pinned_bytes: int = 0
+    """what each process pins beyond what its strategy says"""
 
     loads_on_cpu: bool = False
     """whether the whole model is made in host RAM before it goes to the GPU"""

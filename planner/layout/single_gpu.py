@@ -14,7 +14,7 @@ from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.spec.job import SPLIT
 from planner.tape.program import Block, Moment, Stage
 from planner.tape.variants import Precision
-from planner.units import MIB
+from planner.units import MIB, power_of_two
 
 
 def checkpoint_offload(run: Run) -> None:
@@ -154,7 +154,17 @@ def swapped_host_bytes(run: Run) -> int:
     split = run.strategy.sharding in SPLIT
     cast = {run.parameters[name]: 2 * elements for name, elements in run.elements.items()} if split else {}
     swapped = itertools.chain.from_iterable(run.swapped_blocks.values())
-    return sum(cast.get(buffer, run.sizes[buffer]) for buffer in swapped)
+    sizes = (cast.get(buffer, run.sizes[buffer]) for buffer in swapped)
+    return sum(map(power_of_two, sizes) if run.host.swap_pins == "rounded" else sizes) + staged_bytes(run)
+
+
+def staged_bytes(run: Run) -> int:
+    """Pinned buffers, bytes, that swapped blocks pass on their way: two as large as a block (musubi-tuner 30c658c
+    modules/custom_offloading_utils.py ``staging_buffer_a``)."""
+    if run.host.swap_pins != "staging" or not run.swapped_blocks:
+        return 0
+    largest = max(run.swapped_blocks.values(), key=run.total_bytes)
+    return 2 * sum(power_of_two(run.sizes[buffer]) for buffer in largest)
 
 
 def _weights_made_anew(run: Run) -> frozenset[int]:

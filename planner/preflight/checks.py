@@ -64,23 +64,12 @@ def on_host(plan: Plan, estimate: Estimate | None) -> Iterator[Check]:
         yield Check("host RAM", "warning", fault, "stop other programs, or use less memory")
     else:
         yield Check("host RAM", "ok", f"{format_gib(need)} needed, {format_gib(ram['available_bytes'])} available")
-    pinned, limited = pinned_bytes(estimate), memory_lock_bytes()
+    pinned, limited = estimate.host.pinned_bytes if estimate.host else 0, memory_lock_bytes()
     if pinned and limited is not None and pinned // plan.machine.gpus > limited:
         # NVIDIA's driver does not count what it pins; what registers memory with a network card is counted.
         what = f"each process pins {format_gib(pinned // plan.machine.gpus)} but may lock only {format_gib(limited)}"
         fix = "nothing to do unless pinning fails; then: ulimit -l unlimited (docker: --ulimit memlock=-1)"
         yield Check("pinned RAM", "note", what, fix)
-
-
-def pinned_bytes(estimate: Estimate) -> int:
-    """Host RAM of a node that a GPU copies from or to by itself, as far as the plan has such."""
-    if estimate.host is None:
-        return 0
-    strategy, parts = estimate.strategy, estimate.host.breakdown
-    streams = strategy.swap_blocks or strategy.group_offload_stream or strategy.offload_params == "cpu"
-    pinned = parts.activations if strategy.gradient_checkpointing == "offload" else 0
-    pinned += parts.weights if streams else 0
-    return pinned + (parts.optimizer if strategy.offload_optimizer == "cpu" else 0)
 
 
 def memory_lock_bytes() -> int | None:

@@ -86,6 +86,8 @@ class HostBreakdown(Record):
     """copies on the way to the GPU"""
     saving: Bytes = 0
     """copies on the way to a file"""
+    pinning: Bytes = 0
+    """free RAM that must be there, because Windows and WSL pin only half of all"""
 
     @property
     def total(self) -> int:
@@ -101,6 +103,8 @@ class HostPeak(Record):
     phases: dict[PhaseName, Bytes]
     breakdown: HostBreakdown
     """at that phase"""
+    pinned_bytes: Bytes = 0
+    """pinned memory of all processes, while they train"""
 
 
 Basis = Literal["recorded", "nearby", "rehearsed", "measured"]

@@ -16,10 +16,11 @@ from planner.catalog import lookup
 from planner.catalog.shapes import in_words
 from planner.commands._shared.verb import table, typed_line
 from planner.dialects.base import cli_words
-from planner.spec.job import Machine, Strategy
+from planner.estimate.pinned_ram import HALVED
+from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan
 from planner.spec.wording import ways
-from planner.units import format_gib, format_seconds, gib
+from planner.units import GIB, format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,19 +44,36 @@ def counted(machine: Machine) -> str:
 
 
 def headline(console: Console, question: Question, found: Estimate | None = None) -> None:
-    """Prints the first line of an answer: card, budget and the defaults that were filled in (those of `found`, where a
-    search chose some of them)."""
-    gpu = question.gpu
-    title = f"{question.model.title}, {question.job.method}"
-    text = f"{title}, on {counted(question.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB usable"
+    """Prints the first lines of an answer: the job, card and budget, what names and sizes were taken for, and the shape
+    of `found` where a search chose it."""
+    gpu, job = question.gpu, question.job
+    chosen = found is not None and found.job != job
+    title = f"{question.model.title}, {job.method}" + (f" rank {job.lora_rank}" if job.method == "lora" else "")
+    words = in_words(question.model, job).removesuffix(", batch 1").removeprefix("1 frames of ")
+    shape = "" if chosen else f", {words}"
+    text = f"{title}{shape}, on {counted(question.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB usable"
     if question.machine.reserve:
         text += f", {format_gib(question.machine.reserve)} of it kept free"
     console.print(text)
-    assumptions = found.assumptions if found else question.assumptions
-    if assumptions:
-        console.print(f"assumed: {'; '.join(assumptions)}", style="dim")
-    if found and found.job != question.job:
+    if taken := [note for note in _assumed(question, found) if _is_reading(note)]:
+        console.print("; ".join(taken), style="yellow")
+    if found is not None and chosen:
         console.print(f"chosen: {in_words(question.model, found.job)}", style="bold")
+
+
+def print_assumptions(console: Console, question: Question, found: Estimate | None = None) -> None:
+    """Prints the defaults that were filled in (those of `found`, where a search chose some of them)."""
+    if assumed := [note for note in _assumed(question, found) if not _is_reading(note)]:
+        console.print(f"assumed: {'; '.join(assumed)}", style="dim")
+
+
+def _assumed(question: Question, found: Estimate | None) -> tuple[str, ...]:
+    return found.assumptions if found else question.assumptions
+
+
+def _is_reading(note: str) -> bool:
+    """Whether a note says what something typed was taken for: that stands where it is seen first."""
+    return re.search(r" taken for | read as | is height x width|^as .* trains", note) is not None
 
 
 def print_next(console: Console, found: Estimate, output: str | None) -> None:
@@ -96,10 +114,16 @@ def verdict_line(found: Estimate) -> Text:
     return line
 
 
-def print_estimate(console: Console, found: Estimate) -> None:
-    """Prints one estimate: verdict, bar, phases, breakdown and the rest."""
+def print_estimate(console: Console, found: Estimate, whole: WholeJob | None = None) -> None:
+    """Prints one estimate: verdict, bar, seconds, phases and breakdown."""
     console.print(verdict_line(found))
     console.print(bar(console, found))
+    console.print(f"{_step(found)}, {_ram(found)}, attention: {found.attention_kernel}")
+    if whole:
+        console.print(whole_words(whole), style="bold")
+    if found.lossy:
+        console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
+    print_windows(console, found)
     console.print(f"peak: {found.peak.phase}, {found.peak.moment}")
     rows = [
         (name, *(f"{gib(value):.2f}" for value in (peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes)))
@@ -110,15 +134,30 @@ def print_estimate(console: Console, found: Estimate) -> None:
     console.print()
     parts = [(name, f"{gib(value):.2f}") for name, value in found.breakdown.__dict__.items() if value]
     console.print(table(("at the peak", ">GiB"), parts))
-    console.print()
-    console.print(f"{_step(found)}, host RAM {format_gib(found.host_ram_bytes)}, attention: {found.attention_kernel}")
-    if found.lossy:
-        console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
 
 
-def _step(found: Estimate) -> str:
+def _step(found: Estimate, swap_seconds: float | None = None) -> str:
+    """The seconds of a step in words. ``swap_seconds``: what swapped blocks add to it."""
     step = "denoising step" if found.job.method == "sample" else "step"
-    return f"{step} {format_seconds(found.step_seconds)} (estimated)"
+    swap = "" if swap_seconds is None else f"; swap adds {format_seconds(swap_seconds)}"
+    return f"{step} {format_seconds(found.step_seconds)} (estimated{swap})"
+
+
+def _ram(found: Estimate) -> str:
+    """The host RAM that is needed, and what may be used."""
+    usable = f" of {gib(found.machine.host_ram):.1f}" if found.machine.host_ram is not None else ""
+    return f"host RAM {format_gib(found.host_ram_bytes)}{usable}"
+
+
+def print_windows(console: Console, found: Estimate) -> None:
+    """Prints what is short on Windows and WSL: what they pin, and what is more than the card has, which is no fit."""
+    if found.machine.os not in HALVED:
+        return
+    if found.host is not None and found.host.pinned_bytes > GIB // 10:
+        pinned = format_gib(found.host.pinned_bytes)
+        console.print(f"{pinned} of it pinned, and Windows pins about half of the RAM", style="dim")
+    text = "what is more than the card has spills into shared memory, ten times slower: not called fitting"
+    console.print(text, style="dim")
 
 
 def bar(console: Console, found: Estimate) -> Text:
@@ -154,30 +193,36 @@ def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
 # ---- suggest
 
 
-def print_suggestion(console: Console, question: Question, found: Suggestion) -> None:
-    """Prints the chosen plan, why it was chosen, the runners-up, and what to do when nothing fits."""
+def print_suggestion(console: Console, question: Question, found: Suggestion, whole: WholeJob | None = None) -> None:
+    """Prints the chosen plan, why it was chosen, the runners-up, and what to do when nothing fits. What is asked first
+    stands first: the verdict, what to switch on, how long a step takes, and the host RAM."""
     plan = found.plan
     headline(console, question, plan)
     console.print(verdict_line(plan))
+    if plan.verdict == "no":
+        _print_relaxed(console, plan, found.relaxed)
     console.print(bar(console, plan))
     console.print(f"plan: {ways(plan)}", style="bold", soft_wrap=False)
     if flags := typed_out(found.switches):
         console.print(f"      {flags}")
+    swap = next((switch.step_seconds for switch in found.switches if switch.field == "swap_blocks"), None)
+    console.print(f"{_step(plan, swap)}, {_ram(plan)}")
+    if whole:
+        console.print(whole_words(whole), style="bold")
+    print_windows(console, plan)
+    print_data(console, question.model)
     if plan.lossy:
         kept = next((other for other in found.alternatives if not other.lossy), None)
         without = f"; without: {ways(kept)} ({_need(kept)})" if kept else ""
         console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
-    console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
-    console.print(f"{_step(plan)}, host RAM {format_gib(plan.host_ram_bytes)}")
-    print_data(console, question.model)
     for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in found.smaller_cards):
         alike = [other for other in found.smaller_cards if VERDICTS[other.verdict][0] == word]
         cards = ", ".join(f"{other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB)" for other in alike)
         console.print(f"{word} on smaller cards of this class: {cards}", style="yellow")
-    if plan.verdict == "no":
-        _print_relaxed(console, plan, found.relaxed)
     for wish in found.relaxed if plan.verdict != "no" else ():
         console.print(_other_kind(wish), style="yellow")
+    console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
+    print_assumptions(console, question, plan)
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
     if told:
         console.print()
@@ -307,19 +352,27 @@ def print_data(console: Console, model: ModelProfile) -> None:
 
 
 def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]) -> None:
-    """Prints a first line, then a table with one line for each model or card."""
+    """Prints a first line, what the rows come to, then a table with one line for each model or card."""
     console.print(first)
+    console.print(_models_that_fit(rows) if kind == "models" else _smallest_card(rows), style="bold")
+    if kind == "classes":
+        print_best(console, rows)
     console.print()
     name = "model" if kind == "models" else "card"
+    narrow = console.width < NARROW
     data = ("data",) if kind == "models" else ()
-    whole = whole_columns(rows)
+    whole = whole_columns(rows, narrow)
     shape = ">clip" if any(row.plan and row.plan.job.frames > 1 for row in rows) else ">image"
-    found = table((name, shape, "verdict", ">GiB", ">s/step", *whole, *data, "with"), [])
+    shapes = {_shape(row.plan.job) for row in rows if row.plan}
+    apart = len(shapes) > 1 or not (narrow and whole)
+    found = table((name, *([shape] if apart else []), "verdict", ">GiB", ">s/step", *whole, *data, "with"), [])
     found.columns[0].no_wrap, found.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
     for row in rows:
-        *cells, last = _row(row)
-        cells += whole_cells(row.whole, len(whole))
-        found.add_row(*cells, *([lookup.model(row.name).train_data] if data else []), last)
+        named, clip, *cells, last = _row(row)
+        cells += whole_cells(row.whole, whole)
+        found.add_row(
+            named, *([clip] if apart else []), *cells, *([lookup.model(row.name).train_data] if data else []), last
+        )
     console.print(found)
     for profile in (lookup.model(row.name) for row in rows if data):
         print_data(console, profile)
@@ -334,13 +387,49 @@ def _row(row: TableRow) -> tuple[str | Text, ...]:
 
     if row.plan is None:
         return row.name, "-", Text("no", VERDICTS["no"][1]), "-", "-", row.reason
-    found, job = row.plan, row.plan.job
-    length = f"{job.frames}x" if job.frames > 1 else ""
-    clip = f"{length}{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
+    found, clip = row.plan, _shape(row.plan.job)
     word = Text(found.verdict, VERDICTS[found.verdict][1])
     need = f"{gib(found.peak.device_bytes):.1f}"
     lossy = " (lossy)" if found.lossy else ""
     return row.name, clip, word, need, _seconds(found.step_seconds), ways(found) + lossy
+
+
+NARROW = 100
+"""Columns below which a table of whole jobs leaves out what can be read elsewhere."""
+
+
+def _shape(job: Job) -> str:
+    length = f"{job.frames}x" if job.frames > 1 else ""
+    return f"{length}{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
+
+
+def _models_that_fit(rows: Sequence[TableRow]) -> str:
+    """Which models of a table fit, lossless and lossy, and how many do not."""
+    fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
+    kinds = {
+        "": [row.name for row in fits if row.plan and not row.plan.lossy],
+        "lossy: ": [row.name for row in fits if row.plan and row.plan.lossy],
+        "tight: ": [row.name for row in rows if row.plan and row.plan.verdict == "tight"],
+    }
+    words = [f"{kind}{', '.join(names)}" for kind, names in kinds.items() if names]
+    return f"{len(fits)} of {len(rows)} models fit" + (f": {'; '.join(words)}" if words else "")
+
+
+def _smallest_card(rows: Sequence[TableRow]) -> str:
+    """The smallest card of a table that fits, those below it that are tight, and the smallest without loss."""
+    fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
+    if not fits:
+        return "no card fits it"
+    least = fits[0]
+    assert least.plan is not None
+    below = [row.name for row in rows[: rows.index(least)] if row.plan]
+    tight = f" ({', '.join(below)}: tight)" if below else ""
+    lossless = next((row.name for row in fits if row.plan and not row.plan.lossy), None)
+    kind = " (lossy)" if least.plan.lossy else ""
+    text = f"smallest card that fits: {least.name}{kind}{tight}"
+    if lossless == least.name:
+        return text
+    return f"{text}; lossless: {lossless or 'none'}"
 
 
 def _seconds(seconds: float) -> str:
@@ -351,13 +440,8 @@ def _seconds(seconds: float) -> str:
 
 
 def print_whole_job(console: Console, found: WholeJob) -> None:
-    """Prints a whole job: hours, energy and money in one line, then its parts."""
-    epochs = f" ({found.epochs:.3g} epochs)" if found.epochs is not None else ""
-    words = [f"{_span(found.hours)} hours", f"{_span(found.kwh)} kWh at {found.power_watts:g} W"]
-    if found.money is not None:
-        words.append(f"{_span(found.money)} at {found.price:g} per GPU-hour")
+    """Prints the parts of a whole job, whose hours, energy and money stand above."""
     console.print()
-    console.print(f"{found.steps} steps{epochs}: {', '.join(words)}", style="bold")
     rows = [
         (name, part.number, *map(format_seconds, part.seconds)) for name, part in found.parts.items() if part.number
     ]
@@ -366,20 +450,32 @@ def print_whole_job(console: Console, found: WholeJob) -> None:
         console.print(f"encoding not counted: {_span(found.sample_seconds)} s a sample (--data DIR)", style="dim")
 
 
-def whole_columns(rows: Iterable[TableRow]) -> tuple[str, ...]:
-    """The columns that whole jobs have in a table of them; none where there are none."""
+def whole_words(found: WholeJob) -> str:
+    """Hours, energy and money of a whole job, in a line."""
+    epochs = f" ({found.epochs:.3g} epochs)" if found.epochs is not None else ""
+    words = [f"{_span(found.hours)} hours", f"{_span(found.kwh)} kWh at {found.power_watts:g} W"]
+    if found.money is not None:
+        words.append(f"{_span(found.money)} at {found.price:g} per GPU-hour")
+    return f"{found.steps} steps{epochs}: {', '.join(words)}"
+
+
+def whole_columns(rows: Iterable[TableRow], narrow: bool) -> tuple[str, ...]:
+    """The columns that whole jobs have in a table of them; none where there are none. ``narrow``: one beside hours."""
     found = [row.whole for row in rows if row.whole]
     if not found:
         return ()
-    return (">hours", ">kWh", ">price") if any(whole.money for whole in found) else (">hours", ">kWh")
+    priced = any(whole.money for whole in found)
+    if narrow:
+        return (">hours", ">price") if priced else (">hours", ">kWh")
+    return (">hours", ">kWh", ">price") if priced else (">hours", ">kWh")
 
 
-def whole_cells(whole: WholeJob | None, columns: int) -> list[str]:
+def whole_cells(whole: WholeJob | None, columns: Sequence[str]) -> list[str]:
     """A row's cells in the columns of `whole_columns`."""
     if whole is None:
-        return ["-"] * columns
-    cells = [_span(whole.hours), _span(whole.kwh), _span(whole.money) if whole.money else "-"]
-    return cells[:columns]
+        return ["-"] * len(columns)
+    cells = {">hours": whole.hours, ">kWh": whole.kwh, ">price": whole.money}
+    return ["-" if (span := cells[column]) is None else _span(span) for column in columns]
 
 
 def best_rows(rows: Sequence[TableRow]) -> dict[str, str | None]:
@@ -409,9 +505,8 @@ def print_best(console: Console, rows: Sequence[TableRow]) -> None:
     best = best_rows(rows)
     by_name = {row.name: row.whole for row in rows if row.whole}
     fastest, cheapest = (by_name.get(best[word] or "") for word in ("fastest", "cheapest"))
-    if fastest is None or cheapest is None:
+    if not fastest or not cheapest:
         return
-    console.print()
     console.print(f"fastest: {best['fastest']}, {_span(fastest.hours)} hours", style="bold")
     if best["cheapest_by"] == "money" and cheapest.money:
         console.print(f"cheapest: {best['cheapest']}, {_span(cheapest.money)}", style="bold")

@@ -109,7 +109,7 @@ def layers_in_turn(run: Run) -> None:
         run.add(run.load, int(sum(largest) * HALF / stored), "buckets", name)
     if run.strategy.weights_dtype in QUANTISED:
         run.add(run.load, largest[0], "buckets", "layer before it is turned into numbers")
-    run.host.extra_bytes += sum((1 << (run.sizes[buffer] - 1).bit_length()) - run.sizes[buffer] for buffer in swapped)
+    run.host.swap_pins = "rounded"
 
 
 def _swaps(run: Run) -> bool:

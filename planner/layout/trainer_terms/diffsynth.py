@@ -48,7 +48,9 @@ def weights_in_turn(run: Run) -> None:
         _in_turn(run, stage, max([*blocks, *outside], default=0))
     if run.phases.encode is not None and beside:
         _in_turn(run, run.phases.encode, max(run.sizes[buffer] for buffer in beside))
-    run.host.extra_bytes += sum(run.sizes[buffer] for buffer in (*frozen.values(), *beside))
+    copied = sum(run.sizes[buffer] for buffer in (*frozen.values(), *beside))
+    run.host.extra_bytes += copied
+    run.host.pinned_bytes += copied
 
 
 def _in_turn(run: Run, stage: Stage, nbytes: int) -> None:

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation, wider_adapters
-from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, modulation_in_8_bits, swap_in_place
+from planner.layout.trainer_terms.shared import (
+    checkpoints_saved_on_cpu,
+    modulation_in_8_bits,
+    swap_in_place,
+    swapped_to_pinned_memory,
+)
 from planner.tape.variants import trained_storage
 
 
@@ -23,9 +28,14 @@ def kahan_buffer(run: Run) -> None:
     run.place(run.optimizer_first, [run.new(trained, "optimizer", "Kahan buffer")], "Kahan buffer", at=0)
 
 
+def checkpoints_in_pinned_memory(run: Run) -> None:
+    """``x.to('cpu', non_blocking=True)`` (utils/unsloth_utils.py), which torch pins."""
+    run.host.checkpoints_pin = "rounded"
+
+
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("diffusion-pipe"), wider_adapters, swap_in_place, checkpoints_saved_on_cpu, kahan_buffer),
-    adapters_on_modulation("diffusion-pipe"),
+    *(adapters_on_modulation("diffusion-pipe"), swapped_to_pinned_memory, checkpoints_in_pinned_memory),
 )
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
-than 5 million numbers with ``x.to('cpu')`` (utils/unsloth_utils.py)."""
+than 5 million numbers."""

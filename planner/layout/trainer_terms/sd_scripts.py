@@ -15,11 +15,12 @@ from planner.layout.trainer_terms.shared import (
     checkpoints_saved_on_cpu,
     modulation_in_8_bits,
     swap_in_place,
+    swapped_to_pinned_memory,
 )
 
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
-    *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling),
+    *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling, swapped_to_pinned_memory),
 )
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""

@@ -12,9 +12,17 @@ from planner.spec.job import SPLIT
 def swap_in_place(run: Run) -> None:
     """Block swap exchanges the weights of two blocks where they lie, over host memory that is not pinned: the blocks
     that stay are all there is on the GPU, and there is no ring (kohya-ss library/custom_offloading_utils.py
-    ``swap_weight_devices_cuda``, copied by musubi-tuner and diffusion-pipe)."""
+    ``swap_weight_devices_cuda``, copied by musubi-tuner and diffusion-pipe). Two blocks' pinned buffers lie on the
+    way, as in musubi-tuner."""
+    run.host.swap_pins = "staging"
     if run.strategy.swap_blocks:
         run.drop(run.load, [buffer for buffer, op in enumerate(run.program.op) if op == "swap ring"])
+
+
+def swapped_to_pinned_memory(run: Run) -> None:
+    """Blocks go to the CPU by ``to("cpu", non_blocking=True)``, whose copies torch pins, each weight's in a power of
+    two: sd-scripts 48d368f library/custom_offloading_utils.py, diffusion-pipe 8f83dbf utils/offloading.py."""
+    run.host.swap_pins = "rounded"
 
 
 def checkpoints_saved_on_cpu(run: Run) -> None:
@@ -22,6 +30,7 @@ def checkpoints_saved_on_cpu(run: Run) -> None:
     come back when they are wanted (torch ``save_on_cpu`` without ``pin_memory``, ``tensor.cpu()``)."""
     if run.strategy.gradient_checkpointing == "offload":
         run.host.copies_shared_inputs = True
+        run.host.checkpoints_pin = "none"
         fetched_when_needed(run)
 
 

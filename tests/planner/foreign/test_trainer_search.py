@@ -66,3 +66,10 @@ def test_export_of_a_model_plans_first(tmp_path: Path) -> None:
 def test_what_a_trainer_cannot_do_is_one_sentence(words: list[str], message: str) -> None:
     error = run("suggest", *words, "--gpu", "24GB", code=1)["error"]
     assert message in error["message"] and error["fix"]
+
+
+def test_what_is_suggested_for_a_trainer_its_export_takes_or_it_is_no() -> None:
+    """It runs only because PyTorch empties its cache, and export refuses that."""
+    import vplan
+
+    assert vplan.suggest("cogvideox-2b", gpu="20GB", trainer="diffusers").estimate.verdict == "no"

@@ -1,0 +1,61 @@
+"""Pinned host RAM as a budget of its own, through the real command line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from planner.commands import cli
+from planner.units import GIB
+
+SWAPPED = "wan2.1-t2v-1.3b --gpu 24GB --frames 9 --gradient-checkpointing full --swap-blocks 20"
+
+
+def answer(line: str, code: int = 0) -> dict[str, Any]:
+    done = CliRunner().invoke(cli, [*line.split(), "--json"])
+    assert done.exit_code == code, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_windows_needs_twice_what_is_pinned_and_linux_does_not() -> None:
+    linux = answer(f"estimate {SWAPPED} --host-ram 64 --reserve 1")
+    windows = answer(f"estimate {SWAPPED} --host-ram 64 --os windows")
+    pinned = linux["host"]["pinned_bytes"]
+    assert pinned == windows["host"]["pinned_bytes"] == linux["host"]["breakdown"]["weights"]
+    assert linux["host"]["breakdown"]["pinning"] == 0
+    assert windows["host_ram_bytes"] == max(2 * pinned, linux["host_ram_bytes"])
+    assert sum(windows["host"]["breakdown"].values()) == windows["host_ram_bytes"]
+
+
+def test_a_plan_that_pins_more_than_half_of_the_ram_is_refused_on_windows_alone() -> None:
+    question = (
+        "estimate wan2.1-t2v-14b --gpu 24GB --frames 9 --gradient-checkpointing full --swap-blocks 30 --host-ram 32"
+    )
+    assert answer(question)["verdict"] == "fits"
+    for system in ("windows", "wsl"):
+        refused = answer(f"{question} --os {system}", 3)
+        assert (refused["verdict"], refused["limit"]) == ("no", "host")
+        assert 2 * refused["host"]["pinned_bytes"] > 32 * GIB
+
+
+def test_a_search_for_windows_pins_no_more_than_half() -> None:
+    found = answer("suggest krea-2 --gpu 5080 --host-ram 32 --os windows")["plan"]
+    assert found["verdict"] == "fits" and 2 * found["host"]["pinned_bytes"] <= 32 * GIB
+
+
+@pytest.mark.parametrize(
+    ("trainer", "low", "high"),
+    [
+        ("diffusion-pipe", 1.4, 1.6),  # 52 MB to 67, 142 to 268: 1.53 times
+        ("musubi-tuner", 0.05, 0.3),  # two blocks' staging buffers alone
+    ],
+)
+def test_trainers_pin_what_their_block_swap_does(trainer: str, low: float, high: float) -> None:
+    question = "suggest wan2.1-t2v-14b --gpu 24GB --frames 9 --host-ram 128 --swap-blocks 20 --for"
+    found = answer(f"{question} {trainer}")["plan"]
+    swapped = 20 * 2 * 5120 * (8 * 5120 + 2 * 13824)  # bytes of 20 blocks' linear weights in bf16
+    assert low * swapped < found["host"]["pinned_bytes"] < high * swapped
