@@ -168,8 +168,7 @@ class Strategy(Record):
     adapter_inputs: Annotated[
         Literal["cast", "shared"],
         Note(
-            trained=("cast", "shared"),
-            words={"shared": "adapters without copies of inputs"},
+            trained=("cast", "shared"),  # no words: it is free, and nearly every plan has it
             searched=Searched(18, lora=("cast", "shared")),
         ),
     ] = "cast"
