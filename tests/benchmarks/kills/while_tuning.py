@@ -1,6 +1,6 @@
 """Kills of `vplan tune` at random moments of a search lose nothing that was measured.
 
-    python -m tests.benchmarks.kills_while_tuning [KILLS]
+    python -m tests.benchmarks.kills.while_tuning [KILLS]
 
 Starts a search of three probes on a simulated machine, kills the command at random, and gives it again; when a search
 comes to its end, a new one begins. After every kill each row that was in the ledger must be there unchanged, and at
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import vplan
-from tests.benchmarks.killing import ended
+from tests.benchmarks.kills.killing import ended
 
 WORDS = ("tune", "cogvideox-2b", "--gpu", "9GiB", "--host-ram", "32GiB", "--batch-size", "2", "--frames", "9",
          "--height", "240", "--width", "352", "--runner", "simulate", "--seed", "4", "--json")  # fmt: skip

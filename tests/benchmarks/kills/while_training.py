@@ -1,6 +1,6 @@
 """Kills of `vplan train` at random moments lose no finished checkpoint and change no loss.
 
-    python -m tests.benchmarks.kills_while_training [KILLS]
+    python -m tests.benchmarks.kills.while_training [KILLS]
 
 Trains a tiny Wan, a LoRA and then in full, with a checkpoint after every second step of which two are kept. The
 command or its worker is killed by turns at any moment, while a checkpoint is written, while an old one is pruned or
@@ -62,7 +62,7 @@ class Trial:
     def run(self) -> None:
         """Kills it, goes on to the end, kills what writes the finished weights, and compares."""
         from planner.launch import checkpoints
-        from tests.benchmarks.killing import ended, killed
+        from tests.benchmarks.kills.killing import ended, killed
         from tests.trainers import runs
 
         before = 0

@@ -1,6 +1,6 @@
 """Kills of `vplan train` at random moments of scanning and encoding lose nothing that was finished.
 
-    python -m tests.benchmarks.kills_while_caching [KILLS]
+    python -m tests.benchmarks.kills.while_caching [KILLS]
 
 Begins to train on a folder of short clips with a tiny Wan pipeline; the command or its worker is killed at random, by
 turns while it looks through the folder and while it encodes. Every file that it leaves must load and stay as it is; the
@@ -21,7 +21,7 @@ from pathlib import Path
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan
 from planner.worker_process import result_file
-from tests.benchmarks.killing import ended, killed
+from tests.benchmarks.kills.killing import ended, killed
 
 CLIPS = 120
 SECONDS = 0.4
