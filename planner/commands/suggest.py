@@ -70,7 +70,7 @@ def _complete_trainer(_context: click.Context, _option: click.Parameter, incompl
         "vplan suggest wan2.1-t2v-14b --gpu 24GB --for musubi-tuner -o out",
         "vplan suggest wan2.1-t2v-14b --gpu rtx4090 --frames max",
         "vplan suggest wan2.1-t2v-1.3b --steps 2000 --price 24GB=0.4 --price 80GB=2.5",
-        "vplan suggest wan2.1-t2v-14b --gpu h100-80gb --epochs 10 --data clips --max-hours 24",
+        "vplan suggest wan2.1-t2v-14b --gpu h100 --steps 2000 --max-hours 24",
     ),
 )
 @request_options(searched=True, own_card=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from planner.catalog.profiles import GpuProfile
 from planner.layout import margin
@@ -184,7 +184,26 @@ def longest(
                 unified=card.unified,
             )
         )
-    return tuple(reversed(found))
+    return tuple(_rising(found[::-1], searched))
+
+
+def _rising(found: Sequence[Longest], searched: str) -> Iterator[Longest]:
+    """Cards by rising capacity, each with no shorter clips than a smaller one: it runs that one's plan too, where the
+    host has as much RAM. What was ``searched`` stays as it is."""
+    least: list[Longest] = []
+    for each in found:
+        card, ram = each, each.host_ram or 0
+        for smaller in least:
+            if card.card == searched or ram < (smaller.host_ram or 0) or card.unified or smaller.unified:
+                continue
+            if smaller.lossless > card.lossless:
+                card = replace(card, lossless=smaller.lossless, lossless_by=smaller.lossless_by)
+            if smaller.lossy > max(card.lossless, card.lossy):
+                card = replace(card, lossy=smaller.lossy, lossy_by=smaller.lossy_by)
+        if card.lossy <= card.lossless:
+            card = replace(card, lossy=0, lossy_by=None)
+        least.append(card)
+        yield card
 
 
 def _searched(search: Search, card: GpuProfile, machine: Machine) -> Longest:

@@ -44,7 +44,7 @@ def answer(line: str, code: int = 0) -> dict[str, Any]:
 )
 def test_host_ram_that_would_do_stands_first_and_does(question: str) -> None:
     first = answer(question, 3)["relax"][0]
-    assert first["field"] == "host_ram" and first["lossy"]
+    assert first["field"] == "host_ram"
     richer = answer(f"{re.sub(' --host-ram .*', '', question)} --host-ram {first['to']}")
     assert richer["plan"]["verdict"] == "fits"
     page = prose(question, 3)
@@ -80,7 +80,7 @@ def test_host_ram_is_not_offered_where_it_changes_nothing() -> None:
 
 def test_the_table_of_cards_says_what_more_host_ram_would_do() -> None:
     rows = {row["gpu"]: row for row in answer("suggest wan2.2-t2v-a14b --host-ram 32GiB")["classes"]}
-    found = re.fullmatch(r"no with 32 GiB of host RAM; fits with (\d+) \(lossy\)", rows["16GB"]["reason"])
+    found = re.fullmatch(r"no with 32 GiB of host RAM; fits with (\d+)", rows["16GB"]["reason"])
     assert found and rows["12GB"]["reason"].startswith("needs at least")
     answer(f"suggest wan2.2-t2v-a14b --gpu 16GB --host-ram {found[1]}GiB")
 
@@ -170,12 +170,12 @@ def test_the_longest_clip_is_said_lossless_and_lossy() -> None:
     found = answer(f"{question} --frames max")
     lossless, (wish,) = found["plan"]["job"]["frames"], found["relax"]
     assert (wish["field"], wish["from"], wish["lossy"]) == ("frames", lossless, ["weights_dtype"])
-    assert 0 < lossless < 81 < wish["to"]
-    asked = answer(f"{question} --frames 81")
+    longer = lossless + 4
+    assert 0 < lossless < longer < wish["to"]
+    asked = answer(f"{question} --frames {longer}")
     assert asked["plan"]["lossy"] == ["weights_dtype"]
-    assert [(wish["from"], wish["to"], wish["lossy"]) for wish in asked["relax"]] == [(81, lossless, [])]
+    assert [(wish["from"], wish["to"], wish["lossy"]) for wish in asked["relax"]] == [(longer, lossless, [])]
     assert not answer(f"{question} --frames {lossless}")["plan"]["lossy"]
-    assert answer(f"{question} --frames {lossless + 4}")["plan"]["lossy"]
 
 
 def test_both_kinds_are_in_the_text() -> None:
