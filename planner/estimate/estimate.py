@@ -162,21 +162,41 @@ def replay(
     earlier: Sequence[ReplayedStage] = (),
     capacity_bytes: int | None = None,
 ) -> tuple[Run, list[ReplayedStage]]:
-    """The run at the worst of the job's buckets, and its stages replayed in the order they run.
+    """The run at the worst of the job's buckets, and of the ranks that do not allocate alike; with its stages, replayed
+    in the order they run.
 
     ``earlier``: of a run that may be the same to the byte. ``capacity_bytes``: as `replay_stages` has it.
     """
-    runs = [layout(configuration, facts, shape, trainer) for shape in grids(facts.model, configuration.job)]
+    if earlier:
+        configuration = replace(configuration, rank=earlier[-1].run.configuration.rank)
+    shapes = grids(facts.model, configuration.job)
+    runs = [layout(configuration, facts, shape, trainer) for shape in shapes]
+    if len(runs) == 1 and (again := reused_replay(runs[0], earlier, cached=cached)):
+        return runs[0], again
+    found = _replay_shapes(runs, cached, capacity_bytes)
+    for rank in runs[0].ranks:
+        if rank != runs[0].configuration.rank:
+            other = replace(configuration, rank=rank)
+            runs_of_rank = [layout(other, facts, shape, trainer) for shape in shapes]
+            found = max(found, _replay_shapes(runs_of_rank, cached, capacity_bytes), key=lambda one: _worse(one[1]))
+    return found
+
+
+def _replay_shapes(runs: list[Run], cached: bool, capacity_bytes: int | None) -> tuple[Run, list[ReplayedStage]]:
+    """Replays the runs of one rank at all shapes; of the largest, with the stages of all."""
     if len(runs) == 1:
-        again = reused_replay(runs[0], earlier, cached=cached)
-        return runs[0], again or replay_stages(runs[0], cached=cached, capacity_bytes=capacity_bytes)
+        return runs[0], replay_stages(runs[0], cached=cached, capacity_bytes=capacity_bytes)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
-    runs.sort(key=lambda run: fragmentation.reserved_bytes(replay_stages(run, cached=cached)))
+    runs = sorted(runs, key=lambda run: fragmentation.reserved_bytes(replay_stages(run, cached=cached)))
     return runs[-1], max(
         replay_stages(*runs, cached=cached, capacity_bytes=capacity_bytes),
         replay_stages(*reversed(runs), cached=cached, capacity_bytes=capacity_bytes),
-        key=lambda played: (cache_flushes.runs_out(played), fragmentation.reserved_bytes(played)),
+        key=_worse,
     )
+
+
+def _worse(played: list[ReplayedStage]) -> tuple[bool, int]:
+    return cache_flushes.runs_out(played), fragmentation.reserved_bytes(played)
 
 
 def after_step_bytes(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> int:

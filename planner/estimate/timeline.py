@@ -6,7 +6,7 @@ The same replay that an estimate comes from, told in more detail. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.allocator.implementation import CachingAllocator
@@ -20,6 +20,7 @@ from planner.estimate.estimate import (
     outside_bytes,
     phase_peak,
 )
+from planner.estimate.fragmentation import reserved_bytes
 from planner.estimate.stages import replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
@@ -78,10 +79,15 @@ class Timeline:
 
 
 def laid_out(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> Run:
-    """The run of a configuration; with buckets, of the largest shape."""
+    """The run of a configuration, and of ranks that do not allocate alike of the one that needs most; with buckets, of
+    the largest shape."""
     job = configuration.job
     largest = max(grids(facts.model, job), key=lambda at: at["B"] * at["F"] * at["H"] * at["W"])
-    return lay_out(configuration, facts, largest, trainer)
+    run = lay_out(configuration, facts, largest, trainer)
+    if len(run.ranks) < 2:
+        return run
+    of_ranks = [lay_out(replace(configuration, rank=rank), facts, largest, trainer) for rank in run.ranks]
+    return max(of_ranks, key=lambda of_rank: reserved_bytes(replay_stages(of_rank)))
 
 
 def phases(run: Run) -> tuple[PhaseParts, ...]:

@@ -36,10 +36,41 @@ def unfolded(facts: Facts) -> Unfolded:
     program = Program()
     load = program.unfold(facts.step, "load")
     step = program.unfold(facts.step, main_piece(facts.step))
-    if facts.checkpointed is None:
-        return Unfolded(program, load, step, None)
-    checkpointed = program.unfold_beside(facts.checkpointed, "step")
-    return Unfolded(program, load, step, BothSteps(program, facts.step.model, step, checkpointed))
+    both = None
+    if facts.checkpointed is not None:
+        checkpointed = program.unfold_beside(facts.checkpointed, "step")
+        both = BothSteps(program, facts.step.model, step, checkpointed)
+    if "autocast" not in facts.step.variant:
+        _widen_statistics(program)
+    return Unfolded(program, load, step, both)
+
+
+CASTS_BEFORE = 3
+"""Allocations back from a layer norm's output among which is the cast of its input, with those of weight and bias."""
+
+
+def _widen_statistics(program: Program) -> None:
+    """Makes fp32 what layer norms keep of each row, the mean and the reciprocal deviation, as CUDA does whatever the
+    input (native/cuda/layer_norm_kernel.cu, ``acc_type``). A recording on a CPU has them in the input's dtype: without
+    autocast 16 bits, but where the input was cast to fp32 first."""
+    ops, buffers, sizes = list(program.op), list(program.buffers), program.sizes
+    wide: dict[int, int] = {}
+    for out, (name, second, third) in enumerate(zip(ops, ops[1:], ops[2:], strict=False)):
+        if not name == second == third == "native_layer_norm":
+            continue
+        whole, mean, deviation = (sizes[number] for number in buffers[out : out + 3])
+        if isinstance(whole, int) or isinstance(mean, int) or mean != deviation:
+            continue
+        before = range(max(out - CASTS_BEFORE, 0), out)
+        is_cast = any(ops[at] == "_to_copy" and buffers[at] == buffers[out] for at in before)
+        if is_cast or whole[1].coefficient <= mean[1].coefficient:  # the second: what is copied, before the next output
+            continue
+        number = buffers[out + 1]
+        if number not in wide:
+            wide[number] = len(sizes)
+            sizes.append((mean[0], mean[1]._replace(coefficient=2 * mean[1].coefficient)))
+        for buffer in (out + 1, out + 2):
+            program.buffers[buffer] = wide[number]
 
 
 def step_key(configuration: Configuration, facts: Facts) -> tuple[object, ...]:

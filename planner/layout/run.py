@@ -115,6 +115,9 @@ class Run:
     checkpointed: frozenset[Block] = frozenset()
     """the blocks that are checkpointed, where only some are"""
 
+    ranks: tuple[int, ...] = ()
+    """ranks that do not allocate alike, this run's among them, where an engine has such; see `Configuration.rank`"""
+
     phases: PhaseStages = field(default_factory=PhaseStages)
     empty_cache: EmptyCache = field(default_factory=EmptyCache)
     device: DeviceTerms = field(default_factory=DeviceTerms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.spec.job import SPLIT, Job, Machine, Strategy, WeightsDtype
 from planner.spec.rules import ResolvedStrategy, resolve
@@ -18,6 +18,8 @@ class Configuration:
     job: Job
     strategy: ResolvedStrategy
     machine: Machine
+    rank: int | None = field(default=None, kw_only=True)
+    """whose memory is laid out, where an engine's ranks do not allocate alike; None: one of them"""
 
     @staticmethod
     def of(job: Job, strategy: Strategy, machine: Machine) -> Configuration:

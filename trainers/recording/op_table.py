@@ -100,7 +100,7 @@ KNOWN_SMALL = {
     "aten.index_put": "sorted row numbers, and copies of gradient and output in the order of the rows (native/cuda/"
     "Indexing.cu, index_put_with_sort_kernel); text tokens only: some MiB",
     "aten.native_layer_norm": "mean and rstd are fp32 on CUDA and of the input's dtype on CPU (layer_norm_kernel.cu): "
-    "4 bytes a row more, and only without autocast, which makes its input fp32",
+    "4 bytes a row more without autocast, which makes its input fp32; `planner.layout.recorded_run` makes them so",
     "aten.native_layer_norm_backward": "a trained weight and bias over many rows are summed in two passes through "
     "at most 2**20 numbers each (layer_norm_kernel.cu, dgamma_blocks): 8 MiB; likewise the fused RMSNorm's weight",
     "aten.native_group_norm": "scale and shift in fp32 per sample and channel (group_norm_kernel.cu): 20 KiB a sample",

@@ -3,8 +3,9 @@
 DeepSpeed casts every parameter to 16 bits, keeps an fp32 master and two Adam states of its share of the trained ones,
 and sends gradients through a flat bucket (read in deepspeed 0.19.8: runtime/zero/stage_1_and_2.py, stage3.py,
 partitioned_param_coordinator.py; defaults of runtime/zero/config.py). Frozen parameters are split in stage 3 only.
-tests/contract reads the same bytes off the real engines. Ranks differ by what falls on the borders of their shares:
-the largest is priced.
+tests/contract reads the same bytes off the real engines. In stages 1 and 2 ranks differ in how much of the borders of
+their shares they keep, and in when: that decides what falls into which hole, so several are replayed, and the one that
+needs most is priced.
 
 Bytes of one rank, and the function that counts them. P trained parameters over N ranks; S = P / N, rounded up by
 `aligned_elements` over all of them in stages 1 and 2, parameter by parameter in stage 3.
@@ -27,8 +28,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner.errors import NotEstimatedError
@@ -42,6 +43,9 @@ HALF, FULL = 2, 4
 
 NORM_BYTES = 8
 """Gradient norms are added up in fp64, one parameter at a time (``get_norm_dtype`` in runtime/zero/utils.py)."""
+
+MOST_RANKS = 4
+"""How many of the ranks that do not allocate alike are replayed."""
 
 STEP_COPIES = {"foreach": 1, "loop": 2, "fused": 0}
 """fp32 copies of the share that torch's AdamW makes over a flat parameter: the square root of the second moment, and,
@@ -130,18 +134,6 @@ def aligned_elements(elements: int, world: int) -> int:
     return -(-elements // multiple) * multiple
 
 
-def most_in_one_share(elements: Sequence[int], world: int, reduced_first: Collection[int]) -> int:
-    """Elements of all parameters that one share touches, border crossers whole (``params_in_partition``); the most of
-    the shares that the first reduction touches: the other ranks copy theirs out of a later one. ``reduced_first``:
-    places in ``elements``."""
-    ends = list(itertools.accumulate(elements))
-    share = aligned_elements(ends[-1], world) // world
-    ranks: set[int] = set()
-    for place in reduced_first:
-        ranks.update(range((ends[place] - elements[place]) // share, (ends[place] - 1) // share + 1))
-    return max(elements_in_share(elements, world, rank) for rank in ranks)
-
-
 def elements_in_share(elements: Sequence[int], world: int, rank: int) -> int:
     """Elements of all parameters that the share of ``rank`` touches."""
     ends = list(itertools.accumulate(elements))
@@ -168,19 +160,24 @@ def sub_groups(partitions: Sequence[int], size: int) -> list[int]:
 def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
     elements = list(trained_elements(run).values())
     world, offloaded = run.machine.world, run.strategy.offload_optimizer != "none"
+    shares = Shares(trained_elements(run), world)
     share = aligned_elements(sum(elements), world) // world
     _flatten_weights(run, share, max(elements), offloaded)
     partition = -1
     if not offloaded:
-        touched = most_in_one_share(elements, world, _reduced_first(run, settings))
+        run.ranks = shares.ranks_apart(_order_of_gradients(run), settings.reduce_bucket)
+        rank = run.ranks[0] if run.configuration.rank is None else run.configuration.rank
+        run.configuration = replace(run.configuration, rank=rank)
+        touched = elements_in_share(elements, world, rank)
         partition = run.new(HALF * touched, "gradient", "gradient partition")
     bucket = run.new(HALF * settings.reduce_bucket, "buckets", "reduce bucket")
-    flush = _BucketReduction(run, settings, [] if offloaded else [partition], NORM_BYTES * max(elements))
+    kept = [] if offloaded else [partition]
+    flush = _BucketReduction(run, settings, shares.ranks, kept, NORM_BYTES * max(elements))
     if run.strategy.sharding == "zero-2":
         again = run.step.copy()
         _reduce_in_backward(run.step, run, bucket, flush)
         if run.strategy.gradient_accumulation > 1:
-            run.accumulate = _next_micro_batch(run, again, bucket, flush, offloaded)
+            run.accumulate = _next_micro_batch(run, again, bucket, flush, partition)
     else:
         _begin_bucket(run, run.step, bucket)
         run.place(run.accumulate or run.step, _reduce_all(run, bucket, flush), "reduction")
@@ -193,17 +190,13 @@ def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
             run.place(stage, step, "step", at=0)
 
 
-def _reduced_first(run: Run, settings: ZeroSettings) -> Collection[int]:
-    """The places, in the model's order, of the parameters whose gradients fill the bucket first in backward; all of
-    them in stage 1, which reduces everything at once behind it."""
-    gradients = run.named("gradient")
-    places = {gradients[name]: place for place, name in enumerate(trained_elements(run))}
+def _order_of_gradients(run: Run) -> list[str]:
+    """The trained parameters in the order in which their gradients go into the bucket: as backward makes them, or, in
+    stage 1, which reduces behind it, the model's."""
     if run.strategy.sharding == "zero-1":
-        return range(len(places))
-    order = [event for event in run.step.ops if event in places]
-    filled = itertools.accumulate(run.sizes[gradient] // HALF for gradient in order)
-    first = sum(elements <= settings.reduce_bucket for elements in filled)
-    return [places[gradient] for gradient in order[: max(first, 1)]]
+        return list(trained_elements(run))
+    names = {buffer: name for name, buffer in run.named("gradient").items()}
+    return [names[event] for event in run.step.ops if event in names]
 
 
 def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> None:
@@ -227,26 +220,87 @@ def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> Non
     run.place(run.load, [clone, master, ~clone, zeros, ~zeros], "fp32 master")
 
 
+class _Bucket:
+    """The trained parameters whose gradients lie in the bucket, until the next would not fit (``reduce_bucket_size``;
+    ``reduce_independent_p_g_buckets_and_remove_grads``)."""
+
+    def __init__(self, elements: Mapping[str, int], size: int) -> None:
+        self._elements, self._size, self._filled = elements, size, 0
+        self._names: list[str] = []
+
+    def add(self, name: str) -> list[str]:
+        """Puts a gradient in; what had to be reduced before it, in order, else nothing."""
+        full = self.take() if self._names and self._filled + self._elements[name] > self._size else []
+        self._names.append(name)
+        self._filled += self._elements[name]
+        return full
+
+    def take(self) -> list[str]:
+        """Empties the bucket; what was in it."""
+        names, self._names, self._filled = self._names, [], 0
+        return names
+
+
+class Shares:
+    """Which ranks' shares of the flat weights a trained parameter lies in (``param_to_partition_ids``)."""
+
+    def __init__(self, elements: Mapping[str, int], world: int) -> None:
+        self._elements, self._world = elements, world
+        share = aligned_elements(sum(elements.values()), world) // world
+        ends = itertools.accumulate(elements.values())
+        self._ranks = {
+            name: range((end - count) // share, (end - 1) // share + 1)
+            for (name, count), end in zip(elements.items(), ends, strict=True)
+        }
+
+    def ranks(self, names: Iterable[str]) -> set[int]:
+        """The ranks whose shares parameters touch."""
+        return set(itertools.chain.from_iterable(self._ranks[name] for name in names))
+
+    def ranks_apart(self, order: Iterable[str], size: int) -> tuple[int, ...]:
+        """Ranks that do not allocate alike, when gradients come in ``order`` and buckets hold ``size`` elements: they
+        take what keeps their gradients with different buckets. Of those that take it with the same one, the rank that
+        takes most; of many, `MOST_RANKS` from the first to the last."""
+        bucket = _Bucket(self._elements, size)
+        reduced = [full for name in order if (full := bucket.add(name))] + [bucket.take()]
+        sizes = list(self._elements.values())
+        apart: list[int] = []
+        seen: set[int] = set()
+        for names in reduced:
+            if begin := self.ranks(names) - seen:
+                apart.append(max(begin, key=lambda rank: elements_in_share(sizes, self._world, rank)))
+                seen |= begin
+        last = len(apart) - 1
+        places = sorted({round(last * at / (MOST_RANKS - 1)) for at in range(MOST_RANKS)})
+        return tuple(apart[place] for place in places)
+
+
 @dataclass
 class _BucketReduction:
-    """What reducing a full bucket allocates: a copy of it (``allreduce_bucket`` flattens the slices of the ranks), and
-    the first time what keeps the result."""
+    """What reducing full buckets allocates, one after another: a copy of one that lies in several ranks' shares
+    (``allreduce_bucket`` flattens its slices; a single slice is flat), and, behind the first with a parameter of this
+    rank, what keeps its gradients (``copy_grads_in_partition``)."""
 
     run: Run
     settings: ZeroSettings
+    ranks: Callable[[Iterable[str]], set[int]]
     kept: list[int]
     norm_bytes: int
 
-    def events(self, filled: int, first: bool) -> list[int]:
-        """The events of reducing ``filled`` elements."""
+    def events(self, names: Sequence[str]) -> list[int]:
+        """The events of reducing the gradients of parameters; none for none."""
         made: list[int] = []
-        if self.run.machine.world > 1:
-            copy = self.run.new(HALF * filled, "buckets", "reduced copy")
+        ranks = self.ranks(names)
+        if len(ranks) > 1:
+            copy = self.run.new(HALF * sum(self.run.elements[name] for name in names), "buckets", "reduced copy")
             made += [copy, ~copy]
-        if self.run.strategy.offload_optimizer != "none":  # each norm is taken before its gradient goes
+        if names and self.run.strategy.offload_optimizer != "none":  # each norm is taken before its gradient goes
             norm = self.run.new(self.norm_bytes, "temporary", "norm in fp64")
             made += [norm, ~norm]
-        return made + (self.kept if first else [])
+        if self.run.configuration.rank in ranks:
+            made += self.kept
+            self.kept = []
+        return made
 
 
 def _as_gradients_come(stage: Stage, run: Run, then: Callable[[list[int]], list[int]]) -> None:
@@ -274,24 +328,19 @@ def _as_gradients_come(stage: Stage, run: Run, then: Callable[[list[int]], list[
 def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _BucketReduction) -> None:
     """Every gradient moves into the bucket as it comes, and the bucket with the first; a full one is reduced, and what
     is left at the end. Stage 3 has its bucket already (None)."""
-    filled, flushed = 0, False
+    names = {buffer: name for name, buffer in run.named("gradient").items()}
+    filling = _Bucket(run.elements, flush.settings.reduce_bucket)
     begun = [] if bucket is None else [bucket]
 
     def take(gradients: list[int]) -> list[int]:
-        nonlocal filled, flushed
         events = begun.copy()
         begun.clear()
         for gradient in gradients:
-            elements = run.sizes[gradient] // HALF
-            if filled and filled + elements > flush.settings.reduce_bucket:
-                events += flush.events(filled, not flushed)
-                filled, flushed = 0, True
-            events.append(~gradient)
-            filled += elements
+            events += [*flush.events(filling.add(names[gradient])), ~gradient]
         return events
 
     _as_gradients_come(stage, run, take)
-    run.place(stage, flush.events(filled, not flushed), "reduction")
+    run.place(stage, flush.events(filling.take()), "reduction")
     if bucket is not None:
         run.free(stage, [bucket])
 
@@ -324,21 +373,17 @@ def _reduce_all(run: Run, bucket: int, flush: _BucketReduction) -> list[int]:
     """Stage 1 reduces behind the last backward of a step, still in ``engine.backward``, over the parameters in their
     order (``reduce_gradients``)."""
     gradients = run.named("gradient")
+    filling = _Bucket(run.elements, flush.settings.reduce_bucket)
     events: list[int] = []
-    filled, flushed = 0, False
-    for name, elements in trained_elements(run).items():
-        if filled and filled + elements > flush.settings.reduce_bucket:
-            events += flush.events(filled, not flushed)
-            filled, flushed = 0, True
-        events.append(~gradients[name])
-        filled += elements
-    return [*events, *flush.events(filled, not flushed), ~bucket]
+    for name in trained_elements(run):
+        events += [*flush.events(filling.add(name)), ~gradients[name]]
+    return [*events, *flush.events(filling.take()), ~bucket]
 
 
-def _next_micro_batch(run: Run, stage: Stage, bucket: int, flush: _BucketReduction, offloaded: bool) -> Stage:
+def _next_micro_batch(run: Run, stage: Stage, bucket: int, flush: _BucketReduction, partition: int) -> Stage:
     """A further micro-batch: its reduced gradients are added to those that are kept, and freed."""
-    kept = [] if offloaded else [run.new(run.sizes[flush.kept[0]], "gradient", "gradient partition")]
-    _reduce_in_backward(stage, run, bucket, _BucketReduction(run, flush.settings, kept, flush.norm_bytes))
+    kept = [] if partition < 0 else [run.new(run.sizes[partition], "gradient", "gradient partition")]
+    _reduce_in_backward(stage, run, bucket, replace(flush, kept=kept))
     run.free(stage, kept)
     run.free(stage, run.leftovers, at=0)
     return stage
@@ -387,7 +432,9 @@ def _stage_3(run: Run, settings: ZeroSettings) -> None:
     run.add(run.load, HALF * settings.reduce_bucket, "buckets", "reduce bucket")
     run.accumulate = None  # every micro-batch is like the first: what it adds to is there from the beginning
     largest = -(-max(elements.values()) // world)
-    _reduce_in_backward(run.step, run, None, _BucketReduction(run, settings, [], NORM_BYTES * largest))
+    everyone = set(range(world))
+    flush = _BucketReduction(run, settings, lambda names: everyone if names else set(), [], NORM_BYTES * largest)
+    _reduce_in_backward(run.step, run, None, flush)
     _gather(run, settings)
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, set(run.named("gradient").values()))

@@ -18,14 +18,15 @@ from planner.estimate.traffic import traffic
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
+from planner.layout.sharding import zero as zero_terms
 from planner.layout.sharding.collectives import communicators
 from planner.layout.sharding.fsdp import GATHERING, REDUCING, padded_share
 from planner.layout.sharding.nvme import check_buffers, gradients_in_ram
 from planner.layout.sharding.zero import (
+    Shares,
     aligned_elements,
     bucket_as_backward_begins,
     elements_in_share,
-    most_in_one_share,
     sub_groups,
 )
 from planner.spec.configuration import Configuration
@@ -216,15 +217,29 @@ def test_shares_of_a_flat_buffer(elements: list[int], world: int) -> None:
     for rank in range(world):
         expected = sum(count for count, ranks in zip(elements, owners, strict=True) if rank in ranks)
         assert elements_in_share(elements, world, rank) == expected
-    assert most_in_one_share(elements, world, range(len(elements))) >= -(-sum(elements) // world) - 2 * world
 
 
-def test_a_share_that_the_first_reduction_does_not_touch_comes_later() -> None:
+def test_ranks_take_what_keeps_their_gradients_with_the_first_bucket_that_has_some() -> None:
     """Of four shares of 10, the second crosses two borders and holds the most; backward begins with the last."""
-    elements = [9, 9, 9, 5, 8]
-    assert [elements_in_share(elements, 4, rank) for rank in range(4)] == [18, 18, 14, 13]
-    assert most_in_one_share(elements, 4, [4, 3]) == 14
-    assert most_in_one_share(elements, 4, range(5)) == 18
+    elements = {"a": 9, "b": 9, "c": 9, "d": 5, "e": 8}
+    shares = Shares(elements, 4)
+    assert [elements_in_share(list(elements.values()), 4, rank) for rank in range(4)] == [18, 18, 14, 13]
+    assert [shares.ranks([name]) for name in elements] == [{0}, {0, 1}, {1, 2}, {2, 3}, {3}]
+    assert shares.ranks_apart(list(elements), 1000) == (0,)  # one bucket: all at once, and the first takes most
+    assert shares.ranks_apart(list(elements), 18) == (0, 2)  # a and b; c and d; e
+    assert shares.ranks_apart(list(elements)[::-1], 13) == (2, 1, 0)  # e and d; c; b; a
+
+
+def test_of_many_ranks_that_differ_four_are_replayed() -> None:
+    elements = {f"weight {number}": 10 for number in range(16)}
+    assert Shares(elements, 16).ranks_apart(list(elements), 10) == (0, 5, 10, 15)
+
+
+def test_a_bucket_is_copied_only_where_it_lies_in_several_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket for each adapter: four adapters on two ranks, and no border within one."""
+    monkeypatch.setattr(zero_terms, "DEEPSPEED", zero_terms.ZeroSettings(reduce_bucket=ADAPTER // 2))
+    assert "reduced copy" not in laid_out(Machine(gpu="a100-80gb", gpus=2), **zero("zero-1")).program.op
+    assert "reduced copy" in laid_out(Machine(gpu="a100-80gb", gpus=3), **zero("zero-1")).program.op
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
