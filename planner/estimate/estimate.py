@@ -162,24 +162,27 @@ def replay(
     earlier: Sequence[ReplayedStage] = (),
     capacity_bytes: int | None = None,
 ) -> tuple[Run, list[ReplayedStage]]:
-    """The run at the worst of the job's buckets, and of the ranks that do not allocate alike; with its stages, replayed
-    in the order they run.
+    """The run at the worst of the job's buckets, with its stages replayed in the order they run.
+
+    Of ranks that do not allocate alike it is the one that reserves most, and the stages of the others come first: each
+    counter may peak on another. At a capacity the stages are of that one rank only.
 
     ``earlier``: of a run that may be the same to the byte. ``capacity_bytes``: as `replay_stages` has it.
     """
-    if earlier:
-        configuration = replace(configuration, rank=earlier[-1].run.configuration.rank)
     shapes = grids(facts.model, configuration.job)
     runs = [layout(configuration, facts, shape, trainer) for shape in shapes]
-    if len(runs) == 1 and (again := reused_replay(runs[0], earlier, cached=cached)):
+    other_ranks = [rank for rank in runs[0].ranks if rank != runs[0].configuration.rank]
+    if len(runs) == 1 and not other_ranks and (again := reused_replay(runs[0], earlier, cached=cached)):
         return runs[0], again
-    found = _replay_shapes(runs, cached, capacity_bytes)
-    for rank in runs[0].ranks:
-        if rank != runs[0].configuration.rank:
-            other = replace(configuration, rank=rank)
-            runs_of_rank = [layout(other, facts, shape, trainer) for shape in shapes]
-            found = max(found, _replay_shapes(runs_of_rank, cached, capacity_bytes), key=lambda one: _worse(one[1]))
-    return found
+    run, played = _replay_shapes(runs, cached, capacity_bytes)
+    others: list[ReplayedStage] = []
+    for rank in other_ranks:
+        of_rank = [layout(replace(configuration, rank=rank), facts, shape, trainer) for shape in shapes]
+        other, stages = _replay_shapes(of_rank, cached, capacity_bytes)
+        if _worse(stages) > _worse(played):
+            run, played, stages = other, stages, played
+        others += stages
+    return run, played if capacity_bytes is not None else [*others, *played]
 
 
 def _replay_shapes(runs: list[Run], cached: bool, capacity_bytes: int | None) -> tuple[Run, list[ReplayedStage]]:

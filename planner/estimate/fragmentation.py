@@ -32,6 +32,8 @@ def reserved_range(played: Sequence[ReplayedStage]) -> tuple[int, int]:
     strategy = played[-1].run.strategy
     if strategy.expandable_segments:  # few holes: 70 of 76 published runs would not move by half a per cent
         return reserved, reserved
+    rank = played[-1].run.configuration.rank
+    played = [entry for entry in played if entry.run.configuration.rank == rank]
     # What is encoded before has an allocator of its own.
     runs = list({id(entry.run): entry.run for entry in played if entry.phase != "encode"}.values())
     own = {id(run) for run in runs}
