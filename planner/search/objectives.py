@@ -147,9 +147,9 @@ def other_kind(search: Search, plan: Estimate, objective: Objective) -> Iterator
 def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
     """For a job that nothing fits: every single wish whose relaxing is enough, with the most that is left of it.
 
-    Host RAM stands first, because it keeps the clip as it was asked for.
+    Host RAM and GPUs that share a sample stand first, because they keep the clip as it was asked for.
     """
-    model, answers = search.question.model, list(more_ram(search, job))
+    model, answers = search.question.model, [*more_ram(search, job), *shared_samples(search, job)]
     objectives = [frames(model), smaller_sizes(model, job), batch(model)]
     objectives += [rank(model)] if job.method == "lora" else []
     for objective in objectives if not job.buckets else ():
@@ -165,6 +165,28 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
         if plan is not None:
             answers.append(Relaxed("method", "full", "lora", plan))
     return (*answers, *one_gpu(search, job), *_untyped(search, job))
+
+
+def shared_samples(search: Search, job: Job) -> Iterator[Relaxed]:
+    """The fewest GPUs that have to share each sample (context parallelism) for the job to fit without lossy options: it
+    keeps the clip, and a step then has fewer samples."""
+    question = search.question
+    world = question.machine.world
+    if question.strategy.context_parallel > 1 or "context_parallel" in question.fixed or job.buckets:
+        return
+    for parts in (count for count in range(2, world + 1) if not world % count):
+        if not context_parallel.divides(question.model, grid(question.model, job), parts):
+            continue
+        strategy = question.strategy.replace(context_parallel=parts)
+        shared = Search(
+            question._replace(strategy=strategy, fixed=question.fixed | {"context_parallel"}), search.screen
+        )
+        with contextlib.suppress(ContradictionError):  # what was typed does not go with it
+            for anchor in _anchors(shared, [job], _kind(shared, job)):
+                plan = shared.try_estimate(job, shared.most_in_ram(job, anchor))
+                if plan is not None and plan.verdict == "fits":
+                    yield Relaxed("context_parallel", 1, parts, plan)
+                    return
 
 
 def one_gpu(search: Search, job: Job) -> Iterator[Relaxed]:

@@ -19,7 +19,7 @@ def test_the_fewest_gpus_that_keep_a_step_are_the_answer() -> None:
     limit = 1.01 * counts[8]["step_seconds_high"]
     assert limit < counts[2]["step_seconds_high"]
     found = answer(*SHARDED, "--max-step-seconds", str(limit))
-    fewest = min(gpus for gpus, row in counts.items() if row["verdict"] != "no" and row["step_seconds_high"] <= limit)
+    fewest = min(row["gpus"] for row in found["gpu_counts"] if row["meets"])
     assert found["meets"] and found["plan"]["machine"]["gpus"] == fewest > 1
     assert found["plan"]["step_seconds_high"] <= limit
 
@@ -39,6 +39,18 @@ def test_a_limit_that_nothing_keeps_is_said() -> None:
     assert "no number of GPUs tried (1, 2, 4, 8) keeps --max-step-seconds 0.01" in " ".join(
         run(*WAN, "--max-step-seconds", "0.01", code=3).stdout.split()
     )
+
+
+def test_gpus_share_samples_where_a_step_is_too_long() -> None:
+    long = ("suggest", "wan2.1-t2v-14b", "--frames", "81", "--gpu", "h100-80gb", "--host-ram", "512GiB")
+    found = answer(*long, "--max-step-seconds", "13")
+    assert found["meets"] and found["plan"]["step_seconds_high"] <= 13
+    chosen = found["plan"]["strategy"]["context_parallel"]
+    assert chosen == found["plan"]["machine"]["gpus"] > 1
+    alone = [row["step_seconds"] for row in found["gpu_counts"] if row["context_parallel"] == 1]
+    assert min(alone) > 13
+    shown = " ".join(run(*long, "--max-step-seconds", "13").stdout.split())
+    assert f"--gpus {chosen} --context-parallel {chosen}" in shown and f"{chosen} to a sample" in shown
 
 
 def test_typed_gpus_are_the_only_ones_asked_about() -> None:

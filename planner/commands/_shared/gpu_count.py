@@ -109,6 +109,7 @@ class CountedGpus(NamedTuple):
         plan, hours = row.plan, row.whole.hours if row.whole else None
         return {
             "gpus": row.gpus,
+            "context_parallel": row.question.strategy.context_parallel,
             "verdict": plan.verdict if plan else "no",
             "step_seconds": plan.step_seconds if plan else None,
             "step_seconds_high": plan.step_seconds_high if plan else None,
@@ -123,38 +124,63 @@ class CountedGpus(NamedTuple):
         console.print()
         names = (">GPUs", "verdict", ">s/step", *((">hours", ">GPU-hours") if self.chosen.whole else ()), "within")
         console.print(table(names, [self._cells(row) for row in self.rows]))
+        if (shared := self.chosen.question.strategy.context_parallel) > 1:
+            flags = f"--gpus {shared} --context-parallel {shared}"
+            console.print(f"{flags}: they share every sample, so a step has 1, not {shared}")
         if not self.meets:
-            counts = ", ".join(str(row.gpus) for row in self.rows)
+            counts = ", ".join(dict.fromkeys(str(row.gpus) for row in self.rows))
             console.print(f"no number of GPUs tried ({counts}) keeps {self.limits.words()}", style="red")
 
     def _cells(self, row: CountRow) -> tuple[str, ...]:
         plan, hours = row.plan, row.whole.hours if row.whole else None
         within = "yes" if self.limits.over(row) <= 1 else "no"
+        gpus = f"{row.gpus} to a sample" if row.question.strategy.context_parallel > 1 else str(row.gpus)
         if plan is None or plan.step_seconds_high is None:
-            return str(row.gpus), "no", "-", *(("-", "-") if self.chosen.whole else ()), within
+            return gpus, "no", "-", *(("-", "-") if self.chosen.whole else ()), within
         spans = [Span(plan.step_seconds, plan.step_seconds_high)]
         spans += [hours, hours.times(row.gpus)] if hours else []
-        return str(row.gpus), plan.verdict, *(f"{span.low:.3g} to {span.high:.3g}" for span in spans), within
+        return gpus, plan.verdict, *(f"{span.low:.3g} to {span.high:.3g}" for span in spans), within
 
 
 def count_gpus(asked: TypedQuestion, limits: TimeLimits, best: Plan, whole: Whole) -> CountedGpus:
     """Of the counts that a computer has, or of the one that was typed, the cheapest that keeps the limits; else the one
-    that comes closest. A VplanError where no count can be asked about."""
+    that comes closest. Where a step takes too long, GPUs that share every sample are asked about too. A VplanError
+    where no count can be asked about."""
     rows, refused = [], None
     for count in _counts(asked):
-        question = (asked if count is None else asked._replace(machine={**asked.machine, "gpus": count})).settle()
+        of_count = asked if count is None else asked._replace(machine={**asked.machine, "gpus": count})
         try:
-            plan = best(question)
+            rows.append(_row(of_count, best, whole))
         except VplanError as error:  # what was typed is for more GPUs, or for one
             refused = refused or error
             continue
-        rows.append(CountRow(question, plan, whole(plan) if plan else None))
+        if rows[-1].gpus > 1 and limits.step_seconds < math.inf and limits.over(rows[-1]) > 1:
+            rows += _shared(of_count, rows[-1].gpus, best, whole)
     if not rows:
         assert refused is not None
         raise refused
     met = [row for row in rows if limits.over(row) <= 1]
     chosen = min(met, key=lambda row: row.cost) if met else min(rows, key=limits.over)
     return CountedGpus(limits, rows, chosen)
+
+
+def _row(asked: TypedQuestion, best: Plan, whole: Whole) -> CountRow:
+    question = asked.settle()
+    plan = best(question)
+    return CountRow(question, plan, whole(plan) if plan else None)
+
+
+def _shared(asked: TypedQuestion, gpus: int, best: Plan, whole: Whole) -> list[CountRow]:
+    """The same GPUs sharing every sample, whose steps are shorter and have one sample each; nothing where the model or
+    what was typed does not allow that."""
+    if "context_parallel" in asked.typed:
+        return []
+    strategy = {**asked.strategy, "context_parallel": gpus}
+    try:
+        row = _row(asked._replace(strategy=strategy, typed=asked.typed | {"context_parallel"}), best, whole)
+    except VplanError:
+        return []
+    return [row] if row.plan else []
 
 
 def _counts(asked: TypedQuestion) -> Sequence[int | None]:

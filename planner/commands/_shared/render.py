@@ -261,7 +261,8 @@ def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -
         lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
         count = wish.plan.strategy.checkpointed_blocks if wish.field == "gradient_checkpointing" else None
         blocks = f" --checkpointed-blocks {count}" if count else ""
-        console.print(f"  --{_flag_name(wish)} {wish.after}{blocks} instead of {wish.before}{lossy}")
+        shared = f" ({wish.after} GPUs share a sample)" if wish.field == "context_parallel" else ""
+        console.print(f"  --{_flag_name(wish)} {wish.after}{blocks} instead of {wish.before}{lossy}{shared}")
 
 
 def _other_kind(wish: Relaxed) -> str:

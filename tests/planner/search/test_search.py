@@ -247,6 +247,19 @@ def test_one_gpu_of_two_is_offered_where_it_fits_without_lossy_options() -> None
     assert shorter.field == "frames" and shorter.plan.job.frames < 49 and not shorter.plan.lossy
 
 
+def test_gpus_that_share_a_sample_are_offered_where_that_keeps_the_clip() -> None:
+    model, card = lookup.model("wan2.1-t2v-14b"), lookup.gpu("rtx4090")
+    job = lookup.job_for(model, {"frames": 81, "height": 720, "width": 1280})
+    machine = Machine(gpu=card.name, gpus=4, host_ram=64 * GIB)
+    question = Question(job, Strategy(), machine, model, card, frozenset())
+    search = Search(question, SCREEN)
+    (wish,) = [wish for wish in relaxed(search, job) if wish.field == "context_parallel"]
+    assert (wish.before, wish.after, wish.plan.verdict, wish.plan.lossy) == (1, 4, "fits", ())
+    assert wish.plan.job == job
+    typed = question._replace(fixed=frozenset({"context_parallel"}))
+    assert "context_parallel" not in {wish.field for wish in relaxed(Search(typed, SCREEN), job)}
+
+
 def test_a_wish_that_contradicts_the_rest_of_what_was_typed_is_passed_over() -> None:
     typed = {"sharding": "zero-3", "offload_optimizer": "nvme", "offload_gradients": "none"}
     search = ask("12GB", typed, method="full", batch_size=60)
