@@ -302,6 +302,8 @@ def _notes(
     if rehearsal.hollow:
         names = ", ".join(request.text for request in rehearsal.hollow)
         yield f"hollow weights (zeros; tokenizers split into letters): {names}"
+    if rehearsal.data:
+        yield f"hollow data: {rehearsal.data}"
     copies = sum(process.hollow_bytes for process in outcome.observed)
     if copies:
         yield f"host RAM includes {format_gib(copies)} of weights and states on the CPU, counted and not made"

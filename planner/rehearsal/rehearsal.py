@@ -23,6 +23,7 @@ from planner.layout.single_gpu import NCCL_BYTES
 from planner.rehearsal import launcher
 from planner.rehearsal.cards import CardTable, card_environment, read_table
 from planner.rehearsal.compiler import libraries_for, preload
+from planner.rehearsal.hollow.hollow_data import HollowData
 from planner.rehearsal.hollow.hollow_files import hollow_files, hollow_places
 from planner.rehearsal.hollow.hollow_request import HollowRequest
 from planner.rehearsal.interpreter import Interpreter
@@ -73,6 +74,8 @@ class Rehearsal:
     """whether every allocation is recorded, so that the peak's lines and the course of the run are known"""
     hollow: tuple[HollowRequest, ...] = ()
     """weights that are stood in for by files without data"""
+    data: HollowData | None = None
+    """a data set that is made for the run"""
 
 
 @dataclass
@@ -115,7 +118,8 @@ def run(
         (folder / "tmp").mkdir()
         environment = environment_with_cards(rehearsal, folder, libraries)
         log = folder / "log.txt"
-        with hollow_files(rehearsal.hollow, interpreter.path, folder, environment) as own, log.open("wb") as output:
+        hollow = hollow_files(rehearsal.hollow, interpreter.path, folder, environment, rehearsal.data)
+        with hollow as own, log.open("wb") as output:
             (folder / "environment.json").write_text(json.dumps(environment | own), encoding="utf-8")
             process = _start(rehearsal, folder, output.fileno())
             try:
