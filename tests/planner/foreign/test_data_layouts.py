@@ -32,12 +32,13 @@ FLUX = (
 )
 MUSUBI = (
     "accelerate launch --mixed_precision bf16 src/musubi_tuner/wan_train_network.py --task t2v-1.3B "
-    "--dit dit.safetensors --dataset_config set.toml --sdpa --mixed_precision bf16 --network_module networks.lora_wan --network_dim 32"
+    "--dit dit.safetensors --dataset_config set.toml --sdpa --mixed_precision bf16 "
+    "--network_module networks.lora_wan --network_dim 32"
 )
 SD_SCRIPTS = (
     "accelerate launch flux_train_network.py --pretrained_model_name_or_path models/flux1-dev.safetensors "
-    "--ae ae.safetensors --clip_l clip_l.safetensors --t5xxl t5xxl.safetensors --network_module networks.lora_flux --mixed_precision bf16 "
-    "--cache_latents --cache_text_encoder_outputs"
+    "--ae ae.safetensors --clip_l clip_l.safetensors --t5xxl t5xxl.safetensors "
+    "--network_module networks.lora_flux --mixed_precision bf16 --cache_latents --cache_text_encoder_outputs"
 )
 
 
