@@ -673,6 +673,33 @@ def test_weights_that_nobody_has(place: Path, cache: str) -> None:
     assert not (place / "models").exists()
 
 
+@needs_cuda_wheel
+def test_data_that_nobody_has(place: Path, cache: str) -> None:
+    """A folder of pictures is there while the command runs, and not behind it."""
+    if subprocess.run([CUDA_PYTHON, "-c", "import PIL"], capture_output=True, check=False).returncode:
+        pytest.skip("the Python of VPLAN_CUDA_PYTHON has no pillow")
+    source = """
+        from pathlib import Path
+        import numpy, torch
+        from PIL import Image
+        pictures = [numpy.asarray(Image.open(path)) for path in sorted(Path("data/dog").iterdir())]
+        batch = torch.from_numpy(numpy.stack(pictures)).cuda().float()
+        model = torch.nn.Conv2d(3, 8, 3).cuda()
+        model(batch.permute(0, 3, 1, 2)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+    """
+    script = place / "train_dreambooth_lora_flux.py"  # the name says whose flags these are
+    script.write_text(textwrap.dedent(source))
+    command = [CUDA_PYTHON, script.name, "--pretrained_model_name_or_path", "black-forest-labs/FLUX.1-dev"]
+    command += ["--instance_data_dir", "data/dog", "--instance_prompt", "dog", "--mixed_precision", "bf16"]
+    command += ["--resolution", "256", "--train_batch_size", "4"]
+    answer = rehearse(place, cache, "--gpu", "24GB", "--steps", "1", "--hollow", "data", "--", *command)
+    assert (answer["verdict"], answer["steps"]) == ("fits", 1)
+    assert answer["allocated_bytes"] >= 4 * 4 * (3 * 256 * 256 + 8 * 254 * 254)  # four pictures, and the output
+    assert "hollow data: 4 grey samples of 256x256" in answer["assumptions"]
+    assert sorted(path.name for path in place.iterdir()) == [script.name]
+
+
 def test_unknown_weights_are_refused(place: Path, cache: str, bare_python: str) -> None:
     words = ["--gpu", "24GB", "--hollow", "black-forest-labs/FLUX.1-dve", "--", bare_python, "-c", "pass"]
     error = rehearse(place, cache, *words, code=1)["error"]
