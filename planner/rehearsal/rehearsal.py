@@ -42,6 +42,7 @@ OFFLINE = {
     "TRANSFORMERS_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "WANDB_MODE": "offline",
+    "DIFFSYNTH_SKIP_DOWNLOAD": "True",
 }
 """What makes libraries fail at once instead of waiting for a network that is not there."""
 
