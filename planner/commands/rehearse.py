@@ -140,7 +140,7 @@ def command(
         values=bounds["values"],
         events=bounds["by_line"] or bounds["report"] is not None,
         hollow=tuple(parse_request(text) for text in hollow if text != DATA),
-        data=data_of(words, card, gpus or count) if DATA in hollow else None,
+        data=data_of(words, gpus or count) if DATA in hollow else None,
     )
     if bounds["report"]:
         check_report(bounds["report"])

@@ -9,20 +9,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner import dialects
-from planner.catalog.profiles import GpuProfile
+from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import job_for
+from planner.dialects.base.bindings import Settings
+from planner.dialects.base.dialect import Dialect, Invocation, translate
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import as_list
 from planner.dialects.musubi_tuner.models import family_of
 from planner.errors import VplanError, quoted
-from planner.foreign.case import Case, settle
 from planner.foreign.rehearsed_command import script_of
 from planner.rehearsal.hollow.hollow_data import CAPTION, HollowData, Medium, check_absent
 from planner.rehearsal.hollow.tensor_files import TensorEntry
+from planner.spec.job import Job
 from planner.spec.plan import read_plan
 
 FEWEST = 2
@@ -31,7 +35,26 @@ FEWEST = 2
 LEAVE_OUT = "name a data set that is here, and leave --hollow data out"
 
 
-def data_of(command: tuple[str, ...], card: GpuProfile, gpus: int) -> HollowData:
+class _Case(NamedTuple):
+    """What a command trains, as far as its data goes."""
+
+    settings: Settings
+    job: Job
+    model: ModelProfile
+    ranks: int
+
+
+def _settle(dialect: Dialect, invocation: Invocation, gpus: int) -> _Case:
+    """A command's job with its model's usual shape where it says none. Whether it can be estimated does not matter."""
+    ranks = max(gpus, int(invocation.settings.get("gpus") or 1))
+    settings = {**invocation.settings, "gpus": ranks, "nodes": 1}
+    fields = translate(dialect, replace(invocation, settings=settings)).job
+    model = lookup.model(fields["model"])
+    job = job_for(model, {name: value for name, value in fields.items() if value is not None})
+    return _Case(settings, job, model, ranks)
+
+
+def data_of(command: tuple[str, ...], gpus: int) -> HollowData:
     """The data set that a command names and that is not here. Raises a VplanError for a command or layout that is not
     known, and where something lies at a place that it names."""
     script = script_of(command)
@@ -45,8 +68,7 @@ def data_of(command: tuple[str, ...], card: GpuProfile, gpus: int) -> HollowData
         dialect, invocation = dialects.read_script(script)
         if dialect.name not in LAYOUTS:
             raise VplanError(f"--hollow data: the layout of {dialect.title}'s data is not known", LEAVE_OUT)
-        case = settle(dialect, invocation, {}, {"gpu": card.name, "gpus": gpus})
-        data = LAYOUTS[dialect.name](case, script)
+        data = LAYOUTS[dialect.name](_settle(dialect, invocation, gpus), script)
     if not data.media:
         raise VplanError("--hollow data: the command names no data set", LEAVE_OUT)
     check_absent(data)
@@ -79,14 +101,14 @@ def _absolute(path: object) -> Path:
     return Path(os.path.abspath(Path(str(path)).expanduser()))
 
 
-def _shape(case: Case) -> tuple[int, int, int]:
+def _shape(case: _Case) -> tuple[int, int, int]:
     job = case.job
     return job.frames, job.height, job.width
 
 
-def _count(case: Case) -> int:
+def _count(case: _Case) -> int:
     """Samples of one step on all ranks."""
-    return max(FEWEST, case.job.batch_size * case.machine.gpus * case.machine.nodes)
+    return max(FEWEST, case.job.batch_size * case.ranks)
 
 
 def _refuse(what: str) -> VplanError:
@@ -118,10 +140,10 @@ def _own(program: PythonCommand) -> HollowData:
 # ---- diffusers' examples
 
 
-def _diffusers(case: Case, script: Script) -> HollowData:
+def _diffusers(case: _Case, script: Script) -> HollowData:
     """Folders of pictures (`DreamBoothDataset` opens every file of its folder), of pictures with metadata.jsonl as
     `datasets` reads them, and CogVideoX's lists of clips and captions (cogvideo/train_cogvideox_lora.py)."""
-    settings, files = case.given.settings, _Files()
+    settings, files = case.settings, _Files()
     name = (
         settings.get("--instance_data_root") or settings.get("--instance_data_dir") or settings.get("--train_data_dir")
     )
@@ -154,9 +176,9 @@ DERIVED = frozenset({"input_image", "end_image"})
 """Extra inputs that are taken from the clip itself (examples/wanvideo/model_training/train.py, parse_extra_inputs)."""
 
 
-def _diffsynth(case: Case, script: Script) -> HollowData:
+def _diffsynth(case: _Case, script: Script) -> HollowData:
     """A table with a column for every key of files, and one with prompts (core/data/unified_dataset.py)."""
-    settings, files = case.given.settings, _Files()
+    settings, files = case.settings, _Files()
     base, table = settings.get("--dataset_base_path"), settings.get("--dataset_metadata_path")
     if not base:
         return files.done()
@@ -209,9 +231,9 @@ def _word(program: PythonCommand, flag: str) -> str:
     return next((words[at + 1] for at, word in enumerate(words[:-1]) if word == flag), *joined[:1] or [""])
 
 
-def _musubi(case: Case, script: Script) -> HollowData:
+def _musubi(case: _Case, script: Script) -> HollowData:
     """The data set of a training command, with what it reads of it: caches (dataset/cache_io.py)."""
-    path, count = case.given.settings.get("--dataset_config"), _count(case)
+    path, count = case.settings.get("--dataset_config"), _count(case)
     if not path:
         return _Files().done()
     config, files = script.document(str(path)), _Files()
@@ -246,14 +268,14 @@ def _musubi(case: Case, script: Script) -> HollowData:
     return files.done()
 
 
-def _wan_latents(case: Case, frames: int, height: int, width: int) -> list[TensorEntry]:
+def _wan_latents(case: _Case, frames: int, height: int, width: int) -> list[TensorEntry]:
     """`save_latent_cache_wan` (dataset/cache_io.py:51)."""
     vae = case.model.vae
     sizes = (1 + (frames - 1) // vae.temporal, height // vae.spatial, width // vae.spatial)
     return [TensorEntry(f"latents_{'x'.join(map(str, sizes))}_bfloat16", "bf16", (vae.latent_channels, *sizes))]
 
 
-def _wan_prompt(case: Case) -> list[TensorEntry]:
+def _wan_prompt(case: _Case) -> list[TensorEntry]:
     """`save_text_encoder_output_cache_wan`; of the longest prompt, as an estimate counts it."""
     encoder = case.model.text_encoders[0]
     return [TensorEntry("varlen_t5_bfloat16", "bf16", (encoder.max_tokens, encoder.config["d_model"]))]
@@ -293,9 +315,9 @@ def _musubi_tables(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], lis
 # ---- sd-scripts, diffusion-pipe, ai-toolkit
 
 
-def _sd_scripts(case: Case, script: Script) -> HollowData:
+def _sd_scripts(case: _Case, script: Script) -> HollowData:
     """Folders of a data set's file, or one named REPEATS_WORDS in --train_data_dir (library/config_util.py)."""
-    settings, files = case.given.settings, _Files()
+    settings, files = case.settings, _Files()
     path, ending = settings.get("--dataset_config"), str(settings.get("--caption_extension") or ".caption")
     if not path:
         if settings.get("--in_json"):
@@ -326,9 +348,9 @@ def _sd_scripts(case: Case, script: Script) -> HollowData:
     return files.done()
 
 
-def _diffusion_pipe(case: Case, script: Script) -> HollowData:
+def _diffusion_pipe(case: _Case, script: Script) -> HollowData:
     """The directories of the data set's file, which its config names (utils/dataset.py)."""
-    files, settings = _Files(), case.given.settings
+    files, settings = _Files(), case.settings
     path = str(settings.get("config:dataset") or "")
     config = script.document(path) if path else None
     if config is None and path:
@@ -346,9 +368,9 @@ def _diffusion_pipe(case: Case, script: Script) -> HollowData:
     return files.done()
 
 
-def _ai_toolkit(case: Case, script: Script) -> HollowData:
+def _ai_toolkit(case: _Case, script: Script) -> HollowData:
     """The folders of its config (toolkit/data_loader.py)."""
-    files, settings = _Files(), case.given.settings
+    files, settings = _Files(), case.settings
     for key in [key for key in settings if key.endswith(".folder_path")]:
         files.places.append(_absolute(settings[key]))
         ending = str(settings.get(f"{key.removesuffix('folder_path')}caption_ext") or "txt")
@@ -362,7 +384,7 @@ def _toml(config: Mapping[str, Any]) -> str:
     return tomli_w.dumps(config)
 
 
-LAYOUTS: dict[str, Callable[[Case, Script], HollowData]] = {
+LAYOUTS: dict[str, Callable[[_Case, Script], HollowData]] = {
     "ai-toolkit": _ai_toolkit,
     "diffsynth": _diffsynth,
     "diffusers": _diffusers,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.foreign.data_layouts import data_of
 from planner.rehearsal.hollow.hollow_data import CAPTION, HollowData
@@ -19,7 +18,6 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan
 
-CARD = lookup.parse_gpus("24GB")[1]
 DIFFSYNTH = (
     "accelerate launch examples/wanvideo/model_training/train.py --dataset_base_path data/clips "
     "--dataset_metadata_path data/clips/metadata.csv --height 64 --width 96 --num_frames 5 --lora_base_model dit "
@@ -50,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of(command: str) -> HollowData:
-    return data_of(tuple(command.split()), CARD, 1)
+    return data_of(tuple(command.split()), 1)
 
 
 def test_diffsynths_table_of_clips_is_written_and_taken_away(here: Path) -> None:
@@ -66,6 +64,12 @@ def test_diffsynths_table_of_clips_is_written_and_taken_away(here: Path) -> None
                 frames = [frame.to_ndarray(format="rgb24").shape for frame in clip.decode(video=0)]
             assert frames == [(64, 96, 3)] * 5
     assert list((here / "data").iterdir()) == []
+
+
+def test_what_cannot_be_estimated_has_data_too() -> None:
+    """Of fp32 LoRAs of FLUX.1 nothing is recorded; every rank of four takes three pictures."""
+    fp32 = FLUX.replace("--mixed_precision bf16", "--mixed_precision no")
+    assert len(data_of(tuple(f"{fp32} --instance_data_dir dog".split()), 4).media) == 12
 
 
 def test_nothing_is_written_beside_what_is_there(here: Path) -> None:
@@ -106,7 +110,7 @@ def test_musubi_tuners_clips_and_caches(here: Path) -> None:
         with safe_open(here / "cache" / names[2], "pt") as file:
             assert file.get_slice("varlen_t5_bfloat16").get_shape() == [512, 4096]
     assert sorted(path.name for path in here.iterdir()) == ["run", "set.toml"]
-    clips = data_of(("python", "src/musubi_tuner/wan_cache_latents.py", "--dataset_config", "set.toml"), CARD, 1)
+    clips = data_of(("python", "src/musubi_tuner/wan_cache_latents.py", "--dataset_config", "set.toml"), 1)
     assert clips.media == data.media
     assert not clips.tensors
 
