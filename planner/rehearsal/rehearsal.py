@@ -29,7 +29,7 @@ from planner.rehearsal.hollow.hollow_request import HollowRequest
 from planner.rehearsal.interpreter import Interpreter
 from planner.rehearsal.live_memory import ProcessMemory, read_histories
 from planner.rehearsal.observations import Observed, read_observed
-from planner.rehearsal.process_tree import adopt_orphans, end_all, host_bytes
+from planner.rehearsal.process_tree import adopt_orphans, end_all, host_ram
 from planner.rehearsal.ram_guard import spare_ram
 from planner.signals import unwind_on_signals
 
@@ -92,6 +92,8 @@ class RehearsalOutcome:
     """peak host RAM of all processes, with pinned memory, and with weights and states that were not made"""
     pinned_bytes: int = 0
     """the most that was pinned at once"""
+    held_bytes: int = 0
+    """RAM of this machine that all processes really had in the end"""
     sandbox: Mapping[str, bool] = field(default_factory=dict)
     """which of `network` and `shared_memory` were the command's own"""
     log: str = ""
@@ -184,7 +186,6 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
     """Watch until one of the endings; the processes may still be there."""
     start = time.monotonic()
     spare = spare_ram()
-    limit = min(spare, rehearsal.host_ram) if rehearsal.host_ram else spare
     peak = pinned_peak = 0
     first_done: float | None = None
     while True:
@@ -194,7 +195,8 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
         code = process.poll()
         table, observed = read_table(folder), read_observed(folder)
         pinned_peak = max(pinned_peak, table.pinned_bytes)
-        peak = max(peak, host_bytes() + table.pinned_bytes)
+        ram = host_ram()
+        peak = max(peak, ram.private + table.pinned_bytes)
         now = time.monotonic()
         if first_done is None and any(seen.end == "steps" for seen in observed):
             first_done = now
@@ -203,12 +205,14 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
             ending = "done" if code == 0 else "failed"
         elif _all_have_stepped(observed) or (first_done and now - first_done > STRAGGLER_SECONDS):
             ending = "steps"
-        elif peak > limit:
-            ending = "host-ram" if rehearsal.host_ram and limit == rehearsal.host_ram else "machine-ram"
+        elif rehearsal.host_ram and peak > rehearsal.host_ram:
+            ending = "host-ram"
+        elif ram.held > spare:  # pinned memory that nobody wrote to takes none
+            ending = "machine-ram"
         elif now - start > rehearsal.time_limit:
             ending = "time"
         if ending:
-            return RehearsalOutcome(ending, code, now - start, observed, table, peak, pinned_peak)
+            return RehearsalOutcome(ending, code, now - start, observed, table, peak, pinned_peak, ram.held)
 
 
 def _all_have_stepped(observed: Sequence[Observed]) -> bool:

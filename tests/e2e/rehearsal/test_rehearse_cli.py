@@ -135,6 +135,26 @@ def test_a_checkpoint_larger_than_ram_is_mapped(place: Path, cache: str, bare_py
     rehearse(place, cache, "--gpu", "8GB", "--python", bare_python, "--", bare_python, str(program), str(weights))
 
 
+def test_pinned_memory_that_nobody_writes_to_takes_no_ram(place: Path, cache: str, bare_python: str) -> None:
+    """It is counted, against --host-ram too, and does not end a run on a machine that has less."""
+    much = psutil.virtual_memory().total + 2**30
+    source = f"""
+        import ctypes, time
+        cuda = ctypes.CDLL("libcuda.so.1")
+        context, at = ctypes.c_void_p(), ctypes.c_void_p()
+        assert cuda.cuInit(0) == 0
+        assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert cuda.cuCtxSetCurrent(context) == 0
+        assert cuda.cuMemHostAlloc(ctypes.byref(at), ctypes.c_size_t({much}), 0) == 0
+        time.sleep(1)
+    """
+    words = ["--gpu", "8GB", "--", bare_python, program(place, source)]
+    answer = rehearse(place, cache, *words)
+    assert (answer["verdict"], answer["pinned_bytes"] >= much) == ("fits", True)
+    answer = rehearse(place, cache, "--host-ram", "1GiB", *words, code=3)
+    assert (answer["verdict"], answer["limit"]) == ("no", "host")
+
+
 def test_the_time_is_bounded(place: Path, cache: str, bare_python: str) -> None:
     words = ["--gpu", "24GB", "--time-limit", "1", "--", bare_python, "-c", "import time; time.sleep(600)"]
     assert "stopped after 1 s" in rehearse(place, cache, *words, code=4)["error"]["message"]
