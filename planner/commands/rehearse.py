@@ -54,7 +54,7 @@ class _Bounds(TypedDict):
         "vplan rehearse --gpu 24GB -- python train.py --config my.yaml",
         "vplan rehearse --gpu 2x4090 -- torchrun --nproc_per_node 2 train.py",
         "vplan rehearse --gpu 24GB --hollow Wan-AI/Wan2.1-T2V-14B -- python train.py",
-        "vplan rehearse --gpu 24GB --hollow flux1-dev.safetensors -- python train.py",
+        "vplan rehearse --gpu 24GB --hollow flux1-dev.safetensors --hollow data -- python train.py",
     ),
 )
 @click.argument("words", nargs=-1, metavar="-- COMMAND...", type=click.UNPROCESSED)
@@ -91,7 +91,8 @@ class _Bounds(TypedDict):
     "--hollow",
     multiple=True,
     metavar="WEIGHTS",
-    help="Stand in for weights that are not here: a hub repository, PATH=NAME, or a folder of configs. Repeatable.",
+    help="Stand in for what is not here: a hub repository, PATH=NAME, a folder of configs, or the data set (data). "
+    "Repeatable.",
 )
 @click.option("--python", metavar="PATH", help="Python that the command runs, if it cannot be told from the command.")
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
@@ -113,9 +114,10 @@ def command(
     and neither does the time. The code of the command runs with your rights, in the current folder. Exit code 3: it
     runs out of memory; 4: it failed for another reason.
     """
+    from planner.foreign.data_layouts import data_of
     from planner.foreign.rehearsed_command import CheckedRehearsal, checked_rehearsal
     from planner.rehearsal.answer import answer_of
-    from planner.rehearsal.hollow.hollow_request import parse_request
+    from planner.rehearsal.hollow.hollow_request import DATA, parse_request
     from planner.rehearsal.interpreter import interpreter_of
     from planner.rehearsal.rehearsal import Rehearsal, run
 
@@ -137,7 +139,8 @@ def command(
         network=bounds["network"],
         values=bounds["values"],
         events=bounds["by_line"] or bounds["report"] is not None,
-        hollow=tuple(map(parse_request, hollow)),
+        hollow=tuple(parse_request(text) for text in hollow if text != DATA),
+        data=data_of(words, gpus or count) if DATA in hollow else None,
     )
     if bounds["report"]:
         check_report(bounds["report"])

@@ -141,12 +141,17 @@ class Comparison:
         return (predicted - bound) / bound * 100
 
     @property
+    def promised_gib(self) -> tuple[float, float]:
+        """low..high, taken around this counter as it is around the device's. Needs a prediction."""
+        assert self.predicted is not None
+        return self.predicted.low * self.allowed[0], self.predicted.high * self.allowed[1]
+
+    @property
     def inside(self) -> bool | None:
-        """Whether the measured interval meets low..high, taken around this counter as it is around the device's; None
-        without two numbers to compare."""
+        """Whether the measured interval meets low..high; None without two numbers to compare."""
         if self.measured is None or self.predicted is None:
             return None
-        low, high = self.predicted.low * self.allowed[0], self.predicted.high * self.allowed[1]
+        low, high = self.promised_gib
         return low <= self.measured.high_gib and self.measured.low_gib <= high
 
     @property
@@ -159,10 +164,13 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as a row of `vplan accuracy --json`: GiB, per cent and verdicts by name."""
+        low, high = self.promised_gib if self.predicted else (None, None)
         return {
             "id": self.row.id,
             "counter": self.counter,
             "predicted_gib": self.predicted_gib,
+            "predicted_low_gib": low,
+            "predicted_high_gib": high,
             "low_gib": self.measured.low_gib if self.measured else None,
             "high_gib": self.measured.high_gib if self.measured else None,
             "error_pct": self.error_pct,

@@ -55,7 +55,7 @@ def checked_rehearsal(answer: RehearsalAnswer) -> CheckedRehearsal | str:
     if answer.verdict != "no" and not answer.steps:
         return ""
     try:
-        dialect, invocation = dialects.read_script(_script(rehearsal.command))
+        dialect, invocation = dialects.read_script(script_of(rehearsal.command))
     except VplanError:
         return ""
     machine: dict[str, Any] = {"gpu": rehearsal.card.name, "gpus": rehearsal.gpus, "host_ram": rehearsal.host_ram}
@@ -71,7 +71,7 @@ def checked_rehearsal(answer: RehearsalAnswer) -> CheckedRehearsal | str:
     return CheckedRehearsal(checked, predicted, took, answer.limit == "gpu")
 
 
-def _script(command: tuple[str, ...]) -> Script:
+def script_of(command: tuple[str, ...]) -> Script:
     """The command, or the shell script that it runs."""
     scripts = [word for word in command[1:] if not word.startswith("-")]
     if Path(command[0]).name in SHELLS and scripts and Path(scripts[0]).is_file():

@@ -230,7 +230,7 @@ def _check_ending(rehearsal: Rehearsal, outcome: RehearsalOutcome) -> None:
         raise VplanError(f"stopped after {rehearsal.time_limit:.0f} s with {done} done", fix, 4)
     if outcome.ending == "machine-ram":
         fix = "close other programs, or rehearse it on a machine with more RAM"
-        raise VplanError(f"stopped: it took {format_gib(outcome.host_bytes)} of this machine's RAM", fix, 4)
+        raise VplanError(f"stopped: it took {format_gib(outcome.held_bytes)} of this machine's RAM", fix, 4)
 
 
 def _ranks(outcome: RehearsalOutcome) -> Iterator[RankPeaks]:
@@ -302,6 +302,8 @@ def _notes(
     if rehearsal.hollow:
         names = ", ".join(request.text for request in rehearsal.hollow)
         yield f"hollow weights (zeros; tokenizers split into letters): {names}"
+    if rehearsal.data:
+        yield f"hollow data: {rehearsal.data}"
     copies = sum(process.hollow_bytes for process in outcome.observed)
     if copies:
         yield f"host RAM includes {format_gib(copies)} of weights and states on the CPU, counted and not made"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -30,22 +31,30 @@ def descendants() -> list[psutil.Process]:
     return list(psutil.Process().children(recursive=True))
 
 
-def host_bytes() -> int:
-    """Host RAM of all processes below this one: what is theirs alone, and their share of what they share.
+class HostRam(NamedTuple):
+    """Host RAM of all processes below this one, bytes; what they share is counted once."""
 
-    Without shared memory: there the cards and pinned memory live, which are counted by what was asked for.
-    """
-    return sum(_private_bytes(process.pid) for process in descendants())
+    private: int
+    """without shared memory: there the cards and pinned memory live, which are counted by what was asked for"""
+    held: int
+    """what they really have of this machine's RAM: of the cards and of pinned memory the pages that were written to"""
 
 
-def _private_bytes(pid: int) -> int:
+def host_ram() -> HostRam:
+    """The host RAM of this moment."""
+    parts = [_memory(process.pid) for process in descendants()]
+    private = sum(part.get("Pss_Anon", 0) + part.get("Pss_File", 0) for part in parts)
+    return HostRam(private, sum(part.get("Pss", 0) for part in parts))
+
+
+def _memory(pid: int) -> dict[str, int]:
+    """Bytes by name, as Linux adds them up over the mappings of a process."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:  # gone, or not ours
-        return 0
+        return {}
     fields = dict(line.split(":", 1) for line in lines[1:] if ":" in line)
-    parts = (fields.get(name, "0 kB") for name in ("Pss_Anon", "Pss_File"))
-    return sum(int(part.split()[0]) for part in parts) * KIB
+    return {name: int(value.split()[0]) * KIB for name, value in fields.items() if name.startswith("Pss")}
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 import psutil
 
 from planner.errors import VplanError
-from planner.rehearsal.process_tree import descendants, host_bytes
+from planner.rehearsal.process_tree import descendants, host_ram
 from planner.units import format_gib
 
 OWN_RAM_SHARE = 0.9
@@ -49,7 +49,7 @@ class RamGuard:
 
     def _watch(self) -> None:
         while not self._done.wait(TICK_SECONDS):
-            took = host_bytes()
+            took = host_ram().held
             if took > self.limit:
                 self.exceeded_bytes = took
                 for process in descendants():

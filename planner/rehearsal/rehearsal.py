@@ -23,12 +23,13 @@ from planner.layout.single_gpu import NCCL_BYTES
 from planner.rehearsal import launcher
 from planner.rehearsal.cards import CardTable, card_environment, read_table
 from planner.rehearsal.compiler import libraries_for, preload
+from planner.rehearsal.hollow.hollow_data import HollowData
 from planner.rehearsal.hollow.hollow_files import hollow_files, hollow_places
 from planner.rehearsal.hollow.hollow_request import HollowRequest
 from planner.rehearsal.interpreter import Interpreter
 from planner.rehearsal.live_memory import ProcessMemory, read_histories
 from planner.rehearsal.observations import Observed, read_observed
-from planner.rehearsal.process_tree import adopt_orphans, end_all, host_bytes
+from planner.rehearsal.process_tree import adopt_orphans, end_all, host_ram
 from planner.rehearsal.ram_guard import spare_ram
 from planner.signals import unwind_on_signals
 
@@ -41,6 +42,7 @@ OFFLINE = {
     "TRANSFORMERS_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "WANDB_MODE": "offline",
+    "DIFFSYNTH_SKIP_DOWNLOAD": "True",
 }
 """What makes libraries fail at once instead of waiting for a network that is not there."""
 
@@ -73,6 +75,8 @@ class Rehearsal:
     """whether every allocation is recorded, so that the peak's lines and the course of the run are known"""
     hollow: tuple[HollowRequest, ...] = ()
     """weights that are stood in for by files without data"""
+    data: HollowData | None = None
+    """a data set that is made for the run"""
 
 
 @dataclass
@@ -88,6 +92,8 @@ class RehearsalOutcome:
     """peak host RAM of all processes, with pinned memory, and with weights and states that were not made"""
     pinned_bytes: int = 0
     """the most that was pinned at once"""
+    held_bytes: int = 0
+    """RAM of this machine that all processes really had in the end"""
     sandbox: Mapping[str, bool] = field(default_factory=dict)
     """which of `network` and `shared_memory` were the command's own"""
     log: str = ""
@@ -115,7 +121,8 @@ def run(
         (folder / "tmp").mkdir()
         environment = environment_with_cards(rehearsal, folder, libraries)
         log = folder / "log.txt"
-        with hollow_files(rehearsal.hollow, interpreter.path, folder, environment) as own, log.open("wb") as output:
+        hollow = hollow_files(rehearsal.hollow, interpreter.path, folder, environment, rehearsal.data)
+        with hollow as own, log.open("wb") as output:
             (folder / "environment.json").write_text(json.dumps(environment | own), encoding="utf-8")
             process = _start(rehearsal, folder, output.fileno())
             try:
@@ -179,7 +186,6 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
     """Watch until one of the endings; the processes may still be there."""
     start = time.monotonic()
     spare = spare_ram()
-    limit = min(spare, rehearsal.host_ram) if rehearsal.host_ram else spare
     peak = pinned_peak = 0
     first_done: float | None = None
     while True:
@@ -189,7 +195,8 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
         code = process.poll()
         table, observed = read_table(folder), read_observed(folder)
         pinned_peak = max(pinned_peak, table.pinned_bytes)
-        peak = max(peak, host_bytes() + table.pinned_bytes)
+        ram = host_ram()
+        peak = max(peak, ram.private + table.pinned_bytes)
         now = time.monotonic()
         if first_done is None and any(seen.end == "steps" for seen in observed):
             first_done = now
@@ -198,12 +205,14 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
             ending = "done" if code == 0 else "failed"
         elif _all_have_stepped(observed) or (first_done and now - first_done > STRAGGLER_SECONDS):
             ending = "steps"
-        elif peak > limit:
-            ending = "host-ram" if rehearsal.host_ram and limit == rehearsal.host_ram else "machine-ram"
+        elif rehearsal.host_ram and peak > rehearsal.host_ram:
+            ending = "host-ram"
+        elif ram.held > spare:  # pinned memory that nobody wrote to takes none
+            ending = "machine-ram"
         elif now - start > rehearsal.time_limit:
             ending = "time"
         if ending:
-            return RehearsalOutcome(ending, code, now - start, observed, table, peak, pinned_peak)
+            return RehearsalOutcome(ending, code, now - start, observed, table, peak, pinned_peak, ram.held)
 
 
 def _all_have_stepped(observed: Sequence[Observed]) -> bool:

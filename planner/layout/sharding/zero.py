@@ -369,6 +369,18 @@ def bucket_as_backward_begins(run: Run) -> None:
             run.place(stage, [bucket], "reduce bucket", at=first_backward(stage))
 
 
+def share_comes_back_in_fp32(run: Run) -> None:
+    """Has stages 1 and 2 bring an offloaded share back as DeepSpeed did from deepspeedai/DeepSpeed#5301 (April 2024) to
+    #7308, which is in 0.17.0: ``step`` copied the fp32 master to the GPU, and it was cast into the flat weights there
+    (0.15.2, runtime/zero/stage_1_and_2.py:1878). Before and since it is cast in host RAM."""
+    if run.strategy.sharding not in ("zero-1", "zero-2") or run.strategy.offload_optimizer == "none":
+        return
+    flat = run.program.op.index("flat weights")
+    for stage in (run.optimizer_first, run.optimizer):
+        copy = run.new(run.sizes[flat] // run.machine.world * FULL // HALF, "temporary", "share in fp32")
+        run.place(stage, [copy, ~copy], "share in fp32")
+
+
 def _reduce_all(run: Run, bucket: int, flush: _BucketReduction) -> list[int]:
     """Stage 1 reduces behind the last backward of a step, still in ``engine.backward``, over the parameters in their
     order (``reduce_gradients``)."""

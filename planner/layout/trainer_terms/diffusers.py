@@ -250,5 +250,6 @@ def final_norm_of_both(run: Run) -> None:
 _2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in_fp32, final_norm_of_both)
 
 OLDER: dict[str, tuple[Transform, ...]] = {"2024-10": _2024_10, "2024-10-one-step": (*_2024_10, one_step)}
-"""2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), with the DeepSpeed of that
-month (0.15); and its runs of one step."""
+"""2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), and its runs of one step.
+Their ZeRO is priced without `share_comes_back_in_fp32`: with it a full CogVideoX-5B would hold 20.9 GiB, and 19.998 are
+printed as reserved (cvxt-5b-full-b1-zero2)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.layout.encoders_vae import component_bytes
 from planner.layout.run import Run, Transform
-from planner.layout.sharding.zero import bucket_as_backward_begins
+from planner.layout.sharding.zero import bucket_as_backward_begins, share_comes_back_in_fp32
 from planner.layout.trainer_terms.shared import cache_kept_while_sampling
 
 
@@ -40,4 +40,5 @@ TERMS: tuple[Transform, ...] = (
     second_transformer,
     cache_kept_while_sampling,
     bucket_as_backward_begins,  # c2a70d1 is of March 2025, when DeepSpeed was at 0.16
+    share_comes_back_in_fp32,
 )

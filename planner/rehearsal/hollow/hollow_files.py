@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from planner.catalog.diffusers_folder import CONFIG, check_values, read_config
 from planner.errors import VplanError, quoted
 from planner.rehearsal.hollow import repositories as hub
+from planner.rehearsal.hollow.hollow_data import HollowData, write_data
 from planner.rehearsal.hollow.hollow_request import ARCHIVES, PIPELINE, WEIGHTS, HollowRequest, dtype_of
 from planner.rehearsal.hollow.published_checkpoints import published_checkpoints
 from planner.rehearsal.hollow.repositories import ModelClass
@@ -56,23 +57,31 @@ class _Work:
 
 @contextlib.contextmanager
 def hollow_files(
-    requests: Sequence[HollowRequest], python: str, folder: Path, environment: Environment
+    requests: Sequence[HollowRequest],
+    python: str,
+    folder: Path,
+    environment: Environment,
+    data: HollowData | None = None,
 ) -> Iterator[dict[str, str]]:
-    """The files that `requests` ask for, as long as the context lasts; gives the variables that lead to them.
+    """The files that `requests` ask for, and those of `data`, as long as the context lasts; gives the variables that
+    lead to them.
 
     ``python``: the command's own, which builds models on the meta device; ``folder``: the run's own, for the cache.
     """
-    if not requests:
+    if not requests and data is None:
         yield {}
         return
     cache = folder / "hub"
-    places = [_Place(request.place) for request in requests if request.place is not None]
+    asked = [request.place for request in requests if request.place is not None]
+    places = [_Place(path) for path in (*asked, *(data.places if data else ()))]
     try:
         try:
             work = _Work()
             for request in requests:
                 _plan(request, cache, work)
             _write(work, python, folder, environment)
+            if data is not None:
+                write_data(data, python, folder, environment)
         finally:
             for place in places:
                 place.note()

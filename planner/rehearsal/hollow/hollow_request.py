@@ -1,4 +1,4 @@
-"""What `--hollow` says: a repository of the hub, a file, or a folder whose weights are missing."""
+"""What `--hollow` says: a repository of the hub, a file, a folder whose weights are missing, or the data set."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from planner.rehearsal.hollow.published_checkpoints import checkpoint_of_file, p
 from planner.rehearsal.hollow.repositories import repositories
 
 PIPELINE = "model_index.json"
+DATA = "data"
+"""The `--hollow` that makes the data set which the command names."""
 ARCHIVES = (".pth", ".pt", ".bin", ".ckpt")
 """Endings of files that torch.save writes."""
 WEIGHTS = (".safetensors", *ARCHIVES)

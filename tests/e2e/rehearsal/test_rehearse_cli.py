@@ -135,6 +135,26 @@ def test_a_checkpoint_larger_than_ram_is_mapped(place: Path, cache: str, bare_py
     rehearse(place, cache, "--gpu", "8GB", "--python", bare_python, "--", bare_python, str(program), str(weights))
 
 
+def test_pinned_memory_that_nobody_writes_to_takes_no_ram(place: Path, cache: str, bare_python: str) -> None:
+    """It is counted, against --host-ram too, and does not end a run on a machine that has less."""
+    much = psutil.virtual_memory().total + 2**30
+    source = f"""
+        import ctypes, time
+        cuda = ctypes.CDLL("libcuda.so.1")
+        context, at = ctypes.c_void_p(), ctypes.c_void_p()
+        assert cuda.cuInit(0) == 0
+        assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert cuda.cuCtxSetCurrent(context) == 0
+        assert cuda.cuMemHostAlloc(ctypes.byref(at), ctypes.c_size_t({much}), 0) == 0
+        time.sleep(1)
+    """
+    words = ["--gpu", "8GB", "--", bare_python, program(place, source)]
+    answer = rehearse(place, cache, *words)
+    assert (answer["verdict"], answer["pinned_bytes"] >= much) == ("fits", True)
+    answer = rehearse(place, cache, "--host-ram", "1GiB", *words, code=3)
+    assert (answer["verdict"], answer["limit"]) == ("no", "host")
+
+
 def test_the_time_is_bounded(place: Path, cache: str, bare_python: str) -> None:
     words = ["--gpu", "24GB", "--time-limit", "1", "--", bare_python, "-c", "import time; time.sleep(600)"]
     assert "stopped after 1 s" in rehearse(place, cache, *words, code=4)["error"]["message"]
@@ -671,6 +691,33 @@ def test_weights_that_nobody_has(place: Path, cache: str) -> None:
     (note,) = [note for note in answer["assumptions"] if "counted and not made" in note]
     assert "44.3 GiB" in note
     assert not (place / "models").exists()
+
+
+@needs_cuda_wheel
+def test_data_that_nobody_has(place: Path, cache: str) -> None:
+    """A folder of pictures is there while the command runs, and not behind it."""
+    if subprocess.run([CUDA_PYTHON, "-c", "import PIL"], capture_output=True, check=False).returncode:
+        pytest.skip("the Python of VPLAN_CUDA_PYTHON has no pillow")
+    source = """
+        from pathlib import Path
+        import numpy, torch
+        from PIL import Image
+        pictures = [numpy.asarray(Image.open(path)) for path in sorted(Path("data/dog").iterdir())]
+        batch = torch.from_numpy(numpy.stack(pictures)).cuda().float()
+        model = torch.nn.Conv2d(3, 8, 3).cuda()
+        model(batch.permute(0, 3, 1, 2)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+    """
+    script = place / "train_dreambooth_lora_flux.py"  # the name says whose flags these are
+    script.write_text(textwrap.dedent(source))
+    command = [CUDA_PYTHON, script.name, "--pretrained_model_name_or_path", "black-forest-labs/FLUX.1-dev"]
+    command += ["--instance_data_dir", "data/dog", "--instance_prompt", "dog", "--mixed_precision", "bf16"]
+    command += ["--resolution", "256", "--train_batch_size", "4"]
+    answer = rehearse(place, cache, "--gpu", "24GB", "--steps", "1", "--hollow", "data", "--", *command)
+    assert (answer["verdict"], answer["steps"]) == ("fits", 1)
+    assert answer["allocated_bytes"] >= 4 * 4 * (3 * 256 * 256 + 8 * 254 * 254)  # four pictures, and the output
+    assert "hollow data: 4 grey samples of 256x256" in answer["assumptions"]
+    assert sorted(path.name for path in place.iterdir()) == [script.name]
 
 
 def test_unknown_weights_are_refused(place: Path, cache: str, bare_python: str) -> None:

@@ -497,14 +497,23 @@ def test_coverage_counts_measured_peaks_alone(tmp_path: Path) -> None:
     assert summary(judged(tmp_path, own("oom")))["coverage"] == {"n": 0, "inside_pct": None, "median_width_pct": None}
 
 
+def test_coverage_can_be_checked_from_the_rows_alone(tmp_path: Path) -> None:
+    entries = [entry for entry in many(tmp_path) if entry.inside is not None]
+    for entry in entries:
+        row = entry.to_json()
+        meets = row["predicted_low_gib"] <= row["high_gib"] and row["low_gib"] <= row["predicted_high_gib"]
+        assert meets == entry.inside
+    assert {entry.inside for entry in entries} == {True, False}
+
+
 def test_json_has_exactly_the_promised_names(tmp_path: Path) -> None:
     found = json.loads(json.dumps(answer(many(tmp_path)), allow_nan=False))
     assert set(found) == {"rows", "summary"}
     assert all(
         list(row)
         == [
-            *("id", "counter", "predicted_gib", "low_gib", "high_gib", "error_pct", "outcome", "verdict"),
-            *("implementation", "basis", "unsupported"),
+            *("id", "counter", "predicted_gib", "predicted_low_gib", "predicted_high_gib", "low_gib", "high_gib"),
+            *("error_pct", "outcome", "verdict", "implementation", "basis", "unsupported"),
         ]
         for row in found["rows"]
     )

@@ -27,6 +27,7 @@ from planner.layout.sharding.zero import (
     aligned_elements,
     bucket_as_backward_begins,
     elements_in_share,
+    share_comes_back_in_fp32,
     sub_groups,
 )
 from planner.spec.configuration import Configuration
@@ -101,6 +102,18 @@ def test_deepspeed_took_its_bucket_as_backward_began() -> None:
     at = run.step.ops.index(bucket)
     assert run.step.moment(at - 1).passes == "forward"
     assert peaks(run)["step"] == LOADED + 12 * SHARE + BACKWARD + BUCKET
+
+
+def test_deepspeed_brought_an_offloaded_share_back_in_fp32() -> None:
+    """Not in 0.14.0 nor 0.17.0; seen in a rehearsal of 0.15.2 as one allocation of the whole share behind the step."""
+    run = laid_out(EIGHT, **zero("zero-2", offload_optimizer="cpu"))
+    share_comes_back_in_fp32(run)
+    first, later = _made(run, "share in fp32")
+    assert [run.sizes[copy] for copy in (first, later)] == [4 * SHARE] * 2
+    assert (run.optimizer_first.ops[-2:], run.optimizer.ops[-2:]) == ([first, ~first], [later, ~later])
+    held = laid_out(EIGHT, **zero("zero-2"))
+    share_comes_back_in_fp32(held)
+    assert peaks(held) == peaks(laid_out(EIGHT, **zero("zero-2")))
 
 
 def test_zero_2_keeps_only_its_share_of_the_gradients() -> None:
