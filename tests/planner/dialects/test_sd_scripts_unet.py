@@ -109,9 +109,7 @@ def test_settings_of_kohya_ss_are_those_of_the_command_that_it_starts(tmp_path: 
         ({"network_dim": "x"}, "network_dim 'x' is no number"),
     ],
 )
-def test_unpriced_settings_of_kohya_ss_are_refused(
-    changes: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_unpriced_settings_of_kohya_ss_are_refused(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(VplanError, match=why):
         read(tmp_path, json.dumps(GUI | changes), "gui.json")
 
