@@ -98,6 +98,7 @@ TrainerTrait = Literal[
     "blocks-in-16-bits",
     "shift-by-size",
     "vae-in-fp32",
+    "reentrant-checkpoints",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
@@ -105,6 +106,7 @@ The first two: layers that make scales and shifts, over an fp8 base. positions-i
 moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantised-beside: with the model on the GPU.
 own-model: it is what the trainer's own scripts build. blocks-in-16-bits: they modulate, gate and add so.
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: the VAE overflows in half precision.
+reentrant-checkpoints: its own code of the model checkpoints so.
 """
 
 

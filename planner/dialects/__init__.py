@@ -37,6 +37,10 @@ FORMER = ("diffsynth-2025",)
 """Trainers' former scripts, whose commands are still pasted; their terms are those of ``trainer@version``."""
 
 
+FURTHER = ("sd-scripts-unet", "onetrainer", "simpletuner")
+"""Read and not written: further scripts of a trainer, under terms of their own (``trainer@version``), and trainers."""
+
+
 UNREAD = {
     "simpletuner": "SimpleTuner",
     "--parallel_backend": "finetrainers",
@@ -48,25 +52,20 @@ UNREAD = {
 
 
 UNREAD_CONFIGS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("SimpleTuner", frozenset({"data_backend_config"})),
-    ("SimpleTuner", frozenset({"model_family", "model_type"})),
     ("FlyMyAI's lora-trainer", frozenset({"data_config", "pretrained_model_name_or_path"})),
     ("CogVideo's SAT finetuning", frozenset({"args", "model", "data"})),
     ("CogVideo's SAT finetuning", frozenset({"args", "deepspeed"})),
-    ("OneTrainer", frozenset({"training_method", "model_type"})),
     ("ltx-trainer", frozenset({"training_strategy", "model", "lora"})),
-    ("kohya_ss", frozenset({"LoRA_type", "pretrained_model_name_or_path"})),
     ("musubi-tuner, whose config needs its command", frozenset({"dit", "network_module"})),
 )
-"""Config files of trainers that we do not read: keys of the first level that together only this one has (SimpleTuner
-simpletuner/examples, flymyai-lora-trainer train_configs, CogVideo finetune/configs, OneTrainer TrainConfig,
-LTX-Video-Trainer configs, kohya_ss presets)."""
+"""Config files of trainers that we do not read: keys of the first level that together only this one has
+(flymyai-lora-trainer train_configs, CogVideo finetune/configs, LTX-Video-Trainer configs)."""
 
 
 @functools.cache
 def all_dialects() -> dict[str, Dialect]:
     """All dialects, former versions of trainers included, by name."""
-    table: tuple[Dialect, ...] = tuple(module(name).DIALECT for name in (*TRAINERS, *FORMER))
+    table: tuple[Dialect, ...] = tuple(module(name).DIALECT for name in (*TRAINERS, *FORMER, *FURTHER))
     return {dialect.name: dialect for dialect in table}
 
 

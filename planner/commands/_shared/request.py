@@ -103,7 +103,7 @@ class TypedQuestion(NamedTuple):
         job = self._job(profile, notes)
         machine = self._machine(count, card, notes)
         if self.trainer != "vplan":
-            known = self.trainer.partition("@")[0] in (*dialects.TRAINERS, *trainer_terms.NAMES)
+            known = self.trainer.partition("@")[0] in (*dialects.TRAINERS, *dialects.FURTHER, *trainer_terms.NAMES)
             notes.append(f"as {self.trainer} trains" if known else f"{self.trainer} is priced like vplan's own trainer")
         strategy = Strategy.read(self.strategy)
         check_blocks(profile, strategy)

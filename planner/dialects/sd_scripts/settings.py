@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.base import block_swap, flags
+from planner.dialects.base import block_swap
 from planner.dialects.base.bindings import (
     Choice,
     Fields,
@@ -28,22 +26,31 @@ from planner.dialects.base.launchers import (
     command_line,
     command_settings,
     find_model,
-    launch_settings,
-    one_of,
     our_defaults,
-    parse_program,
     script_head,
-    word_for,
 )
 from planner.dialects.base.script import Script
+from planner.dialects.sd_scripts import kohya_ss
+from planner.dialects.sd_scripts.common import (
+    DATASET,
+    OPTIMIZERS,
+    SAMPLES,
+    cached,
+    names,
+    optimizer,
+    read_command,
+    read_config,
+    size,
+    validation,
+    write_optimizer,
+    write_size,
+    write_validation,
+)
 from planner.dialects.sd_scripts.engine import AT, FULL, LORA, blocks_to_swap, engine, write_engine
-from planner.errors import VplanError
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
-from planner.untrusted import flat
 
 ONLY_LORA = frozenset({"lora"})
-DATASET = "dataset:"
 MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
 """Ours -> the file that its documentation names (docs/flux_train_network.md)."""
 
@@ -52,25 +59,12 @@ def read_script(script: Script) -> Invocation | None:
     """A command of FLUX's scripts, or the TOML of one (--config_file) alone."""
     programs = [program for program in script.programs if program.script.rpartition("/")[2] in (FULL, LORA)]
     if programs:
-        program = programs[-1]
-        launch, notes = launch_settings(program, script, {})
-        invocation = parse_program("sd-scripts", program, launch, [*script.notes, *notes])
-        settings, unknown = invocation.settings, invocation.unknown
-        if path := settings.get("--config_file"):
-            name = path if str(path).endswith(".toml") else f"{path}.toml"
-            inside = script.document(str(name))
-            if inside is None:
-                raise VplanError(f"{name} is not here", "run vplan where the command would run")
-            parsed = flags.script("sd-scripts", program.script).parse_config(inside)
-            settings, unknown = parsed.values | settings, (*unknown, *parsed.unknown)
-        return _with_dataset(replace(invocation, settings=settings, unknown=unknown), script)
+        return read_command(programs[-1], script)
     config = script.config
-    if config is not None and _is_own(_names(config)):
-        kind = LORA if "network_module" in _names(config) else FULL
-        parsed = flags.script("sd-scripts", kind).parse_config(config)
-        removed = tuple(Remark(name, why) for name, why in parsed.removed.items())
-        invocation = Invocation("sd-scripts", {"script": kind, **parsed.values}, parsed.unknown, removed, script.notes)
-        return _with_dataset(invocation, script)
+    if config is not None and kohya_ss.is_own(config):
+        return kohya_ss.read(script) if kohya_ss.script_of(config) in (FULL, LORA) else None
+    if script.config is not None and _is_own(names(script.config)):
+        return read_config(LORA if "network_module" in names(script.config) else FULL, script)
     return None
 
 
@@ -78,23 +72,6 @@ def _is_own(names: set[str]) -> bool:
     """Whether a config's keys are those of FLUX's scripts: its autoencoder's and text encoders' files, which other
     scripts and trainers do not name so (SD3's has clip_g, and no ae)."""
     return "pretrained_model_name_or_path" in names and ("ae" in names or ("t5xxl" in names and "clip_g" not in names))
-
-
-def _names(config: dict[str, Any]) -> set[str]:
-    return {name.rpartition(".")[2] for name in flat(config, "config")}
-
-
-def _with_dataset(invocation: Invocation, script: Script) -> Invocation:
-    """Beside them what the dataset's file says, where it is here."""
-    path = invocation.settings.get("--dataset_config")
-    if not path:
-        return invocation
-    document = script.document(str(path))
-    if document is None:
-        note = f"{path} is not here: estimated at the model's default size, one sample per step"
-        return replace(invocation, notes=(*invocation.notes, note))
-    inside = {f"{DATASET}{name}": value for name, value in flat(document, str(path)).items()}
-    return replace(invocation, settings=invocation.settings | inside)
 
 
 def _model(settings: Settings) -> Fields:
@@ -108,58 +85,6 @@ def _write_model(fields: Fields) -> Settings:
             UnsupportedValue("model", fields["model"], "flux.1-dev", "its scripts are known here for FLUX.1")
         )
     return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
-
-
-def _inside(settings: Settings, key: str) -> list[Any]:
-    """Everything a dataset's file says of a key, in whatever table."""
-    return [value for name, value in settings.items() if name.startswith(DATASET) and name.rpartition(".")[2] == key]
-
-
-def _sides(value: Any) -> tuple[int, int]:
-    """Height and width of `1024`, `"1024,768"` or `[1024, 768]`, which are width and height."""
-    parts = value if isinstance(value, list) else str(value).split(",")
-    try:
-        numbers = [int(part) for part in parts]
-    except ValueError:
-        raise VplanError(f"resolution {value!r} is not a size", "write 1024, or width,height") from None
-    return numbers[-1], numbers[0]
-
-
-def _size(settings: Settings) -> Fields:
-    """The largest of the dataset's sizes and its largest batch, else the flags'."""
-    sizes = [_sides(value) for value in _inside(settings, "resolution") or [settings.get("--resolution")] if value]
-    height, width = max(sizes, key=lambda size: size[0] * size[1], default=(None, None))
-    batches = [int(value) for value in _inside(settings, "batch_size")]
-    batch = max(batches, default=int(settings.get("--train_batch_size", 1)))
-    return {"height": height, "width": width, "batch_size": batch}
-
-
-def _write_size(fields: Fields) -> Settings:
-    return {
-        f"{DATASET}general.resolution": [fields["width"], fields["height"]],
-        f"{DATASET}datasets[0].batch_size": fields["batch_size"],
-    }
-
-
-OPTIMIZERS = {
-    "AdamW": "adamw",
-    "AdamW8bit": "adamw-8bit",
-    "PagedAdamW8bit": "adamw-8bit-paged",
-    "Lion": "lion",
-    "Adafactor": "adafactor",
-    "Prodigy": "prodigy",
-}
-
-
-def _optimizer(settings: Settings) -> Fields:
-    if settings.get("--use_8bit_adam"):
-        return {"optimizer": "adamw-8bit"}
-    return {"optimizer": one_of(OPTIMIZERS, "--optimizer_type")(settings.get("--optimizer_type") or "AdamW")}
-
-
-def _write_optimizer(fields: Fields) -> Settings:
-    word = word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])
-    return {"--optimizer_type": word} if word != "AdamW" else {}
 
 
 def _swap(settings: Settings) -> Fields:
@@ -182,21 +107,6 @@ def _write_step(fields: Fields) -> Settings:
     return {"--fused_backward_pass" if fields["optimizer"] == "adafactor" else "--blockwise_fused_optimizers": True}
 
 
-def _cached(field: str, flag: str) -> FunctionPair:
-    """Cached by a flag, in memory or on disk; else on the GPU."""
-
-    def to_fields(settings: Settings) -> Fields:
-        on = settings.get(flag) or settings.get(f"{flag}_to_disk")
-        return {field: "cached" if on else "resident"}
-
-    def to_settings(fields: Fields) -> Settings:
-        if fields[field] == "swapped":
-            raise InexpressibleError(UnsupportedValue(field, "swapped", "cached", "it is cached, or stays on the GPU"))
-        return {flag: True} if fields[field] == "cached" else {}
-
-    return FunctionPair((field,), (flag, f"{flag}_to_disk"), to_fields, to_settings, {field: "resident, cached"})
-
-
 T5, T5_FP8 = "t5xxl_fp16.safetensors", "t5xxl_fp8_e4m3fn.safetensors"
 """The files of T5-XXL that its documentation names (docs/flux_train_network.md)."""
 
@@ -217,23 +127,6 @@ def _write_encoder(fields: Fields) -> Settings:
         why = "T5-XXL is bf16, or fp8 beside a base in fp8"
         raise InexpressibleError(UnsupportedValue("text_encoder_dtype", dtype, "bf16", why))
     return {}
-
-
-SAMPLES = ("--sample_every_n_steps", "--sample_every_n_epochs", "--sample_at_first")
-
-
-def _validation(settings: Settings) -> Fields:
-    on = settings.get("--sample_prompts") and any(settings.get(name) for name in SAMPLES)
-    return {"validation_mode": "on" if on else "off"}
-
-
-def _write_validation(fields: Fields) -> Settings:
-    if fields["validation_mode"] == "offload":
-        raise InexpressibleError(
-            UnsupportedValue("validation_mode", "offload", "on", "it samples with the model where it is")
-        )
-    on = {"--sample_prompts": "prompts.txt", "--sample_every_n_steps": 500}
-    return on if fields["validation_mode"] == "on" else {}
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
@@ -334,8 +227,8 @@ DIALECT = Dialect(
         FunctionPair(
             ("height", "width", "batch_size"),
             (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
-            _size,
-            _write_size,
+            size,
+            write_size,
             {"height": "resolution", "width": "resolution", "batch_size": "batch_size of the dataset's file"},
         ),
         Choice(
@@ -348,7 +241,7 @@ DIALECT = Dialect(
         ),
         Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
         FunctionPair(
-            ("optimizer",), ("--optimizer_type",), _optimizer, _write_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
+            ("optimizer",), ("--optimizer_type",), optimizer, write_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
         ),
         FunctionPair(
             ("optimizer_step",),
@@ -368,8 +261,8 @@ DIALECT = Dialect(
             _write_swap,
             {"swap_blocks": "--blocks_to_swap"},
         ),
-        _cached("text_encoder", "--cache_text_encoder_outputs"),
-        _cached("vae", "--cache_latents"),
+        cached("text_encoder", "--cache_text_encoder_outputs"),
+        cached("vae", "--cache_latents"),
         Choice("grad_buckets", {"copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}}),
         FunctionPair(
             (
@@ -390,7 +283,7 @@ DIALECT = Dialect(
                 "offload_params": "with zero-3",
             },
         ),
-        FunctionPair(("validation_mode",), SAMPLES, _validation, _write_validation, {"validation_mode": "off, on"}),
+        FunctionPair(("validation_mode",), SAMPLES, validation, write_validation, {"validation_mode": "off, on"}),
         EXPANDABLE,
         GPUS,
         NODES,

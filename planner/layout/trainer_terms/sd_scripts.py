@@ -9,6 +9,7 @@ from __future__ import annotations
 from planner.layout.run import Transform
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation
+from planner.layout.trainer_terms.sd_scripts_unet import VERSIONS
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
@@ -24,3 +25,6 @@ TERMS: tuple[Transform, ...] = (
 )
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""
+
+OLDER = VERSIONS
+"""Not older: its scripts for SDXL and SD 1.5, whose U-Net is another (`planner.dialects.sd_scripts_unet`)."""

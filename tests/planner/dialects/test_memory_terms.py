@@ -73,7 +73,7 @@ def test_every_dialect_is_listed_and_has_something_to_say() -> None:
         assert trainer_terms.terms(name) and all(term.__doc__ for term in trainer_terms.terms(name))
         assert module.__doc__
     packages = {path.parent.name.replace("_", "-") for path in Path(dialects.__file__).parent.glob("*/settings.py")}
-    assert packages == {*dialects.TRAINERS, *dialects.FORMER}
+    assert packages == {*dialects.TRAINERS, *dialects.FORMER, *dialects.FURTHER}
     assert all(dialects.module(name).__doc__ for name in packages)
 
 

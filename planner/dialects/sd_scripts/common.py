@@ -1,0 +1,147 @@
+"""What sd-scripts' scripts have alike, read at 48d368f: datasets, sizes, optimizers, caches and samples
+(library/train_util.py, library/config_util.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from planner.dialects.base import flags
+from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Remark, Settings, UnsupportedValue
+from planner.dialects.base.dialect import Invocation
+from planner.dialects.base.launchers import launch_settings, one_of, parse_program, word_for
+from planner.dialects.base.script import PythonCommand, Script
+from planner.errors import VplanError
+from planner.untrusted import flat
+
+DATASET = "dataset:"
+
+
+def read_command(program: PythonCommand, script: Script) -> Invocation:
+    """A command of one of its scripts, with what its config (--config_file) and its dataset's file say."""
+    launch, notes = launch_settings(program, script, {})
+    invocation = parse_program("sd-scripts", program, launch, [*script.notes, *notes])
+    settings, unknown = invocation.settings, invocation.unknown
+    if path := settings.get("--config_file"):
+        name = path if str(path).endswith(".toml") else f"{path}.toml"
+        inside = script.document(str(name))
+        if inside is None:
+            raise VplanError(f"{name} is not here", "run vplan where the command would run")
+        parsed = flags.script("sd-scripts", program.script).parse_config(inside)
+        settings, unknown = parsed.values | settings, (*unknown, *parsed.unknown)
+    return with_dataset(replace(invocation, settings=settings, unknown=unknown), script)
+
+
+def read_config(kind: str, script: Script) -> Invocation:
+    """A config (--config_file) alone, of the script ``kind``."""
+    parsed = flags.script("sd-scripts", kind).parse_config(script.config or {})
+    removed = tuple(Remark(name, why) for name, why in parsed.removed.items())
+    invocation = Invocation("sd-scripts", {"script": kind, **parsed.values}, parsed.unknown, removed, script.notes)
+    return with_dataset(invocation, script)
+
+
+def names(config: dict[str, Any]) -> set[str]:
+    """The keys of a config, in whatever table they stand."""
+    return {name.rpartition(".")[2] for name in flat(config, "config")}
+
+
+def with_dataset(invocation: Invocation, script: Script) -> Invocation:
+    """Beside them what the dataset's file says, where it is here."""
+    path = invocation.settings.get("--dataset_config")
+    if not path:
+        return invocation
+    document = script.document(str(path))
+    if document is None:
+        note = f"{path} is not here: estimated at the model's default size, one sample per step"
+        return replace(invocation, notes=(*invocation.notes, note))
+    inside = {f"{DATASET}{name}": value for name, value in flat(document, str(path)).items()}
+    return replace(invocation, settings=invocation.settings | inside)
+
+
+def inside(settings: Settings, key: str) -> list[Any]:
+    """Everything a dataset's file says of a key, in whatever table."""
+    return [value for name, value in settings.items() if name.startswith(DATASET) and name.rpartition(".")[2] == key]
+
+
+def sides(value: Any) -> tuple[int, int]:
+    """Height and width of `1024`, `"1024,768"` or `[1024, 768]`, which are width and height."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        raise VplanError(f"resolution {value!r} is not a size", "write 1024, or width,height") from None
+    return numbers[-1], numbers[0]
+
+
+def size(settings: Settings) -> Fields:
+    """The largest of the dataset's sizes and its largest batch, else the flags'."""
+    sizes = [sides(value) for value in inside(settings, "resolution") or [settings.get("--resolution")] if value]
+    height, width = max(sizes, key=lambda size: size[0] * size[1], default=(None, None))
+    batches = [int(value) for value in inside(settings, "batch_size")]
+    batch = max(batches, default=int(settings.get("--train_batch_size", 1)))
+    return {"height": height, "width": width, "batch_size": batch}
+
+
+def write_size(fields: Fields) -> Settings:
+    """The dataset's keys that say size and batch."""
+    return {
+        f"{DATASET}general.resolution": [fields["width"], fields["height"]],
+        f"{DATASET}datasets[0].batch_size": fields["batch_size"],
+    }
+
+
+OPTIMIZERS = {
+    "AdamW": "adamw",
+    "AdamW8bit": "adamw-8bit",
+    "PagedAdamW8bit": "adamw-8bit-paged",
+    "Lion": "lion",
+    "Adafactor": "adafactor",
+    "Prodigy": "prodigy",
+}
+
+
+def optimizer(settings: Settings) -> Fields:
+    """The optimizer, AdamW where none is named (library/train_util.py ``get_optimizer``)."""
+    if settings.get("--use_8bit_adam"):
+        return {"optimizer": "adamw-8bit"}
+    return {"optimizer": one_of(OPTIMIZERS, "--optimizer_type")(settings.get("--optimizer_type") or "AdamW")}
+
+
+def write_optimizer(fields: Fields) -> Settings:
+    """The flag that says the optimizer. Raises an InexpressibleError for one that it has not."""
+    word = word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])
+    return {"--optimizer_type": word} if word != "AdamW" else {}
+
+
+def cached(field: str, flag: str) -> FunctionPair:
+    """Cached by a flag, in memory or on disk; else on the GPU."""
+
+    def to_fields(settings: Settings) -> Fields:
+        on = settings.get(flag) or settings.get(f"{flag}_to_disk")
+        return {field: "cached" if on else "resident"}
+
+    def to_settings(fields: Fields) -> Settings:
+        if fields[field] == "swapped":
+            raise InexpressibleError(UnsupportedValue(field, "swapped", "cached", "it is cached, or stays on the GPU"))
+        return {flag: True} if fields[field] == "cached" else {}
+
+    return FunctionPair((field,), (flag, f"{flag}_to_disk"), to_fields, to_settings, {field: "resident, cached"})
+
+
+SAMPLES = ("--sample_every_n_steps", "--sample_every_n_epochs", "--sample_at_first")
+
+
+def validation(settings: Settings) -> Fields:
+    """Whether samples are made: prompts are given, and when."""
+    on = settings.get("--sample_prompts") and any(settings.get(name) for name in SAMPLES)
+    return {"validation_mode": "on" if on else "off"}
+
+
+def write_validation(fields: Fields) -> Settings:
+    """The flags that ask for samples. Raises an InexpressibleError for a model that would make room for them."""
+    if fields["validation_mode"] == "offload":
+        raise InexpressibleError(
+            UnsupportedValue("validation_mode", "offload", "on", "it samples with the model where it is")
+        )
+    on = {"--sample_prompts": "prompts.txt", "--sample_every_n_steps": 500}
+    return on if fields["validation_mode"] == "on" else {}

@@ -1,0 +1,405 @@
+"""sd-scripts' words for SDXL and SD 1.5, read at 48d368f: sdxl_train_network.py, train_network.py and sdxl_train.py.
+
+Their U-Net is kohya's own code, and its LoRA trains the text encoders too unless that is switched off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from planner.catalog import lookup
+from planner.dialects.base.bindings import Choice, Fields, Fixed, FunctionPair, Remark, Settings, Value, When
+from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
+from planner.dialects.base.script import Script
+from planner.dialects.sd_scripts import kohya_ss
+from planner.dialects.sd_scripts.common import (
+    DATASET,
+    OPTIMIZERS,
+    SAMPLES,
+    cached,
+    inside,
+    names,
+    optimizer,
+    read_command,
+    read_config,
+    size,
+    validation,
+    write_optimizer,
+    write_size,
+    write_validation,
+)
+from planner.dialects.sd_scripts.engine import AT
+from planner.errors import VplanError, quoted
+from planner.spec.rules import DEEPSPEED
+
+SDXL_LORA, SD_LORA, SDXL_FULL = "sdxl_train_network.py", "train_network.py", "sdxl_train.py"
+SCRIPTS = (SDXL_LORA, SD_LORA, SDXL_FULL)
+ONLY_LORA = frozenset({"lora"})
+FLUX = ("flux_train.py", "flux_train_network.py")
+FIX = f"supported scripts: {', '.join((*SCRIPTS, *FLUX))}"
+SDXL_NAMES = re.compile(r"xl|pony|illustrious|noob|animagine", re.IGNORECASE)
+"""What the file names of checkpoints in SDXL's shape have in them."""
+
+
+def read_script(script: Script) -> Invocation | None:
+    """A command of one of the scripts, or the TOML of one (--config_file) alone."""
+    programs = [program for program in script.programs if program.script.rpartition("/")[2] in SCRIPTS]
+    if programs:
+        return read_command(programs[-1], script)
+    config = script.config
+    if config is not None and kohya_ss.is_own(config):
+        if (name := kohya_ss.script_of(config)) in SCRIPTS:
+            return kohya_ss.read(script)
+        if name not in FLUX:
+            raise VplanError(f"{script.name} is kohya_ss's, for {name} of sd-scripts, which is not supported", FIX)
+        return None
+    own = {"pretrained_model_name_or_path", "network_module"}
+    if config is None or not own <= names(config) or names(config) & {"ae", "t5xxl", "clip_g", "qwen3", "dit"}:
+        return None
+    return read_config(_script_of(config), script)
+
+
+def _script_of(config: dict[str, Any]) -> str:
+    """Which of the two LoRA scripts a config alone is for: by its model, and by what only SDXL's has."""
+    path = next((str(value) for name, value in _leaves(config) if name == "pretrained_model_name_or_path"), "")
+    sdxl = SDXL_NAMES.search(path) or {"cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"} & names(
+        config
+    )
+    return SDXL_LORA if sdxl else SD_LORA
+
+
+def _leaves(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield name, value
+
+
+def _script(settings: Settings) -> str:
+    return str(settings.get("script", SDXL_LORA)).rpartition("/")[2]
+
+
+def _model(settings: Settings) -> Fields:
+    """The script says which: every checkpoint that sdxl_train_network.py loads has SDXL's shape, and every one that
+    train_network.py loads SD 1.5's, unless --v2 says SD 2's."""
+    if settings.get("--v2"):
+        raise VplanError("SD 2.x is not known to vplan (--v2)", "leave --v2 out for SD 1.5")
+    if settings.get("model"):
+        return {"model": lookup.model(str(settings["model"])).name}
+    return {"model": "sd1.5" if _script(settings) == SD_LORA else "sdxl"}
+
+
+def _write_model(fields: Fields) -> Settings:
+    sdxl = fields["model"] == "sdxl"
+    return {"--pretrained_model_name_or_path": "sd_xl_base_1.0.safetensors" if sdxl else "v1-5-pruned.safetensors"}
+
+
+def _method(settings: Settings) -> Fields:
+    _refuse(settings)
+    return {"method": "full" if _script(settings) == SDXL_FULL else "lora"}
+
+
+def _refuse(settings: Settings) -> None:
+    """Raises a VplanError, in one line, for what changes memory and is not priced."""
+    script = _script(settings)
+    if settings.get("--cpu_offload_checkpointing"):
+        raise VplanError(
+            f"--cpu_offload_checkpointing stops {script}: its U-Net has no such checkpointing", "leave it out"
+        )
+    if script == SDXL_FULL:
+        if settings.get("--train_text_encoder"):
+            raise VplanError("full training of SDXL's text encoders is not priced", "leave --train_text_encoder out")
+        if settings.get("--fused_optimizer_groups"):
+            raise VplanError("--fused_optimizer_groups is not priced", "use --fused_backward_pass with Adafactor")
+        return
+    module = str(settings.get("--network_module") or "networks.lora")
+    if module != "networks.lora":
+        fix = "check it with --network_module networks.lora, whose adapters are on linear layers"
+        raise VplanError(f"--network_module {quoted(module)} is not priced", fix)
+    for key in _network_args(settings):
+        if key in UNPRICED_ARGS:
+            raise VplanError(f"--network_args {key} is not priced ({UNPRICED_ARGS[key]})", f"leave {key} out")
+    if settings.get("--network_train_text_encoder_only"):
+        raise VplanError("--network_train_text_encoder_only is not priced", "leave it out")
+    if settings.get("--cache_text_encoder_outputs") and trains_text_encoders(settings):
+        raise VplanError(
+            f"{script} refuses --cache_text_encoder_outputs while the text encoders are trained",
+            "add --network_train_unet_only",
+        )
+
+
+UNPRICED_ARGS = {
+    "conv_dim": "LoRA on 3x3 convolutions",
+    "block_dims": "a rank for every block",
+    "block_lr_weight": "a rank for every block",
+    "down_lr_weight": "blocks of weight 0 are left out",
+    "mid_lr_weight": "blocks of weight 0 are left out",
+    "up_lr_weight": "blocks of weight 0 are left out",
+    "algo": "LyCORIS",
+    "preset": "LyCORIS",
+}
+"""Keys of --network_args that change what is trained (networks/lora.py ``create_network``)."""
+
+
+def _network_args(settings: Settings) -> list[str]:
+    given = settings.get("--network_args") or []
+    words = [given] if isinstance(given, str) else list(given)
+    return [str(word).partition("=")[0] for word in words]
+
+
+def trains_text_encoders(settings: Settings) -> bool:
+    """Whether adapters are put on the text encoders as well, as the LoRA scripts do unless told otherwise."""
+    return _script(settings) != SDXL_FULL and not settings.get("--network_train_unet_only")
+
+
+def _targets(settings: Settings) -> Fields:
+    model = lookup.model(_model(settings)["model"])
+    return {"lora_targets": model.lora.wide or None}
+
+
+def _half(settings: Settings) -> str:
+    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
+    return precision if precision in ("bf16", "fp16") else "fp32"
+
+
+def _formats(settings: Settings) -> Fields:
+    """LoRA's base is cast to the mixed precision's format and its adapters are fp32; full training keeps fp32 weights;
+    ``--full_bf16`` and ``--full_fp16`` train in 16 bits (train_network.py ``train``, sdxl_train.py ``train``)."""
+    half = _half(settings)
+    sixteen = half != "fp32" and (settings.get("--full_bf16") or settings.get("--full_fp16"))
+    lora = _script(settings) != SDXL_FULL
+    fields = {
+        "weights_dtype": half if lora or sixteen else "fp32",
+        "adapter_dtype": half if sixteen else "fp32",
+        "autocast": half if half != "fp32" else "none",
+        "master_weights": "none",
+        "offload_optimizer": "none",
+        "offload_gradients": "none",
+        "offload_params": "none",
+        "sharding": "ddp" if int(settings.get("gpus", 1)) * int(settings.get("nodes", 1)) > 1 else "none",
+    }
+    stage = int(settings.get("--zero_stage", 2))
+    if settings.get("--deepspeed") and stage:
+        where = str(settings.get("--offload_optimizer_device", "none"))
+        params = str(settings.get("--offload_param_device", "none")) if stage == 3 else "none"
+        fields |= {**DEEPSPEED, "sharding": f"zero-{stage}", "offload_optimizer": where, "offload_params": params}
+        fields["offload_gradients"] = where
+    return fields
+
+
+def _write_formats(fields: Fields) -> Settings:
+    half = fields["autocast"]
+    settings: Settings = {"--mixed_precision": half} if half != "none" else {}
+    trained = fields["weights_dtype"] if fields["method"] == "full" else fields["adapter_dtype"]
+    if half != "none" and trained == half:
+        settings[f"--full_{half}"] = True
+    return settings
+
+
+def _fp8(settings: Settings) -> bool:
+    return bool(_script(settings) != SDXL_FULL and (settings.get("--fp8_base") or settings.get("--fp8_base_unet")))
+
+
+def _version(settings: Settings, fields: Fields) -> str:
+    """Of the terms in `planner.layout.trainer_terms.sd_scripts_unet`."""
+    return "-".join(filter(None, ["te" if trains_text_encoders(settings) else "", "fp8" if _fp8(settings) else ""]))
+
+
+def _text_encoder(settings: Settings) -> Fields:
+    """SD 1.5's script has no cache for it."""
+    on = settings.get("--cache_text_encoder_outputs") or settings.get("--cache_text_encoder_outputs_to_disk")
+    cached_outputs = on and _script(settings) != SD_LORA
+    whole = _fp8(settings) and not settings.get("--fp8_base_unet") and not cached_outputs
+    dtype = "fp8" if whole else _half(settings)
+    return {"text_encoder": "cached" if cached_outputs else "resident", "text_encoder_dtype": dtype}
+
+
+def _write_text_encoder(fields: Fields) -> Settings:
+    sixteen = {"--network_train_unet_only": True} if fields["method"] == "lora" else {}
+    return {"--cache_text_encoder_outputs": True, **sixteen} if fields["text_encoder"] == "cached" else {}
+
+
+def _text_tokens(settings: Settings) -> Fields:
+    """Captions of 150 or 225 tokens keep one pair of marks (library/strategy_sdxl.py, library/strategy_sd.py)."""
+    length = settings.get("--max_token_length")
+    return {"text_tokens": int(length) + 2 if length else None}
+
+
+def _size(settings: Settings) -> Fields:
+    """Images are cut to whole steps of a bucket, within the resolution's pixels (library/train_util.py
+    ``BucketManager``)."""
+    fields = size(settings)
+    step = lookup.model(_model(settings)["model"]).shape.size_multiple
+    return fields | {name: fields[name] // step * step for name in ("height", "width") if fields[name]}
+
+
+def _vae_dtype(settings: Settings) -> Fields:
+    return {"vae_dtype": "fp32" if settings.get("--no_half_vae") else _half(settings)}
+
+
+def _vae_slicing(settings: Settings) -> Fields:
+    """A batch is encoded ``--vae_batch_size`` images at a time, one by default (train_network.py ``process_batch``)."""
+    one = int(settings.get("--vae_batch_size", 1)) == 1
+    return {"vae_slicing": bool(one and _script(settings) != SDXL_FULL and size(settings)["batch_size"] > 1)}
+
+
+def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
+    if settings.get("--highvram"):
+        yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
+    if settings.get("--vae_batch_size") and settings.get("--cache_latents"):
+        yield Remark("--vae_batch_size", "it is for encoding, which --cache_latents does before training")
+    if settings.get("--lowram"):
+        yield Remark("--lowram", "it loads to the GPU first; training needs the same")
+
+
+def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    encoders = "the text encoder" if fields["model"] == "sd1.5" else "both text encoders"
+    if trains_text_encoders(settings):
+        yield f"{encoders} are trained too: no --network_train_unet_only ({AT} train_network.py)"
+    elif fields["text_encoder"] == "resident":
+        yield f"{encoders} stay on the GPU: not cached"
+    if _fp8(settings):
+        yield "the base is in fp8, priced from the recording in 16 bits: half of its bytes"
+    if fields["vae"] == "resident":
+        yield "the VAE stays on the GPU: --cache_latents is not given"
+    if not settings.get("--sdpa") and not settings.get("--xformers") and not settings.get("--mem_eff_attn"):
+        yield "no attention is chosen (--sdpa, --xformers): scores of all heads are held whole, which is not priced"
+    if any("enable_bucket" in name and value for name, value in settings.items()) or settings.get("--enable_bucket"):
+        yield "buckets have at most the pixels of the resolution: priced at that"
+    if fields["method"] == "lora" and inside(settings, "class_tokens"):
+        yield "regularisation images are samples like others"
+
+
+DIALECT = Dialect(
+    name="sd-scripts@unet",
+    title="sd-scripts (SDXL, SD 1.5)",
+    source="https://github.com/kohya-ss/sd-scripts at 48d368f",
+    scripts=SCRIPTS,
+    table=(
+        FunctionPair(
+            ("model",), ("--pretrained_model_name_or_path",), _model, _write_model, {"model": "SDXL, SD 1.5 by script"}
+        ),
+        FunctionPair(
+            ("method",),
+            ("script",),
+            _method,
+            lambda fields: {
+                "script": SDXL_FULL
+                if fields["method"] == "full"
+                else (SD_LORA if fields["model"] == "sd1.5" else SDXL_LORA)
+            },
+            {"method": "lora; full for SDXL"},
+        ),
+        When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4)),
+        When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
+        When(
+            "method",
+            ONLY_LORA,
+            FunctionPair(("lora_targets",), (), _targets, lambda fields: {}, {"lora_targets": "all of a transformer"}),
+        ),
+        FunctionPair(
+            ("height", "width", "batch_size"),
+            (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
+            _size,
+            write_size,
+            {"height": "resolution", "width": "resolution", "batch_size": "batch_size of the dataset's file"},
+        ),
+        Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
+        Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
+        FunctionPair(
+            ("optimizer",), ("--optimizer_type",), optimizer, write_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
+        ),
+        Choice("optimizer_step", {"foreach": {}, "backward": {"--fused_backward_pass": True}}),
+        FunctionPair(
+            ("text_encoder", "text_encoder_dtype"),
+            ("--cache_text_encoder_outputs", "--cache_text_encoder_outputs_to_disk", "--network_train_unet_only"),
+            _text_encoder,
+            _write_text_encoder,
+            {"text_encoder": "resident, cached", "text_encoder_dtype": "--mixed_precision"},
+        ),
+        cached("vae", "--cache_latents"),
+        FunctionPair(
+            ("text_tokens",), ("--max_token_length",), _text_tokens, lambda fields: {}, {"text_tokens": "77, 152, 227"}
+        ),
+        FunctionPair(
+            ("vae_dtype",),
+            ("--no_half_vae",),
+            _vae_dtype,
+            lambda fields: {"--no_half_vae": True} if fields["vae_dtype"] == "fp32" else {},
+            {"vae_dtype": "--mixed_precision, fp32"},
+        ),
+        FunctionPair(
+            ("vae_slicing",), ("--vae_batch_size",), _vae_slicing, lambda fields: {}, {"vae_slicing": "by default"}
+        ),
+        Choice("grad_buckets", {"copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}}),
+        FunctionPair(
+            (
+                *("weights_dtype", "adapter_dtype", "autocast", "master_weights", "sharding"),
+                *("offload_optimizer", "offload_gradients", "offload_params"),
+            ),
+            ("--mixed_precision", "--full_bf16", "--full_fp16", "--deepspeed", "--zero_stage"),
+            _formats,
+            _write_formats,
+            {
+                "weights_dtype": "bf16, fp16; fp32 in full training",
+                "adapter_dtype": "fp32, bf16 (--full_bf16)",
+                "autocast": "--mixed_precision",
+                "master_weights": "with zero",
+                "sharding": "none, ddp, zero-1, zero-2, zero-3",
+                "offload_optimizer": "with zero",
+                "offload_gradients": "with the optimizer",
+                "offload_params": "with zero-3",
+            },
+        ),
+        FunctionPair(("validation_mode",), SAMPLES, validation, write_validation, {"validation_mode": "off, on"}),
+        EXPANDABLE,
+        GPUS,
+        NODES,
+        Fixed("frames", 1, "these scripts train images"),
+        *our_defaults("experts", "trainable", "buckets", "references", "validation", "compute_dtype"),
+        *our_defaults("checkpointed_blocks", "ema", "swap_blocks", "vae_tiling", "inactive_expert", "group_offload"),
+        *our_defaults("group_offload_stream", "attention", "compile", "context_parallel", "adapter_inputs"),
+        *our_defaults("nested_checkpointing"),
+    ),
+    read_script=read_script,
+    remarks=_remarks,
+    notes=_notes,
+    version=_version,
+    moves=(
+        Move({"expandable_segments": True}, "free"),
+        Move({"vae": "cached"}, "images are no longer changed at random"),
+        Move(
+            {"text_encoder": "cached"},
+            "captions are no longer shuffled or dropped",
+            when=lambda fields: fields["model"] == "sdxl" and not str(fields["version"]).startswith("te"),
+        ),
+        Move(
+            {"text_encoder": "cached", "version": ""},
+            "the text encoders are no longer trained, captions no longer shuffled or dropped",
+            when=lambda fields: fields["model"] == "sdxl" and fields["version"] == "te",
+        ),
+        Move(
+            {"version": ""},
+            "the text encoder is no longer trained",
+            words_for=lambda settings: ["--network_train_unet_only"],
+            when=lambda fields: fields["model"] == "sd1.5" and fields["version"] == "te",
+        ),
+        Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
+        Move(
+            {"version": "fp8"},
+            "the frozen base is rounded to 8 bits",
+            words_for=lambda settings: ["--fp8_base_unet"],
+            when=lambda fields: fields["method"] == "lora" and fields["version"] == "",
+        ),
+        Move(
+            {"optimizer": "adafactor", "optimizer_step": "backward"},
+            "second moments are row and column sums; the step runs inside backward, so nothing accumulates",
+            when=lambda fields: fields["method"] == "full" and fields["gradient_accumulation"] == 1,
+        ),
+    ),
+)

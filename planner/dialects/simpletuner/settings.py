@@ -1,0 +1,265 @@
+"""SimpleTuner's config.json, read at bc8e6ab: simpletuner/examples, field_registry/sections and helpers/models.
+
+Its memory terms are in `planner.layout.trainer_terms.simpletuner`, which its own published runs are priced by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from planner.catalog import lookup
+from planner.dialects.base import flags
+from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Remark, Settings, Value, When
+from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
+from planner.dialects.base.script import Script
+from planner.errors import VplanError, quoted
+from planner.untrusted import flat
+
+CONFIG = "config:"
+MODELS: dict[str, dict[str, str]] = {
+    "flux": {"": "flux.1-dev", "dev": "flux.1-dev", "krea": "flux.1-dev", "kontext": "flux.1-kontext-dev"},
+    "flux2": {
+        "": "flux.2-dev",
+        "dev": "flux.2-dev",
+        "klein-9b": "flux.2-klein-9b",
+        "klein-4b": "flux.2-klein-4b",
+    },
+    "sdxl": {"": "sdxl"},
+    "sd1x": {"": "sd1.5"},
+    "sd3": {"": "sd3.5-medium", "medium": "sd3.5-medium", "large": "sd3.5-large"},
+    "qwen_image": {
+        "": "qwen-image",
+        "v1.0": "qwen-image",
+        "v2.0": "qwen-image",
+        **dict.fromkeys(("edit-v1", "edit-v2", "edit-v2+", "edit-v3"), "qwen-image-edit"),
+    },
+    "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
+    "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
+    "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
+    "ltxvideo2": {"": "ltx-2", "dev": "ltx-2"},
+    "hunyuanvideo": {"": "hunyuan-video-1.5", "t2v-480p": "hunyuan-video-1.5"},
+    "wan": {
+        "": "wan2.1-t2v-1.3b",
+        "t2v-480p-1.3b-2.1": "wan2.1-t2v-1.3b",
+        "t2v-480p-14b-2.1": "wan2.1-t2v-14b",
+        "i2v-14b-2.1": "wan2.1-i2v-14b-480p",
+        "i2v-14b-2.1-720p": "wan2.1-i2v-14b-720p",
+        "i2v-14b-2.2-high": "wan2.2-i2v-a14b",
+        "i2v-14b-2.2-low": "wan2.2-i2v-a14b",
+        "ti2v-5b-2.2": "wan2.2-ti2v-5b",
+    },
+}
+"""``model_family`` -> ``model_flavour``, empty for its default -> ours (helpers/models/*/model.py HUGGINGFACE_PATHS).
+"""
+
+OPTIMIZERS = {
+    "adamw_bf16": "adamw",
+    "torch-adamw": "adamw",
+    "optimi-adamw": "adamw",
+    "bnb-adamw8bit": "adamw-8bit",
+    "bnb-adamw8bit-paged": "adamw-8bit-paged",
+    "optimi-lion": "lion",
+    "prodigy": "prodigy",
+}
+BASES = {
+    "no_change": "",
+    "int8-quanto": "int8",
+    "int8-torchao": "int8",
+    "fp8-quanto": "fp8",
+    "fp8-torchao": "fp8",
+    "nf4-bnb": "nf4",
+}
+"""``base_model_precision`` -> how the frozen base is stored; empty: as the mixed precision is."""
+
+ONLY_LORA = frozenset({"lora"})
+UNPRICED = {
+    "controlnet": "a ControlNet beside the model",
+    "ramtorch": "weights that stay in host RAM (RamTorch)",
+    "enable_group_offload": "group offload while it trains",
+    "musubi_blocks_to_swap": "block swap",
+    "tread_config": "tokens routed past blocks (TREAD)",
+    "fuse_qkv_projections": "fused projections",
+    "distillation_method": "distillation",
+    "context_parallel_size": "context parallelism",
+    "fsdp_enable": "FSDP",
+}
+"""Settings that change memory and are not priced."""
+
+
+def read_script(script: Script) -> Invocation | None:
+    """A config: its keys may have dashes, as on its command line."""
+    config = {str(name).lstrip("-"): value for name, value in (script.config or {}).items()}
+    if "data_backend_config" not in config and not {"model_family", "model_type"} <= config.keys():
+        return None
+    parsed = flags.script("simpletuner", "config.json").parse_config(config)
+    settings = {f"{CONFIG}{name}": value for name, value in flat(config, script.name).items()}
+    return Invocation("simpletuner", {"script": "config.json", **settings}, parsed.unknown, notes=script.notes)
+
+
+def _of(settings: Settings, name: str, default: Any = None) -> Any:
+    return settings.get(CONFIG + name, default)
+
+
+def _on(value: Any) -> bool:
+    """Whether a setting is used; degrees of parallelism are from 2."""
+    return value is True or str(value).lower() not in ("none", "false", "", "0", "1")
+
+
+def _model(settings: Settings) -> Fields:
+    family = str(_of(settings, "model_family")).replace("-", "_")
+    flavour = str(_of(settings, "model_flavour") or "")
+    name = settings.get("model") or MODELS.get(family, {}).get(flavour)
+    if name is None and family in MODELS:
+        name = find_model(_of(settings, "pretrained_model_name_or_path"))
+    if name is None:
+        what = f"model_family {family}" + (f" {flavour}" if flavour else "")
+        raise VplanError(f"SimpleTuner's {quoted(what)} is not known", f"known families: {', '.join(MODELS)}")
+    return {"model": lookup.model(str(name)).name}
+
+
+def _method(settings: Settings) -> Fields:
+    kind = str(_of(settings, "model_type"))
+    if kind not in ("lora", "full"):
+        raise VplanError(f"SimpleTuner's model_type {quoted(kind)} is not priced", "lora and full are")
+    if kind == "lora" and (adapter := str(_of(settings, "lora_type") or "standard").lower()) != "standard":
+        raise VplanError(f"SimpleTuner's lora_type {quoted(adapter)} is not priced", "lora_type standard is")
+    for name, what in UNPRICED.items():
+        if _on(_of(settings, name)) or any(key.startswith(f"{CONFIG}{name}.") for key in settings):
+            raise VplanError(f"{name} is not priced ({what})", f"leave {name} out")
+    return {"method": kind}
+
+
+def _formats(settings: Settings) -> Fields:
+    """Adapters are in the mixed precision's format, and their AdamW is made for it (helpers/training/trainer.py)."""
+    precision = str(_of(settings, "mixed_precision") or "bf16")
+    half = precision if precision in ("bf16", "fp16") else "fp32"
+    base = str(_of(settings, "base_model_precision") or "no_change")
+    if base not in BASES:
+        raise VplanError(f"base_model_precision {quoted(base)} is not priced", f"priced: {', '.join(BASES)}")
+    sixteen = "fp32" if str(_of(settings, "optimizer")).startswith(("optimi-", "torch-")) and BASES[base] else half
+    return {
+        "weights_dtype": BASES[base] or half,
+        "adapter_dtype": sixteen,
+        "autocast": half if half != "fp32" else "none",
+    }
+
+
+def _optimizer(settings: Settings) -> Fields:
+    name = str(_of(settings, "optimizer") or "adamw_bf16")
+    if name not in OPTIMIZERS:
+        raise VplanError(f"SimpleTuner's optimizer {quoted(name)} is not priced", f"priced: {', '.join(OPTIMIZERS)}")
+    return {"optimizer": OPTIMIZERS[name]}
+
+
+def _write_optimizer(fields: Fields) -> Settings:
+    words = {ours: theirs for theirs, ours in reversed(OPTIMIZERS.items())}
+    return {f"{CONFIG}optimizer": words.get(fields["optimizer"], "adamw_bf16")}
+
+
+def _size(settings: Settings) -> Fields:
+    """``resolution`` as the side of a square: in pixels, or megapixels where ``resolution_type`` is ``area``."""
+    model = lookup.model(_model(settings)["model"])
+    try:
+        side = float(_of(settings, "resolution") or 1024)
+    except (TypeError, ValueError):
+        raise VplanError(f"resolution {quoted(_of(settings, 'resolution'))} is no number", "write 1024") from None
+    if str(_of(settings, "resolution_type")) == "area" or side < 16:
+        side = (side * 1024 * 1024) ** 0.5
+    step = model.shape.size_multiple
+    pixels = max(step, int(side) // step * step)
+    frames = int(_of(settings, "validation_num_video_frames") or 0) if model.kind == "video" else 1
+    return {"height": pixels, "width": pixels, "frames": frames or None}
+
+
+def _checkpointing(settings: Settings) -> Fields:
+    return {"gradient_checkpointing": "full" if _of(settings, "gradient_checkpointing") in (True, "true") else "none"}
+
+
+def _ema(settings: Settings) -> Fields:
+    """``ema_device`` is the CPU unless it says otherwise."""
+    if _of(settings, "use_ema") not in (True, "true"):
+        return {"ema": "none"}
+    return {"ema": "gpu" if str(_of(settings, "ema_device")) in ("accelerator", "cuda") else "cpu"}
+
+
+def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
+    if _of(settings, "data_backend_config"):
+        yield Remark("data_backend_config", "sizes in it are not read: pass --height, --width and --frames for others")
+
+
+def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    yield "a square of the config's resolution: buckets have its pixels"
+    if fields["method"] == "lora":
+        yield "LoRA estimated on the model's usual layers"
+
+
+def _nothing(fields: Fields) -> Settings:
+    return {}
+
+
+DIALECT = Dialect(
+    name="simpletuner",
+    title="SimpleTuner",
+    source="https://github.com/bghira/SimpleTuner at bc8e6ab",
+    scripts=("config.json",),
+    table=(
+        FunctionPair(("model",), (f"{CONFIG}model_family",), _model, _nothing, {"model": ", ".join(MODELS)}),
+        FunctionPair(("method",), (f"{CONFIG}model_type",), _method, _nothing, {"method": "lora, full"}),
+        When("method", ONLY_LORA, Value("lora_rank", f"{CONFIG}lora_rank", 16, int)),
+        FunctionPair(
+            ("height", "width", "frames"),
+            (f"{CONFIG}resolution", f"{CONFIG}resolution_type"),
+            _size,
+            _nothing,
+            {"height": "resolution", "width": "resolution", "frames": "validation_num_video_frames"},
+        ),
+        Value("batch_size", f"{CONFIG}train_batch_size", 1, int),
+        Value("gradient_accumulation", f"{CONFIG}gradient_accumulation_steps", 1, int),
+        FunctionPair(
+            ("optimizer",),
+            (f"{CONFIG}optimizer",),
+            _optimizer,
+            _write_optimizer,
+            {"optimizer": ", ".join(OPTIMIZERS)},
+        ),
+        FunctionPair(
+            ("weights_dtype", "adapter_dtype", "autocast"),
+            (f"{CONFIG}base_model_precision", f"{CONFIG}mixed_precision"),
+            _formats,
+            _nothing,
+            {"weights_dtype": "bf16, int8, fp8, nf4", "adapter_dtype": "bf16, fp32", "autocast": "mixed_precision"},
+        ),
+        FunctionPair(
+            ("gradient_checkpointing",),
+            (f"{CONFIG}gradient_checkpointing",),
+            _checkpointing,
+            lambda fields: {f"{CONFIG}gradient_checkpointing": fields["gradient_checkpointing"] != "none"},
+            {"gradient_checkpointing": "none, full"},
+        ),
+        FunctionPair(("ema",), (f"{CONFIG}use_ema",), _ema, _nothing, {"ema": "none, cpu, gpu"}),
+        Choice("text_encoder", {"cached": {}}),
+        Choice("vae", {"cached": {}}),
+        EXPANDABLE,
+        GPUS,
+        NODES,
+        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("validation"),
+    ),
+    read_script=read_script,
+    remarks=_remarks,
+    notes=_notes,
+    moves=(
+        Move({"expandable_segments": True}, "free"),
+        Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
+        Move(
+            {"weights_dtype": "int8"},
+            "the frozen base is rounded to 8 bits",
+            words_for=lambda settings: ["base_model_precision: int8-torchao"],
+            when=lambda fields: fields["method"] == "lora",
+        ),
+    ),
+    assigns=": ",
+)

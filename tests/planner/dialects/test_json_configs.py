@@ -1,0 +1,119 @@
+"""planner/dialects/onetrainer and simpletuner: configs in JSON, read or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.dialect import translate
+from planner.dialects.base.script import from_file
+from planner.errors import VplanError
+
+ONETRAINER: dict[str, Any] = {
+    "training_method": "LORA",
+    "model_type": "QWEN",
+    "base_model_name": "Qwen/Qwen-Image",
+    "batch_size": 2,
+    "resolution": "512,768",
+    "train_dtype": "BFLOAT_16",
+    "transformer": {"train": True, "weight_dtype": "FLOAT_8", "offload_fraction": 0.5},
+    "text_encoder": {"train": False, "weight_dtype": "FLOAT_8"},
+    "vae": {"weight_dtype": "FLOAT_32"},
+}
+SIMPLETUNER: dict[str, Any] = {
+    "--model_family": "flux",
+    "--model_type": "lora",
+    "--lora_type": "standard",
+    "--model_flavour": "kontext",
+    "--lora_rank": 32,
+    "--resolution": 1.0,
+    "--resolution_type": "area",
+    "--base_model_precision": "int8-quanto",
+    "--optimizer": "adamw_bf16",
+    "--mixed_precision": "bf16",
+    "--gradient_checkpointing": True,
+    "--data_backend_config": "config/backend.json",
+}
+
+
+def read(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(config))
+    dialect, given = dialects.read_script(from_file(folder / "config.json"))
+    found = translate(dialect, given)
+    return {"trainer": dialect.name, "unknown": given.unknown, **found.job, **found.strategy}
+
+
+def test_a_config_of_onetrainer(tmp_path: Path) -> None:
+    found = read(tmp_path, ONETRAINER)
+    expected = {
+        "trainer": "onetrainer",
+        "unknown": (),
+        "model": "qwen-image",
+        "method": "lora",
+        "lora_rank": 16,
+        "height": 768,
+        "width": 768,
+        "batch_size": 2,
+        "weights_dtype": "fp8",
+        "adapter_dtype": "fp32",
+        "autocast": "bf16",
+        "gradient_checkpointing": "full",
+        "swap_blocks": 30,
+        "text_encoder": "cached",
+        "text_encoder_dtype": "fp8",
+        "vae_dtype": "fp32",
+        "optimizer": "adamw",
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_full_training_of_onetrainer_steps_inside_backward_where_its_optimizer_says_so(tmp_path: Path) -> None:
+    fused = {"optimizer": {"optimizer": "ADAFACTOR"}, "optimizer_defaults": {"ADAFACTOR": {"fused_back_pass": True}}}
+    found = read(tmp_path, ONETRAINER | fused | {"training_method": "FINE_TUNE", "gradient_checkpointing": "OFF"})
+    assert (found["method"], found["optimizer"], found["optimizer_step"]) == ("full", "adafactor", "backward")
+    assert found["gradient_checkpointing"] == "none"
+
+
+def test_a_config_of_simpletuner(tmp_path: Path) -> None:
+    found = read(tmp_path, SIMPLETUNER)
+    expected = {
+        "trainer": "simpletuner",
+        "unknown": (),
+        "model": "flux.1-kontext-dev",
+        "lora_rank": 32,
+        "height": 1024,
+        "weights_dtype": "int8",
+        "adapter_dtype": "bf16",
+        "optimizer": "adamw",
+        "gradient_checkpointing": "full",
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        (ONETRAINER, {"model_type": "CHROMA_1"}, "model 'CHROMA_1'"),
+        (ONETRAINER, {"training_method": "EMBEDDING"}, "training method 'EMBEDDING' is not priced"),
+        (ONETRAINER, {"text_encoder": {"weight_dtype": "FLOAT_8"}}, "training text_encoder is not priced"),
+        (ONETRAINER, {"peft_type": "LOHA"}, "adapters 'LOHA' are not priced"),
+        (ONETRAINER, {"resolution": "large"}, "resolution 'large' is not a size"),
+        (ONETRAINER, {"train_dtype": "GGUF"}, "train_dtype 'GGUF' is not priced"),
+        (SIMPLETUNER, {"--model_family": "chroma"}, "'model_family chroma kontext' is not known"),
+        (SIMPLETUNER, {"--lora_type": "lycoris"}, "lora_type 'lycoris' is not priced"),
+        (SIMPLETUNER, {"--controlnet": True}, "controlnet is not priced"),
+        (SIMPLETUNER, {"--ramtorch": True}, "ramtorch is not priced"),
+        (SIMPLETUNER, {"--base_model_precision": "int8-sdnq"}, "'int8-sdnq' is not priced"),
+        (SIMPLETUNER, {"--optimizer": "soap"}, "optimizer 'soap' is not priced"),
+        (SIMPLETUNER, {"--resolution": "large"}, "resolution 'large' is no number"),
+    ],
+)
+def test_what_is_not_priced_is_refused_by_name(
+    config: dict[str, Any], changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(VplanError, match=why):
+        read(tmp_path, config | changes)

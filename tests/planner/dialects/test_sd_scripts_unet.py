@@ -1,0 +1,120 @@
+"""planner/dialects/sd_scripts_unet: what sd-scripts' commands for SDXL and SD 1.5 mean, and kohya_ss's settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.dialect import Translation, translate
+from planner.dialects.base.script import from_file
+from planner.errors import VplanError
+
+LAUNCH = "accelerate launch --num_processes 1 "
+SDXL = "sdxl_train_network.py --pretrained_model_name_or_path a.safetensors --network_module networks.lora "
+
+
+def read(folder: Path, text: str, name: str = "train.sh") -> tuple[str, Translation]:
+    (folder / name).write_text(text)
+    dialect, given = dialects.read_script(from_file(folder / name))
+    return dialect.name, translate(dialect, given)
+
+
+def command(folder: Path, words: str) -> Translation:
+    return read(folder, LAUNCH + words)[1]
+
+
+def test_lora_of_sdxl_trains_its_text_encoders_unless_told_otherwise(tmp_path: Path) -> None:
+    plain = command(tmp_path, SDXL + "--mixed_precision bf16 --network_dim 32 --resolution 1024,1024")
+    assert plain.job["model"] == "sdxl" and plain.job["lora_rank"] == 32
+    assert "proj_in" in plain.job["lora_targets"] and "ff.net.2" in plain.job["lora_targets"]
+    assert (plain.version, plain.strategy["text_encoder"], plain.strategy["vae"]) == ("te", "resident", "resident")
+    cached = "--network_train_unet_only --cache_text_encoder_outputs --cache_latents --fp8_base"
+    alone = command(tmp_path, f"{SDXL} --mixed_precision fp16 {cached}")
+    assert (alone.version, alone.strategy["text_encoder"], alone.strategy["vae"]) == ("fp8", "cached", "cached")
+    assert (alone.strategy["weights_dtype"], alone.strategy["adapter_dtype"]) == ("fp16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("train_network.py --mixed_precision bf16", {"model": "sd1.5", "method": "lora"}),
+        ("sdxl_train.py --mixed_precision bf16", {"method": "full", "weights_dtype": "fp32", "autocast": "bf16"}),
+        ("sdxl_train.py --mixed_precision bf16 --full_bf16", {"weights_dtype": "bf16", "autocast": "bf16"}),
+        (SDXL + "--max_token_length 225", {"text_tokens": 227}),
+        (SDXL + "--no_half_vae --train_batch_size 4", {"vae_dtype": "fp32", "vae_slicing": True, "batch_size": 4}),
+        ("train_network.py --resolution 512,650", {"height": 640, "width": 512}),
+    ],
+)
+def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    found = command(tmp_path, words)
+    together = found.job | found.strategy
+    assert {name: together[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (SDXL + "--network_args conv_dim=4", "conv_dim is not priced"),
+        (SDXL.replace("networks.lora", "lycoris.kohya"), "'lycoris.kohya' is not priced"),
+        (SDXL + "--network_train_text_encoder_only", "text_encoder_only is not priced"),
+        (SDXL + "--cpu_offload_checkpointing", "stops sdxl_train_network.py"),
+        (SDXL + "--cache_text_encoder_outputs", "while the text encoders are trained"),
+        ("sdxl_train.py --train_text_encoder", "text encoders is not priced"),
+        ("train_network.py --v2", "SD 2.x"),
+        ("sd3_train_network.py --network_dim 4", "sd3_train_network.py of sd-scripts is not supported"),
+    ],
+)
+def test_what_is_not_priced_is_refused_by_name(words: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match=why):
+        command(tmp_path, words)
+
+
+GUI = {
+    "LoRA_type": "Standard",
+    "sdxl": True,
+    "optimizer": "AdamW8bit",
+    "max_resolution": "1024,1024",
+    "max_token_length": "75",
+    "mixed_precision": "bf16",
+    "network_dim": 32,
+    "train_batch_size": "4",
+    "text_encoder_lr": 0,
+    "unet_lr": "1e-4",
+    "sdxl_cache_text_encoder_outputs": True,
+    "additional_parameters": "--gradient_accumulation_steps 2",
+    "xformers": "xformers",
+}
+
+
+def test_settings_of_kohya_ss_are_those_of_the_command_that_it_starts(tmp_path: Path) -> None:
+    name, found = read(tmp_path, json.dumps(GUI), "gui.json")
+    assert (name, found.version, found.strategy["text_encoder"]) == ("sd-scripts@unet", "", "cached")
+    assert (found.job["batch_size"], found.strategy["optimizer"], found.job["text_tokens"]) == (4, "adamw-8bit", None)
+    assert found.strategy["gradient_accumulation"] == 2
+    flux = {"LoRA_type": "Flux1", "flux1_checkbox": True, "fp8_base": True, "network_dim": 16, "ae": "ae.sft"}
+    name, found = read(tmp_path, json.dumps(GUI | flux | {"sdxl": False}), "gui.json")
+    assert (name, found.strategy["weights_dtype"]) == ("sd-scripts", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"LoRA_type": "LyCORIS/LoHa"}, "'lycoris.kohya' is not priced"),
+        ({"LoRA_type": "Kohya LoCon", "conv_dim": 8}, "conv_dim is not priced"),
+        ({"sdxl": False, "sd3_checkbox": True}, "for sd3_train_network.py of sd-scripts, which is not supported"),
+        ({"network_dim": "x"}, "network_dim 'x' is no number"),
+    ],
+)
+def test_unpriced_settings_of_kohya_ss_are_refused(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match=why):
+        read(tmp_path, json.dumps(GUI | changes), "gui.json")
+
+
+def test_a_config_alone_is_read_by_the_model_that_it_names(tmp_path: Path) -> None:
+    lines = 'network_module = "networks.lora"\nmixed_precision = "bf16"\npretrained_model_name_or_path = '
+    assert read(tmp_path, f'{lines}"sd_xl_base_1.0.safetensors"\n', "a.toml")[1].job["model"] == "sdxl"
+    assert read(tmp_path, f'{lines}"v1-5-pruned.safetensors"\n', "a.toml")[1].job["model"] == "sd1.5"
