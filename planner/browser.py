@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,9 @@ def _answer(asked: PageQuestion, words: list[str]) -> dict[str, Any]:
 def _suggested(asked: PageQuestion, said: dict[str, Any]) -> Shown:
     plan = Estimate.read(said["plan"])
     shown = _judged(plan)
-    shown["facts"].insert(0, ("Switch on", ways(plan)))
+    shown["facts"].insert(0, ("Smallest plan found" if plan.verdict == "no" else "Switch on", ways(plan)))
     if plan.lossy:
-        shown["facts"].append(("Gives up quality", ", ".join(plan.lossy)))
+        shown["facts"].append(("Gives up quality", _worded(plan.lossy)))
     if whole := said.get("whole_job"):
         hours = sorted({f"{whole['hours']:.1f}", f"{whole['hours_high']:.1f}"}, key=float)
         shown["facts"].insert(1, ("Whole run", f"{whole['steps']} steps: {' to '.join(hours)} hours (estimated)"))
@@ -164,8 +164,8 @@ def _suggested(asked: PageQuestion, said: dict[str, Any]) -> Shown:
     shown["table"] = {"head": ["What each option did", "GiB", "s/step"], "rows": rows} if rows else None
     shown["changes"] = [
         {
-            "title": "This would fit" + (f" (gives up quality: {', '.join(wish['lossy'])})" if wish["lossy"] else ""),
-            "lines": [f"{wish['field'].replace('_', ' ')} {wish['to']} instead of {wish['from']}"],
+            "title": "This would fit" + (f" (gives up quality: {_worded(wish['lossy'])})" if wish["lossy"] else ""),
+            "lines": [f"{_worded([wish['field']])} {wish['to']} instead of {wish['from']}"],
         }
         for wish in (said["relax"] if plan.verdict == "no" else ())
     ]
@@ -258,8 +258,12 @@ def _job(found: Estimate) -> str:
     return f"{model.title}, {job.method}{rank}, {in_words(model, job).removeprefix('1 frames of ')}"
 
 
+def _worded(fields: Iterable[str]) -> str:
+    return ", ".join(field.replace("_", " ") for field in fields)
+
+
 def _named(switch: dict[str, Any]) -> str:
-    return f"{switch['field'].replace('_', ' ')}: {switch['from']} to {switch['to']}"
+    return f"{_worded([switch['field']])}: {switch['from']} to {switch['to']}"
 
 
 def _effect(before: Estimate, after: Estimate, fix: dict[str, Any]) -> str:

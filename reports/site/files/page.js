@@ -1,7 +1,7 @@
 // The form, the address, and what an answer looks like. Texts of the answer are only ever set as text.
 const form = document.getElementById("form");
 const field = form.elements;
-const [status, shown, section] = ["status", "shown", "answer"].map((id) => document.getElementById(id));
+const [status, heard, brief, shown, section] = ["status", "heard", "brief", "shown", "answer"].map((id) => document.getElementById(id));
 const FIELDS = ["model", "gpu", "host_ram", "frames", "resolution", "method", "trainer", "steps", "paste"];
 const DEFAULTS = { model: "wan2.1-t2v-1.3b", gpu: "24GB", method: "lora", steps: "2000" };
 const TYPING_MS = 300;
@@ -32,11 +32,11 @@ function readAddress() {
   const values = said.size ? Object.fromEntries(said) : DEFAULTS;
   for (const name of FIELDS) {
     const element = field[name];
-    element.value = values[name] ?? (element.tagName === "SELECT" ? element.options[0].value : "");
+    element.value = values[name] ?? (element.tagName === "SELECT" ? DEFAULTS[name] ?? "" : "");
     if (element.tagName === "SELECT" && element.selectedIndex < 0) element.value = DEFAULTS[name] ?? "";
   }
   field.fill.checked = values.fill === "1";
-  suitModel();
+  suit();
 }
 
 function writeAddress() {
@@ -45,16 +45,20 @@ function writeAddress() {
   history.replaceState(null, "", `#${said}`);
 }
 
-function suitModel() {
+// What the form offers for its model, and which of its fields are asked: a paste says itself what the others would.
+function suit() {
   const model = models.get(field.model.value);
-  field.frames.disabled = !model.video;
+  const pasted = field.paste.value.trim() !== "";
+  for (const name of ["method", "steps", "trainer"]) field[name].disabled = pasted;
+  for (const name of ["model", "frames", "resolution"]) field[name].disabled = pasted && !field.fill.checked;
+  field.frames.disabled ||= !model.video;
   if (!model.video) field.frames.value = "";
   field.frames.placeholder = model.video ? String(model.frames) : "1";
   field.resolution.placeholder = model.resolutions[0];
   document.getElementById("sizes").replaceChildren(...model.resolutions.map((size) => new Option(size, size)));
   const lengths = model.video ? [1, 2, 4, 6, 8].map((part) => Math.round((model.frames * part) / 4 / model.step) * model.step + 1) : [];
   document.getElementById("lengths").replaceChildren(...lengths.map((length) => new Option(length, length)));
-  document.getElementById("clear").hidden = !field.paste.value;
+  document.getElementById("clear").hidden = !pasted;
 }
 
 function question() {
@@ -80,6 +84,8 @@ worker.onmessage = ({ data: { loaded, stage, id, text, seconds, failure } }) => 
   if (id !== asked) return; // a newer question is on its way
   const answer = text ? JSON.parse(text) : { shown: { verdict: "error", sentence: `The planner failed: ${failure}`, facts: [] } };
   show(answer);
+  heard.textContent = brief.textContent = answer.shown.sentence;
+  brief.className = answer.shown.verdict;
   const took = `Answered in ${seconds?.toFixed(1)} s, here in your browser.`;
   status.textContent = failure ? "" : answer.more ? `${took} Looking for changes that make it fit…` : took;
   section.setAttribute("aria-busy", String(Boolean(answer.more)));
@@ -184,14 +190,17 @@ function changed({ title, lines, effect, marked }) {
 const theme = document.getElementById("theme");
 theme.addEventListener("change", () => { document.documentElement.dataset.theme = theme.value; });
 
+// Not by links: the address behind the # is the question's.
+for (const id of ["skip", "brief"]) document.getElementById(id).addEventListener("click", () => { section.focus(); section.scrollIntoView(); });
+
 let typing;
 form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("input", () => {
   clearTimeout(typing);
-  suitModel();
+  suit();
   typing = setTimeout(() => { writeAddress(); ask(); }, TYPING_MS);
 });
-field.model.addEventListener("change", () => { field.resolution.value = ""; field.frames.value = ""; suitModel(); });
+field.model.addEventListener("change", () => { field.resolution.value = ""; field.frames.value = ""; suit(); });
 document.getElementById("clear").addEventListener("click", () => {
   field.paste.value = "";
   field.paste.focus();

@@ -2,9 +2,12 @@
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
 const HOME = "/home/pyodide";
-const started = start();
 const packs = new Map();
 let loaded = 0;
+let waiting = null; // the newest question
+let busy = false;
+const listed = get("manifest.json").then((bytes) => JSON.parse(new TextDecoder().decode(bytes)));
+const started = start();
 
 async function get(path) {
   const answer = await fetch(new URL(path, import.meta.url));
@@ -16,7 +19,7 @@ async function get(path) {
 }
 
 async function start() {
-  const manifest = JSON.parse(new TextDecoder().decode(await get("manifest.json")));
+  const manifest = await listed;
   const archives = Promise.all([get(manifest.files.libraries), get(manifest.files.vplan)]);
   const env = { HOME, VPLAN_HOME: `${HOME}/vplan`, PYDANTIC_DISABLE_PLUGINS: "__all__" };
   const python = await loadPyodide({ indexURL: new URL("pyodide/", import.meta.url).href, env });
@@ -27,8 +30,9 @@ async function start() {
   return { manifest, python, planner: python.pyimport("planner.browser") };
 }
 
+// The tapes of a model, asked for once; nothing for what is no model.
 function pack(manifest, model) {
-  if (!packs.has(model)) {
+  if (!packs.has(model) && Object.hasOwn(manifest.packs, model)) {
     const arriving = get(manifest.packs[model]);
     arriving.catch(() => packs.delete(model)); // asked for again by the next question
     packs.set(model, arriving.then((archive) => ({ archive, unpacked: false })));
@@ -39,9 +43,9 @@ function pack(manifest, model) {
 async function answer({ id, question }) {
   const { manifest, python, planner } = await started;
   const model = planner.tapes_of(question);
-  if (Object.hasOwn(manifest.packs, model)) {
-    const found = await pack(manifest, model);
-    if (!found.unpacked) python.unpackArchive(found.archive, "zip", { extractDir: "/vplan" });
+  const found = await pack(manifest, model);
+  if (found && !found.unpacked) {
+    python.unpackArchive(found.archive, "zip", { extractDir: "/vplan" });
     found.unpacked = true;
     found.archive = null;
   }
@@ -56,11 +60,10 @@ async function answer({ id, question }) {
   answers.destroy();
 }
 
-let waiting = null;
-let busy = false;
-
 onmessage = async ({ data }) => {
   waiting = data;
+  const { model, paste } = JSON.parse(data.question);
+  if (!paste) listed.then((manifest) => pack(manifest, model)); // while Python starts
   if (busy) return;
   busy = true;
   while (waiting) {
