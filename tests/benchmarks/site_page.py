@@ -12,10 +12,12 @@ import argparse
 import itertools
 import json
 import re
+import shlex
 import statistics
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from tests.tools import browse_site
 
 FIRST = {"model": "wan2.1-t2v-1.3b", "gpu": "24GB", "method": "lora", "steps": "2000"}
 TRAINERS = ("musubi-tuner", "ai-toolkit", "diffusion-pipe", "diffusers")
-_TIMES = re.compile(r'"seconds": [\d.e-]+')
+_TIME = re.compile(r'^  "seconds": [\d.e-]+', re.MULTILINE)
+"""How long an answer took: alone at the top of it, for estimated seconds lie deeper."""
 
 
 def questions() -> Iterator[dict[str, str]]:
@@ -71,8 +74,6 @@ def cold(url: str, times: int) -> dict[str, Any]:
 
 def typed(command: str, form: dict[str, str], folder: str) -> tuple[int, str]:
     """The exit code and the JSON of the command line that the page names, run as a process."""
-    import shlex
-
     words = shlex.split(command)[1:]
     if form.get("paste"):
         Path(folder, words[-1]).write_text(form["paste"])
@@ -82,7 +83,8 @@ def typed(command: str, form: dict[str, str], folder: str) -> tuple[int, str]:
 
 def compare(url: str, most: int, minutes: float) -> dict[str, Any]:
     """What the page answers beside what the command line prints, times left out."""
-    differ, seconds, asked = [], [], 0
+    differ, seconds = [], []
+    codes: Counter[int] = Counter()
     until = time.monotonic() + 60 * minutes
     with browse_site.chromium() as browser, tempfile.TemporaryDirectory() as folder:
         page = browser.new_page()
@@ -92,13 +94,14 @@ def compare(url: str, most: int, minutes: float) -> dict[str, Any]:
             if time.monotonic() > until:
                 break
             answer = browse_site.ask(page, form)
-            asked += 1
+            codes[answer["code"]] += 1
             seconds.append(answer["seconds"])
             code, printed = typed(answer["command"], form, folder)
-            if (code, _TIMES.sub("", printed)) != (answer["code"], _TIMES.sub("", answer["json"])):
+            if (code, _TIME.sub("", printed)) != (answer["code"], _TIME.sub("", answer["json"])):
                 differ.append({"command": answer["command"], "codes": [code, answer["code"]]})
                 print("differs:", answer["command"], flush=True)
-    return {"asked": asked, "differ": differ, "median_seconds": statistics.median(seconds), "seconds": seconds}
+    median = statistics.median(seconds)
+    return {"asked": len(seconds), "codes": codes, "differ": differ, "median_seconds": median, "seconds": seconds}
 
 
 def again(url: str) -> list[float]:
@@ -128,8 +131,9 @@ def main() -> None:
             print(f"later answers: median {statistics.median(found['again']):.2f} s, worst {max(found['again']):.2f}")
         if said.questions:
             found["compared"] = compared = compare(url, said.questions, said.minutes)
-            print(f"{compared['asked'] - len(compared['differ'])} of {compared['asked']} as the command line, ", end="")
-            print(f"median {compared['median_seconds']:.1f} s with each model's tapes")
+            same = compared["asked"] - len(compared["differ"])
+            print(f"{same} of {compared['asked']} as the command line, by exit code {dict(compared['codes'])}")
+            print(f"median {compared['median_seconds']:.1f} s, with the model's tapes")
     if said.output:
         said.output.write_text(json.dumps(found, indent=1))
 
