@@ -122,7 +122,7 @@ def held(list ops not None, list sizes not None):
         else:
             level -= rounded_up(sizes[~op], BLOCK_ROUND_BYTES)
         most = max(most, level)
-    return level, most
+    return level, (most if ops else 0)
 
 
 def alive(list ops not None, list before not None):

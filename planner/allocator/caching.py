@@ -398,11 +398,11 @@ class CachingAllocator:
 
 
 def held(ops: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    """(change, peak) in allocated bytes over a sequence of ops, each buffer rounded up to whole blocks. An op is a
-    buffer's number to allocate, or its complement (`~number`) to free."""
+    """(change, peak) in allocated bytes over a sequence of ops, each buffer rounded up to whole blocks; (0, 0) of none.
+    An op is a buffer's number to allocate, or its complement (`~number`) to free."""
     block = BLOCK_ROUND_BYTES
     levels = list(accumulate(-(-sizes[op] // block) * block if op >= 0 else -sizes[~op] // block * block for op in ops))
-    return levels[-1], max(levels)
+    return (levels[-1], max(levels)) if levels else (0, 0)
 
 
 def alive(ops: Sequence[int], before: Sequence[int]) -> list[int]:

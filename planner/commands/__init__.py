@@ -34,6 +34,7 @@ VERBS = {
     "check": "Check another trainer's command for out-of-memory errors.",
     "export": "Write a plan as another trainer's files.",
     "report": "Write an HTML report about a plan or a run.",
+    "site": "Build a static site that plans in the reader's browser.",
     "models": "List the known models, their sizes and usual shapes.",
     "gpus": "List the known cards and their usable memory.",
     "record": "Record a model of your own, or the bundled tapes again.",

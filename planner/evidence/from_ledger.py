@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +56,9 @@ class Here(NamedTuple):
 @functools.cache
 def here() -> Here:
     """The first card of this machine, its driver, and the installed torch and diffusers; None for what is missing."""
+    in_browser = sys.platform == "emscripten"  # in a variable, or mypy takes the rest for unreachable
+    if in_browser:  # none of them, and no psutil or NVML to say so
+        return Here(None, None, None, None)
     from planner.hardware import doctor  # NVML is asked only where there are measurements
 
     driver, cards = doctor.gpus()

@@ -60,7 +60,8 @@ def test_contents(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {*vplan.PACKAGES, "vplan.py"}
     data = [path for suffix in ("toml", "jsonl", "json.gz") for path in (ROOT / "profiles").rglob(f"*.{suffix}")]
-    data += [path for path in (ROOT / "reports" / "templates").rglob("*") if path.is_file()]
+    for name in ("templates", "site/files"):
+        data += [path for path in (ROOT / "reports" / name).rglob("*") if path.is_file()]
     data += list((ROOT / "planner" / "rehearsal" / "virtual_gpu").iterdir())
     code = [path for package in vplan.PACKAGES for path in (ROOT / package).rglob("*.py")]
     expected = {path.relative_to(ROOT).as_posix() for path in data + code}

@@ -376,5 +376,6 @@ def test_what_ops_hold_is_what_a_run_allocates(held: Callable[[list[int], list[i
     ops, sizes = [0, 1, ~0, 2, 3, ~1, ~3], [4 * MIB - 1, 1, 3 * MIB, 1024]
     assert held(ops, sizes) == (3 * MIB, 4 * MIB + 512)
     assert held([~0], sizes) == (-4 * MIB, -4 * MIB)
+    assert held([], sizes) == (0, 0)
     allocator = classic()
     assert allocator.run(ops, sizes).allocated_peak_bytes == 4 * MIB + 512 and allocator.allocated_bytes == 3 * MIB

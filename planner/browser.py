@@ -1,0 +1,319 @@
+"""What the page of `vplan site` asks: a question in, its answer out, both JSON. Runs in the reader's browser.
+
+The answer is that of the command line, asked in the same process, with the sentences that the page shows. The page
+holds no wording of its own about a plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planner import dialects
+from planner.catalog import lookup
+from planner.catalog.shapes import in_words
+from planner.commands import cli
+from planner.commands._shared.fixes import MOST_FIXES
+from planner.commands._shared.oom import explained
+from planner.commands._shared.render import VERDICTS
+from planner.dialects.base.dialect import translate
+from planner.dialects.base.script import from_file
+from planner.errors import VplanError
+from planner.foreign.export import export
+from planner.foreign.oom_cause import render
+from planner.foreign.trainer_search import trainer_of
+from planner.garbage_collection import without_garbage_collection
+from planner.schema import Record
+from planner.spec.plan import Estimate, Plan
+from planner.spec.wording import ways
+from planner.units import format_gib, format_seconds, gib
+
+PASTED = "pasted"
+"""The name of the file that holds what was pasted, without its ending."""
+
+ERROR = f"{PASTED}.log"
+LONGEST = 10**6
+"""Characters of a paste."""
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError", re.IGNORECASE)
+_YAML = re.compile(r"(---|[\w.\"'-]+\s*:)(\s|$)")
+_PYTHON = re.compile(r"(import|from) \w")
+
+Shown = dict[str, Any]
+
+
+class PageQuestion(Record):
+    """The form of the page, as typed; empty is left to vplan's defaults."""
+
+    model: str = ""
+    gpu: str = ""
+    host_ram: str = ""
+    frames: str = ""
+    resolution: str = ""
+    method: str = ""
+    trainer: str = ""
+    """a target of `vplan export`; empty: our own trainer"""
+    steps: str = ""
+    paste: str = ""
+    """another trainer's command or file, or an out-of-memory message; the form is not looked at then, but the card,
+    the RAM and, with `fill`, what else a command may leave open"""
+    fill: bool = False
+
+    def words(self) -> list[str]:
+        """The command line that asks this. What was pasted is in the file that it names."""
+        machine = {"gpu": self.gpu, "host-ram": self.host_ram}
+        if self.paste.strip():
+            file = _kind(self.paste)
+            if file == ERROR:
+                return ["check", "--error", file]
+            return ["check", *_flags({**machine, **(self._told() if self.fill else {})}), file]
+        options = {"frames": self.frames, "resolution": self.resolution, "method": self.method, **machine}
+        of_run = {"for": self.trainer} if self.trainer else {"steps": self.steps}
+        return ["suggest", *_flags({"model": self.model, **options, **of_run})]
+
+    def _told(self) -> dict[str, str]:
+        height, _, width = self.resolution.partition("x")
+        return {"model": self.model, "frames": self.frames, "height": height.strip(), "width": width.strip()}
+
+    def tapes_of(self) -> str:
+        """The model whose tapes the answer needs; empty where it needs none, or where the answer will be an error."""
+        if self.words()[-1] == ERROR:
+            return ""
+        try:
+            if not self.paste.strip():
+                return lookup.model(self.model).name
+            dialect, given = dialects.read_script(from_file(self._kept()))
+            told = {name: value for name, value in self._told().items() if value and self.fill}
+            reading = translate(dialect, replace(given, settings={**given.settings, **told}))
+            return lookup.model(reading.job["model"]).name
+        except VplanError:
+            return ""
+
+    def _kept(self) -> Path:
+        path = Path(self.words()[-1])
+        path.write_text(self.paste[:LONGEST], encoding="utf-8")
+        return path
+
+
+def tapes_of(question: str) -> str:
+    """See `PageQuestion.tapes_of`."""
+    return PageQuestion.read(json.loads(question)).tapes_of()
+
+
+def answers(question: str) -> Iterator[str]:
+    """The answers to a `PageQuestion`, the last one complete: of a command, first the verdict, for changes that make it
+    fit take longer. Each is JSON: `command` (to type), `code` (its exit code), `json` (what it prints with --json, to
+    the letter), `shown` (what the page shows) and `more`, whether another one follows."""
+    asked = PageQuestion.read(json.loads(question))
+    words = asked.words()
+    if asked.paste.strip():
+        asked._kept()
+    if words[0] == "check" and words[-1] != ERROR:
+        first = _answer(asked, [words[0], "--no-fixes", *words[1:]])
+        more = first["shown"]["verdict"] != "error"
+        yield json.dumps({**first, "more": more})
+        if not more:
+            return
+    yield json.dumps({**_answer(asked, words), "more": False})
+
+
+def _answer(asked: PageQuestion, words: list[str]) -> dict[str, Any]:
+    printed = io.StringIO()
+    with without_garbage_collection(), contextlib.redirect_stdout(printed):
+        code = cli.main([*words, "--json"], prog_name="vplan", standalone_mode=False)
+    said = json.loads(printed.getvalue())
+    if said.keys() == {"schema", "error"}:
+        shown = _refused(said["error"])
+    elif words[-1] == ERROR:
+        shown = _explained()
+    else:
+        shown = _suggested(asked, said) if words[0] == "suggest" else _checked(asked, said)
+    return {"command": shlex.join(["vplan", *words]), "code": code, "json": printed.getvalue(), "shown": shown}
+
+
+# ---- what the page shows
+
+
+def _suggested(asked: PageQuestion, said: dict[str, Any]) -> Shown:
+    plan = Estimate.read(said["plan"])
+    shown = _judged(plan)
+    shown["facts"].insert(0, ("Smallest plan found" if plan.verdict == "no" else "Switch on", ways(plan)))
+    if plan.lossy:
+        shown["facts"].append(("Gives up quality", _worded(plan.lossy)))
+    if whole := said.get("whole_job"):
+        hours = sorted({f"{whole['hours']:.1f}", f"{whole['hours_high']:.1f}"}, key=float)
+        shown["facts"].insert(1, ("Whole run", f"{whole['steps']} steps: {' to '.join(hours)} hours (estimated)"))
+    elif asked.steps.strip().isdigit() and plan.verdict != "no":
+        steps = int(asked.steps)
+        shown["facts"].insert(
+            1, ("Steps alone", f"{steps} steps: {steps * plan.step_seconds / 3600:.1f} hours (estimated)")
+        )
+    rows = [
+        (_named(switch), f"{gib(switch['device_bytes']):+.2f}", f"{switch['step_seconds']:+.2f}")
+        for switch in said["switches"]
+        if switch["device_bytes"] or abs(switch["step_seconds"]) > 1e-9
+    ]
+    shown["table"] = {"head": ["What each option did", "GiB", "s/step"], "rows": rows} if rows else None
+    shown["changes"] = [
+        {
+            "title": "This would fit" + (f" (gives up quality: {_worded(wish['lossy'])})" if wish["lossy"] else ""),
+            "lines": [f"{_worded([wish['field']])} {wish['to']} instead of {wish['from']}"],
+        }
+        for wish in (said["relax"] if plan.verdict == "no" else ())
+    ]
+    shown["copies"] = [] if plan.verdict == "no" else _to_copy(asked, plan, shown["notes"])
+    return shown
+
+
+def _to_copy(asked: PageQuestion, plan: Estimate, notes: list[str]) -> list[dict[str, str]]:
+    """The files and the command that train the plan."""
+    if not asked.trainer:
+        keep = shlex.join(["vplan", *asked.words(), "-o", "plan.toml"])
+        return [{"title": "Commands", "text": f"{keep}\nvplan train plan.toml --data DIR --output DIR --weights DIR"}]
+    try:
+        made = export(Plan.of(plan, trainer=trainer_of(asked.trainer)), asked.trainer)
+    except VplanError as error:
+        notes.append(f"no files for {asked.trainer}: {error}")
+        return []
+    files = [{"title": name, "text": text} for name, text in reversed(made.files.items())]
+    return [{"title": "Command", "text": made.start}, *files]
+
+
+def _checked(asked: PageQuestion, said: dict[str, Any]) -> Shown:
+    found = Estimate.read(said["estimate"])
+    shown = _judged(found)
+    word = "Ends in" if found.verdict == "no" else "Decided in"
+    shown["facts"] = [
+        ("Read as", f"a command or file of {said['trainer']}"),
+        (word, f"{said['phase']}: {said['moment']}"),
+        *(fact for fact in shown["facts"] if fact[0] != "Peak"),
+    ]
+    enough = [("Smallest change" if at == 0 else "Or", fix) for at, fix in enumerate(said["fixes"][:MOST_FIXES])]
+    enough += [(f"{fix['cost'].capitalize()} fit", fix) for fix in said["smaller"]]
+    if found.verdict != "no" and not said["fixes"]:
+        enough = []
+    shown["changes"] = [
+        {
+            "title": title,
+            "lines": fix["change"],
+            "effect": _effect(found, Estimate.read(fix["estimate"]), fix),
+            "marked": marked(asked.paste, fix["change"]),
+        }
+        for title, fix in enough
+    ]
+    if least := said["least"]:
+        need = format_gib(Estimate.read(least["estimate"]).peak.device_bytes)
+        shown["notes"].insert(0, f"no option of this trainer makes it fit; the least it reaches is {need}")
+    remarks = [("has no effect here", said["ineffective"]), ("no longer exists", said["gone"])]
+    shown["notes"] += [f"{what}: {each['flag']} ({each['why']})" for what, many in remarks for each in many]
+    shown["notes"] += [f"unknown option of this script: {flag}" for flag in said["unknown"]]
+    peaks = [(name, peak.allocated_bytes, peak.device_bytes) for name, peak in found.phases.items()]
+    rows = [(name, f"{gib(allocated):.2f}", f"{gib(device):.2f}") for name, allocated, device in peaks]
+    shown["table"] = {"head": ["Phase", "allocated GiB", "device GiB"], "rows": rows}
+    return shown
+
+
+def _explained() -> Shown:
+    first, *rest = render(explained(ERROR, None, {}, {}))
+    return {"verdict": "no", "sentence": first, "facts": [], "text": "\n".join(rest)}
+
+
+def _refused(error: dict[str, str]) -> Shown:
+    notes = [error["fix"]] if error["fix"] else []
+    return {"verdict": "error", "sentence": error["message"], "facts": [], "notes": notes}
+
+
+def _judged(found: Estimate) -> Shown:
+    """The verdict as a sentence, the bar and the facts of an estimate."""
+    need, low, high, budget = map(gib, (found.peak.device_bytes, found.low_bytes, found.high_bytes, found.budget_bytes))
+    word = VERDICTS[found.verdict][0].capitalize()
+    why = " There is not enough host RAM." if found.limit == "host" else ""
+    card = lookup.parse_gpus(found.machine.gpu)[1]
+    usable = "" if found.machine.host_ram is None else f" of {format_gib(found.machine.host_ram)}"
+    return {
+        "verdict": found.verdict,
+        "sentence": f"{word}: needs {need:.1f} GiB ({low:.1f} to {high:.1f}) of {budget:.1f} GiB usable.{why}",
+        "job": f"{_job(found)}, on {card.title}",
+        "bar": {"need": need, "low": low, "high": high, "budget": budget},
+        "facts": [
+            ("Step", f"{format_seconds(found.step_seconds)} (estimated)"),
+            ("Host RAM", format_gib(found.host_ram_bytes) + usable),
+            ("Peak", f"{found.peak.phase}: {found.peak.moment}"),
+        ],
+        "notes": [*found.assumptions, f"basis: {found.basis}"],
+    }
+
+
+def _job(found: Estimate) -> str:
+    job, model = found.job, lookup.model(found.job.model)
+    rank = f" rank {job.lora_rank}" if job.method == "lora" else ""
+    return f"{model.title}, {job.method}{rank}, {in_words(model, job).removeprefix('1 frames of ')}"
+
+
+def _worded(fields: Iterable[str]) -> str:
+    return ", ".join(field.replace("_", " ") for field in fields)
+
+
+def _named(switch: dict[str, Any]) -> str:
+    return f"{_worded([switch['field']])}: {switch['from']} to {switch['to']}"
+
+
+def _effect(before: Estimate, after: Estimate, fix: dict[str, Any]) -> str:
+    low, high = gib(after.low_bytes), gib(after.high_bytes)
+    seconds = f"{after.step_seconds - before.step_seconds:+.2f} s/step"
+    kind = "gives up quality" if fix["lossy"] else "lossless"
+    need = f"{gib(after.peak.device_bytes):.1f} GiB ({low:.1f} to {high:.1f})"
+    return f"{VERDICTS[after.verdict][0]}, {need}, {seconds}, {kind}" + (f": {fix['cost']}" if fix["cost"] else "")
+
+
+# ---- what was pasted
+
+
+def _kind(text: str) -> str:
+    """The name of the file for a paste, whose ending says what it is."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    first = lines[0] if lines else ""
+    if first.lstrip().startswith("{"):
+        return f"{PASTED}.json"
+    if _YAML.match(first) and not _OUT_OF_MEMORY.search(first):
+        return f"{PASTED}.yaml"
+    if _PYTHON.match(first):
+        return f"{PASTED}.py"
+    with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):
+        if tomllib.loads(text[:LONGEST]):
+            return f"{PASTED}.toml"
+    return ERROR if _OUT_OF_MEMORY.search(text) else f"{PASTED}.sh"
+
+
+def marked(text: str, change: list[str]) -> list[tuple[str, str]]:
+    """The lines of a paste under a change, each with its mark: "-" gone, "+" new, " " as it was."""
+    lines = [(" ", line) for line in text.rstrip("\n").splitlines()]
+    for part in (piece for each in change for piece in re.split(r"\s(?=--|config\.)", each)):
+        name = re.match(r"--?[\w-]+|[\w.\[\]-]+(?=\s*[=:])", part)
+        if name is None:
+            lines.append(("+", part))
+            continue
+        is_flag = part.startswith("-")
+        key = name[0] if is_flag else name[0].rpartition(".")[2]
+        pattern = rf"(?<![\w-]){re.escape(key)}" + (r"(?![\w-])([ =]+[^-\s\\][^\s\\]*)?" if is_flag else r"\s*[=:].*$")
+        for at, (mark, line) in enumerate(lines):
+            if mark != "-" and re.search(pattern, line):
+                new = (part if is_flag else key + part[name.end() :]).replace("\\", r"\\")
+                lines[at : at + 1] = [("-", line)] * (mark == " ") + [("+", re.sub(pattern, new, line))]
+                break
+        else:
+            lines.append(("+", f"  {part}" if is_flag else part))
+    return lines
+
+
+def _flags(options: dict[str, str]) -> list[str]:
+    """Options with a value as words. A value is never taken for an option: it stands behind `=`."""
+    return [f"--{name}={value.strip()}" for name, value in options.items() if value.strip()]

@@ -1,0 +1,213 @@
+"""Builds the static site that plans in the reader's browser: Pyodide, its packages, vplan, and each model's tapes.
+
+What is downloaded is pinned here and in files/requirements.txt, each with its hash, and kept in a folder for the next
+build. The site itself loads nothing from anywhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import planner
+import profiles
+from planner import dialects
+from planner.catalog import lookup
+from planner.catalog.components import COMPONENTS
+from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError, quoted
+from planner.file_writing import write_file
+from planner.foreign.export import SLURM, targets
+
+FILES = Path(__file__).with_name("files")
+REQUIREMENTS = FILES / "requirements.txt"
+PAGE = ("index.html", "style.css", "page.js", "worker.js")
+
+PYODIDE = "pyodide-314.0.7.tgz"
+"""As `npm pack` names it. Its Python is 3.14, its platform pyemscripten_2026_0: what the requirements are built for."""
+
+PYODIDE_SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
+PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+PLATFORMS = ("pyemscripten_2026_0_wasm32", "manylinux2014_x86_64")
+
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self' 'wasm-unsafe-eval'",
+        "worker-src 'self' blob:",
+        "connect-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+)
+"""The page's Content-Security-Policy. The worker inherits it, so that nothing typed can be sent anywhere."""
+
+SPACE = "---\ntitle: vplan\nsdk: static\npinned: false\nlicense: apache-2.0\n---\n\nBuilt by `vplan site`.\n"
+"""The README that a static Space on Hugging Face needs."""
+
+LEFT_OUT = ("rehearsals", "tapes", "grids")
+"""Folders of `profiles` that no answer of the page reads, or that come in packs."""
+
+_DATE = (1980, 1, 1, 0, 0, 0)
+"""Of every file in an archive, so that the same sources make the same site."""
+
+
+def build(folder: Path, downloads: Path) -> int:
+    """Writes the site into a folder and returns its bytes.
+
+    ``downloads``: where Pyodide and the packages are kept. Raises a VplanError where something cannot be downloaded or
+    is not what was pinned.
+    """
+    models = [lookup.model(name) for name in profiles.model_names()]
+    pyodide = _pyodide(downloads)
+    libraries = _libraries(_wheels(downloads))
+    for name in PAGE:
+        text = (FILES / name).read_text(encoding="utf-8")
+        _put(folder / name, text.replace("{{policy}}", POLICY).encode())
+    for name, content in pyodide.items():
+        _put(folder / "pyodide" / name, content)
+    manifest = {
+        "version": planner.__version__,
+        "files": {
+            "libraries": _add(folder, "libraries", _zip(libraries, packed=True)),
+            "vplan": _add(folder, "vplan", _zip(_sources(), packed=True)),
+        },
+        "packs": {
+            model.name: _add(folder, f"packs/{model.name}", _zip(_tapes(model), packed=False)) for model in models
+        },
+        **_choices(models),
+    }
+    _put(folder / "manifest.json", json.dumps(manifest, separators=(",", ":")).encode())
+    _put(folder / "README.md", SPACE.encode())
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _choices(models: Iterable[ModelProfile]) -> dict[str, Any]:
+    """What the form offers: models with their shapes, cards, trainers."""
+    offered = [
+        {
+            "name": model.name,
+            "title": model.title,
+            "video": model.kind == "video",
+            "frames": model.shape.default_frames,
+            "step": model.shape.frame_step,
+            "resolutions": [f"{height}x{width}" for height, width in model.shape.resolutions],
+        }
+        for model in models
+    ]
+    trainers = [{"name": name, "title": dialects.dialect(name).title} for name in targets() if name != SLURM]
+    cards = [*(group.name for group in lookup.gpu_classes()), *lookup.gpu_names()]
+    return {"models": offered, "gpus": cards, "trainers": trainers}
+
+
+def _pyodide(downloads: Path) -> dict[str, bytes]:
+    """The files of Pyodide that the page loads, from its npm package."""
+    downloads.mkdir(parents=True, exist_ok=True)
+    archive = downloads / PYODIDE
+    if not archive.is_file():
+        name, _, version = PYODIDE.removesuffix(".tgz").rpartition("-")
+        _run(["npm", "pack", "--silent", f"{name}@{version}"], downloads, "install npm (it comes with Node.js)")
+    content = archive.read_bytes()
+    if (found := hashlib.sha256(content).hexdigest()) != PYODIDE_SHA256:
+        raise VplanError(f"{quoted(str(archive))} is not Pyodide as it was pinned: sha256 {found}", "delete it")
+    found_files = {}
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        for name in PYODIDE_FILES:
+            member = tar.extractfile(f"package/{name}")
+            assert member is not None, f"{PYODIDE} has no {name}"
+            found_files[name] = member.read()
+    return found_files
+
+
+def _wheels(downloads: Path) -> list[Path]:
+    """The wheels of the requirements, in the order of their names; pip compares their hashes, also of those kept."""
+    into = downloads / "wheels"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--require-hashes"]
+    pip += ["--no-deps", "--only-binary=:all:", "--implementation=cp", "--python-version=3.14", "--abi=cp314"]
+    pip += ["--abi=none", *(f"--platform={name}" for name in PLATFORMS), "--dest", str(into), "-r", str(REQUIREMENTS)]
+    pinned = [line.split("==") for line in REQUIREMENTS.read_text().splitlines() if "==" in line]
+    expected = [f"{name.replace('-', '_')}-{rest.split()[0]}-*.whl" for name, rest in pinned]
+    if not all(any(into.glob(pattern)) for pattern in expected):
+        _run(pip, downloads, "see what pip says, and whether it reaches its index")
+    found = [next(into.glob(pattern)) for pattern in expected]
+    hashes = REQUIREMENTS.read_text()
+    for wheel in found:
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() not in hashes:
+            raise VplanError(f"{quoted(str(wheel))} is not as it was pinned", "delete it")
+    return found
+
+
+def _run(command: list[str], folder: Path, fix: str) -> None:
+    if shutil.which(command[0]) is None:
+        raise VplanError(f"{command[0]} is not installed: the site's Python comes by it", fix)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise VplanError(f"{' '.join(command[:4])} failed: {last[0]}", fix)
+
+
+def _libraries(wheels: Iterable[Path]) -> dict[str, bytes]:
+    """What the wheels install, without parts that are compiled for another platform."""
+    found = {}
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if not name.endswith(("-linux-gnu.so", "/")):
+                    found[name] = archive.read(name)
+    return found
+
+
+def _sources() -> dict[str, bytes]:
+    """vplan without its trainers, and of `profiles` all but the tapes."""
+    home = profiles.FOLDER.parent
+    paths = [home / "vplan.py", *(path for name in ("planner", "profiles") for path in (home / name).rglob("*"))]
+    paths += (home / "reports").glob("*.py")
+    kept = (".py", ".toml", ".jsonl", ".json", ".gz")
+    out = {profiles.FOLDER / name for name in LEFT_OUT}
+    return {
+        path.relative_to(home).as_posix(): path.read_bytes()
+        for path in paths
+        if path.is_file() and path.suffix in kept and not out & set(path.parents)
+    }
+
+
+def _tapes(model: ModelProfile) -> dict[str, bytes]:
+    """The tapes that answers about a model read: its own, and those of its text encoders and its VAE."""
+    home = profiles.FOLDER.parent
+    parts = {*(encoder.folder for encoder in model.text_encoders), model.vae.folder}
+    folders = [profiles.TAPES / model.name, *(profiles.TAPES / COMPONENTS / part for part in parts)]
+    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(home).as_posix(): path.read_bytes() for path in paths}
+
+
+def _zip(files: Mapping[str, bytes], *, packed: bool) -> bytes:
+    """An archive of files; the same files make the same bytes."""
+    stream = io.BytesIO()
+    how = zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(stream, "w", how, compresslevel=9) as archive:
+        for name in sorted(files):
+            archive.writestr(zipfile.ZipInfo(name, _DATE), files[name], how)
+    return stream.getvalue()
+
+
+def _add(folder: Path, name: str, content: bytes) -> str:
+    """Writes an archive under a name that its content decides, so that a browser never mixes two builds."""
+    path = f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
+    _put(folder / path, content)
+    return path
+
+
+def _put(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, content)

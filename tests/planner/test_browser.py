@@ -1,0 +1,124 @@
+"""What the page of `vplan site` asks and shows: the command line's answer, to the letter, and sentences about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import browser
+from planner.commands import cli
+
+COMMAND = """accelerate launch wan_train_network.py \\
+  --task t2v-14B --dit wan.safetensors --sdpa --mixed_precision bf16 --blocks_to_swap 2 \\
+  --gradient_checkpointing --network_module networks.lora_wan --network_dim 32
+"""
+CONFIG = """job: extension
+config:
+  process:
+    - type: sd_trainer
+      network: {type: lora, linear: 32}
+      train: {batch_size: 1, gradient_checkpointing: true, optimizer: adamw8bit, dtype: bf16}
+      model:
+        name_or_path: black-forest-labs/FLUX.1-dev
+        is_flux: true
+"""
+MESSAGE = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.65 GiB "
+    "of which 10.00 MiB is free. Of the allocated memory 22.90 GiB is allocated by PyTorch, and 300.00 MiB is reserved "
+    "by PyTorch but unallocated."
+)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def ask(**form: Any) -> dict[str, Any]:
+    *_, last = browser.answers(json.dumps(form))
+    answer: dict[str, Any] = json.loads(last)
+    return answer
+
+
+def test_a_form_is_answered_as_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = ask(model="sdxl", gpu="12GB", method="lora", steps="500")
+    assert answer["command"] == "vplan suggest --model=sdxl --method=lora --gpu=12GB --steps=500"
+    code = cli.main([*answer["command"].split()[1:], "--json"], standalone_mode=False)
+    typed = json.loads(capsys.readouterr().out)
+    asked = json.loads(answer["json"])
+    assert code == answer["code"] == 0
+    assert asked | {"seconds": 0} == typed | {"seconds": 0}
+    shown = answer["shown"]
+    need = asked["plan"]["peak"]["device_bytes"] / 2**30
+    assert shown["verdict"] == "fits" and shown["sentence"].startswith(f"Fits: needs {need:.1f} GiB")
+    assert dict(shown["facts"])["Whole run"].startswith("500 steps: ")
+    assert shown["copies"][0]["text"].startswith(f"{answer['command']} -o plan.toml\n")
+
+
+def test_a_trainer_gets_its_files_and_the_command_that_starts_them() -> None:
+    shown = ask(model="wan2.1-t2v-1.3b", gpu="24GB", frames="17", trainer="musubi-tuner", steps="1000")["shown"]
+    command, *files = shown["copies"]
+    assert command["text"] == f"bash {files[0]['title']}" and "wan_train_network.py" in files[0]["text"]
+    assert dict(shown["facts"])["Steps alone"].startswith("1000 steps: ")
+
+
+def test_a_pasted_command_is_checked_and_its_changed_lines_are_marked() -> None:
+    assert browser.tapes_of(json.dumps({"gpu": "24GB", "paste": COMMAND})) == "wan2.1-t2v-14b"
+    first, last = map(json.loads, browser.answers(json.dumps({"gpu": "24GB", "paste": COMMAND})))
+    assert first["more"] and first["shown"]["verdict"] == "no" and first["shown"]["changes"] == []
+    answer = last
+    assert answer["command"] == "vplan check --gpu=24GB pasted.sh" and answer["code"] == 3
+    change = answer["shown"]["changes"][0]
+    swap = next(line for line in change["lines"] if line.startswith("--blocks_to_swap"))
+    old = COMMAND.splitlines()[1]
+    assert ("-", old) in map(tuple, change["marked"])
+    assert ("+", old.replace("--blocks_to_swap 2", swap)) in map(tuple, change["marked"])
+
+
+@pytest.mark.parametrize(
+    ("paste", "kind"),
+    [
+        (COMMAND, "sh"),
+        (CONFIG, "yaml"),
+        ('{"config": {}}', "json"),
+        ("# mine\n[model]\ntype = 'wan'\n", "toml"),
+        ("import torch\n", "py"),
+        (MESSAGE, "log"),
+        ("RuntimeError: CUDA out of memory", "log"),
+    ],
+)
+def test_what_was_pasted_is_told_by_its_look(paste: str, kind: str) -> None:
+    assert browser.PageQuestion(paste=paste).words()[-1] == f"pasted.{kind}"
+
+
+def test_a_pasted_config_and_a_pasted_message() -> None:
+    shown = ask(gpu="16GB", paste=CONFIG)["shown"]
+    assert shown["verdict"] == "no" and "FLUX.1 dev" in shown["job"]
+    assert browser.tapes_of(json.dumps({"paste": MESSAGE})) == ""
+    answer = ask(gpu="16GB", paste=MESSAGE)
+    assert answer["shown"]["sentence"].startswith("GPU 0: 20.00 MiB could not be allocated")
+    assert json.loads(answer["json"])["schema"] == 1
+
+
+def test_lines_of_a_config_are_marked_where_they_stand() -> None:
+    lines = browser.marked("a:\n  swap: 1\n  swap_more: 2\n", ["config.a.swap: 20"])
+    assert lines == [(" ", "a:"), ("-", "  swap: 1"), ("+", "  swap: 20"), (" ", "  swap_more: 2")]
+    assert browser.marked("swap = 1", ["model.new = 'C:\\1'"])[-1] == ("+", "model.new = 'C:\\1'")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"model": "<img src=x onerror=alert(1)>", "gpu": "24GB"},
+        {"model": "sdxl", "gpu": "--help"},
+        {"model": "sdxl", "gpu": "24GB", "trainer": "nobody's"},
+        {"gpu": "24GB", "paste": "echo $(rm -rf /)"},
+        {"paste": COMMAND},
+    ],
+)
+def test_what_is_wrong_is_an_answer_too(form: dict[str, str]) -> None:
+    answer = ask(**form)
+    assert answer["shown"]["verdict"] == "error" and answer["shown"]["sentence"] and answer["code"] in (1, 2)
