@@ -54,7 +54,8 @@ class _Bounds(TypedDict):
         "vplan rehearse --gpu 24GB -- python train.py --config my.yaml",
         "vplan rehearse --gpu 2x4090 -- torchrun --nproc_per_node 2 train.py",
         "vplan rehearse --gpu 24GB --hollow Wan-AI/Wan2.1-T2V-14B -- python train.py",
-        "vplan rehearse --gpu 24GB --hollow flux1-dev.safetensors --hollow data -- python train.py",
+        "vplan rehearse --gpu 24GB --hollow ae.safetensors -- python train.py",
+        "vplan rehearse --gpu 24GB --hollow data -- accelerate launch train.py",
     ),
 )
 @click.argument("words", nargs=-1, metavar="-- COMMAND...", type=click.UNPROCESSED)
