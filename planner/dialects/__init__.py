@@ -102,7 +102,7 @@ def read_script(script: Script) -> tuple[Dialect, Invocation]:
     scripts = ", ".join(dict.fromkeys(program.script for program in script.programs)) or script.name
     text = " ".join([scripts, *(word for program in script.programs for word in program.arguments)])
     title = next((title for mark, title in UNREAD.items() if mark in text), "")
-    for reader in readers:
+    for reader in readers if not title else ():  # a mark says whose it is; `train.py` is the name of many
         for program in script.programs:
             entry_point = flags.find(reader.name, program.script) if reader.name in profiles.trainer_names() else None
             folder = program.script.rpartition("/")[0]

@@ -62,8 +62,15 @@ ONLY_LORA = frozenset({"lora"})
 
 
 def read_script(script: Script) -> Invocation | None:
-    """A config or preset: by keys of the first level that together only it has."""
+    """A config or preset, alone or as its command names it (scripts/train.py --config-path): by keys of the first
+    level that together only it has."""
     config = script.config
+    for program in script.programs:
+        if program.script.endswith("scripts/train.py") and "--config-path" in program.arguments[:-1]:
+            path = program.arguments[program.arguments.index("--config-path") + 1]
+            config = script.document(path)
+            if config is None:
+                raise VplanError(f"{path} is not here", "run vplan where the command would run, or pass the config")
     if config is None or not config.keys() >= SIGNS:
         return None
     parsed = flags.script("onetrainer", "config.json").parse_config(config)

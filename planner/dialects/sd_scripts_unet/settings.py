@@ -264,6 +264,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{encoders} stay on the GPU: not cached"
     if _fp8(settings):
         yield "the base is in fp8, priced from the recording in 16 bits: half of its bytes"
+    if fields["model"] == "sd1.5" and fields["gradient_checkpointing"] == "full":
+        yield "its own U-Net checkpoints a whole transformer, priced with the block in it: up to 8 % too high"
     if fields["vae"] == "resident":
         yield "the VAE stays on the GPU: --cache_latents is not given"
     if not settings.get("--sdpa") and not settings.get("--xformers") and not settings.get("--mem_eff_attn"):

@@ -78,9 +78,7 @@ UNPRICED = {
     "controlnet": "a ControlNet beside the model",
     "ramtorch": "weights that stay in host RAM (RamTorch)",
     "enable_group_offload": "group offload while it trains",
-    "musubi_blocks_to_swap": "block swap",
     "tread_config": "tokens routed past blocks (TREAD)",
-    "fuse_qkv_projections": "fused projections",
     "distillation_method": "distillation",
     "context_parallel_size": "context parallelism",
     "fsdp_enable": "FSDP",
@@ -177,6 +175,12 @@ def _checkpointing(settings: Settings) -> Fields:
     return {"gradient_checkpointing": "full" if _of(settings, "gradient_checkpointing") in (True, "true") else "none"}
 
 
+def _swap(settings: Settings) -> Fields:
+    """Blocks wait in host RAM as in musubi-tuner (helpers/musubi_block_swap.py), at most all but one."""
+    blocks = int(_of(settings, "musubi_blocks_to_swap") or 0)
+    return {"swap_blocks": max(0, min(blocks, lookup.model(_model(settings)["model"]).blocks - 1))}
+
+
 def _ema(settings: Settings) -> Fields:
     """``ema_device`` is the CPU unless it says otherwise."""
     if _of(settings, "use_ema") not in (True, "true"):
@@ -239,6 +243,13 @@ DIALECT = Dialect(
             {"gradient_checkpointing": "none, full"},
         ),
         FunctionPair(("ema",), (f"{CONFIG}use_ema",), _ema, _nothing, {"ema": "none, cpu, gpu"}),
+        FunctionPair(
+            ("swap_blocks",),
+            (f"{CONFIG}musubi_blocks_to_swap",),
+            _swap,
+            lambda fields: {f"{CONFIG}musubi_blocks_to_swap": fields["swap_blocks"]} if fields["swap_blocks"] else {},
+            {"swap_blocks": "musubi_blocks_to_swap"},
+        ),
         Choice("text_encoder", {"cached": {}}),
         Choice("vae", {"cached": {}}),
         EXPANDABLE,

@@ -78,15 +78,16 @@ def _uncast(run: Run, stage: Stage) -> None:
 
 
 def _pairs(run: Run, events: list[int]) -> list[_Pair]:
-    """Every fp32 copy whose next large neighbour is its own copy in 16 bits."""
+    """Every fp32 copy whose next large neighbour is its own copy in 16 bits; a weight's gradient is none."""
     op, sizes = run.program.op, run.sizes
+    gradients = set(run.named("gradient").values())
     found = []
     for position, event in enumerate(events):
-        if event < 0 or op[event] != CAST:
+        if event < 0 or op[event] != CAST or event in gradients:
             continue
         for behind, other in enumerate(events[position + 1 : position + 5], start=position + 1):
             if other >= 0 and 2 * sizes[other] >= sizes[event]:
-                if op[other] == CAST and 2 * sizes[other] == sizes[event]:
+                if op[other] == CAST and 2 * sizes[other] == sizes[event] and other not in gradients:
                     found.append(_Pair(event, other, behind + 1))
                 break
     return found

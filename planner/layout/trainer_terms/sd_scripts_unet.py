@@ -37,14 +37,17 @@ def base_in_fp8(run: Run) -> None:
     """``--fp8_base`` casts the whole U-Net, norms and biases as well (train_network.py ``unet.to(dtype=...)``), where
     16 bits are recorded. Autocast casts a weight for each product and caches only those that are trained
     (ATen/autocast_mode.cpp ``cached_cast``), so each product keeps the copy that its backward reads: those of one
-    checkpointed block, or of all."""
+    checkpointed block, or of all but those that read the text, which needs no gradient unless it is trained."""
     trained = run.named("gradient")
     frozen = {name: buffer for name, buffer in run.named("weight").items() if name not in trained}
+    checkpointed = run.strategy.gradient_checkpointing == "full"
+    untold = () if checkpointed or "@te" in run.trainer else (".attn2.to_k.", ".attn2.to_v.")
     units: dict[str, int] = {}
     for name, buffer in frozen.items():
+        if any(part in name for part in untold):
+            continue
         unit = match[1] if (match := UNIT.match(name)) else name
         units[unit] = units.get(unit, 0) + run.sizes[buffer]
-    checkpointed = run.strategy.gradient_checkpointing == "full"
     copies = max(units.values()) if checkpointed else sum(units.values())
     for buffer in frozen.values():
         run.resize(buffer, run.sizes[buffer] // HALF)

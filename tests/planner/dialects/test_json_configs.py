@@ -71,6 +71,15 @@ def test_a_config_of_onetrainer(tmp_path: Path) -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+def test_a_command_of_onetrainer_names_its_config(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text("python scripts/train.py --config-path config.json\n")
+    with pytest.raises(VplanError, match="is not here"):
+        dialects.read_script(from_file(tmp_path / "train.sh"))
+    (tmp_path / "config.json").write_text(json.dumps(ONETRAINER))
+    dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+    assert (dialect.name, translate(dialect, given).job["model"]) == ("onetrainer", "qwen-image")
+
+
 def test_full_training_of_onetrainer_steps_inside_backward_where_its_optimizer_says_so(tmp_path: Path) -> None:
     fused = {"optimizer": {"optimizer": "ADAFACTOR"}, "optimizer_defaults": {"ADAFACTOR": {"fused_back_pass": True}}}
     found = read(tmp_path, ONETRAINER | fused | {"training_method": "FINE_TUNE", "gradient_checkpointing": "OFF"})
