@@ -35,6 +35,14 @@ def answer(line: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
+def test_every_test_of_the_table_is_there() -> None:
+    """`front_door.md` says which test holds what; a name that is gone would hold nothing."""
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", Path(__file__).with_name("front_door.md").read_text())
+    root = Path(__file__).parents[2]
+    assert len(named) > 30
+    assert not [name for path, name in named if f"def {name}(" not in (root / path).read_text()]
+
+
 # ---- host RAM
 
 
@@ -272,6 +280,19 @@ def test_an_image_model_is_asked_about_images() -> None:
 def test_swap_names_the_link_it_hides_behind(question: str, words: str) -> None:
     page = prose(f"suggest {question} --host-ram 64 --gradient-checkpointing full")
     assert words in page
+
+
+# ---- torch
+
+
+def test_what_a_torch_changes_is_in_the_estimate_and_a_newer_one_is_said() -> None:
+    """2.15 takes a workspace of cuBLAS for one product at a time, of 32 MiB on an H100; 2.13 and 2.14 keep two."""
+    found = {torch: answer(f"estimate sdxl --gpu h100-80gb --torch {torch}") for torch in ("2.13", "2.14", "2.15")}
+    peaks = {torch: each["phases"]["train"]["allocated_bytes"] for torch, each in found.items()}
+    assert peaks["2.13"] == peaks["2.14"] and 2**20 < peaks["2.14"] - peaks["2.15"] <= 2**26
+    assert not [note for each in found.values() for note in each["assumptions"] if "torch" in note]
+    newer = answer("estimate sdxl --gpu h100-80gb --torch 2.16")["assumptions"]
+    assert any("torch 2.16" in note for note in newer)
 
 
 # ---- another trainer's command that no option helps
