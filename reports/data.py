@@ -27,6 +27,7 @@ from planner.search.question import Question, Switch
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
 from planner.search.space import typed_only
+from planner.search.suggester import Suggester
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Plan
@@ -156,12 +157,9 @@ class Builder:
         """The capacity map of the plan's job on its machine, over a ladder."""
         return Mapper(self.search, self._forms()).map(rungs)
 
-    def longest(self, rungs: Sequence[QuickEstimate], same_ram: bool) -> tuple[Longest, ...]:
-        """The longest clip of each class of card with as much host RAM as the plan's, or of all others. That of the
-        plan's own class is what `vplan suggest --frames max` says.
-
-        ``rungs``: the plan's ladder, which is that of its own class.
-        """
+    def longest(self, same_ram: bool) -> tuple[Longest, ...]:
+        """The longest clip of each class of card with as much host RAM as the plan's, or of all others, as `vplan
+        suggest --frames max` answers for it."""
         machines = []
         own_card = lookup.parse_gpus(self.plan.machine.gpu)[1]
         own_ram = lookup.default_host_ram(own_card, self.plan.machine.gpus, self.plan.machine.os)
@@ -170,13 +168,11 @@ class Builder:
             ram = lookup.default_host_ram(card, self.plan.machine.gpus, self.plan.machine.os)
             beside_own = ram == own_ram  # the plan's computer with another card of its kind
             ram = self.plan.machine.host_ram or ram if beside_own else ram
-            if beside_own is not same_ram:
-                continue
-            self.cards[card.name] = card
-            machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram, reserve=0)
-            machines.append((card, machine))
-        own = f"{own_card.class_gb}GB" if same_ram and not self.plan.job.buckets else ""
-        return longest(self.search, self._forms(), rungs, machines, searched=own)
+            if beside_own is same_ram:
+                machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram)
+                machines.append((card, machine))
+        question = self.search.question._replace(job=self.plan.job.replace(buckets=()))
+        return tuple(longest(Suggester(self.plan.trainer), question, machines))
 
     def compared(self) -> tuple[Comparison, ...]:
         """The nearest measured rows of the model, and the plan's own evidence, each compared with its prediction."""
@@ -259,8 +255,8 @@ def in_turn(builder: Builder, progress: PartDone) -> Parts:
     quick = progress(builder.quick_estimates())
     rungs = ladder.ladder(builder.search, builder.plan.job, quick)
     phases, timeline = progress(builder.steps())
-    longest = progress(builder.longest(rungs, same_ram=True))
-    longest_elsewhere, compared = progress((builder.longest((), same_ram=False), builder.compared()))
+    longest = progress(builder.longest(same_ram=True))
+    longest_elsewhere, compared = progress((builder.longest(same_ram=False), builder.compared()))
     return Parts(quick, phases, timeline, progress(builder.map(rungs)), (*longest, *longest_elsewhere), compared)
 
 

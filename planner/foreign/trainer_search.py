@@ -11,7 +11,7 @@ from planner.catalog.shapes import check_job
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
 from planner.errors import ContradictionError, VplanError
-from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, priced, said_by
+from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, nearest, priced, said_by
 from planner.search.policy import EstimatePolicy
 from planner.search.question import Question, Suggestion, Switch
 from planner.search.space import Space, searched
@@ -40,7 +40,7 @@ class TrainerPolicy(EstimatePolicy):
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """Those that the trainer can express without swapped blocks, or with some."""
-        said = [one for one in recorded if self._says(job, one) or self._says(job, one.replace(swap_blocks=1))]
+        said = [one for one in recorded if self._says(job, one) or self._says(job, one.replace(swap_blocks=1), False)]
         self.found = self.found or bool(said)
         return said
 
@@ -56,11 +56,12 @@ class TrainerPolicy(EstimatePolicy):
         """Whether the trainer can express the very plan."""
         return self._says(job, strategy)
 
-    def _says(self, job: Job, strategy: Strategy) -> bool:
+    def _says(self, job: Job, strategy: Strategy, counts: bool = True) -> bool:
         try:
             said_by(self.dialect, _plan(self.question, job, strategy))
         except InexpressibleError as error:
-            self.unsaid.update(each.message for each in error.values)
+            if counts:
+                self.unsaid.update(each.message for each in error.values)
             return False
         return True
 
@@ -116,16 +117,29 @@ def _searched(question: Question, dialect: Dialect, prefer: str) -> tuple[Questi
 
 
 def _exportable(found: Suggestion, dialect: Dialect) -> Suggestion:
-    """The suggestion with a plan that its export takes: one that runs only because PyTorch empties its
-    cache is `no`."""
+    """The suggestion with a plan that its export takes. One that runs only because PyTorch empties its cache is `no`,
+    and for one that swaps a number of blocks as the trainer cannot, the nearest plan stands that it can do."""
     plans = (found.plan, *found.alternatives)
     for plan in () if found.plan.verdict == "no" else plans:
-        sure = priced(Plan.of(plan, trainer=dialect.name), dialect.name)
+        asked = Plan.of(plan, trainer=dialect.name)
+        said = _said(dialect, asked)
+        sure = priced(said, dialect.name)
         if plan is found.plan:
             least = sure
-        if sure is None or sure.verdict != "no":
+        if said is not asked and sure is not None and sure.verdict != "no":
+            return found._replace(plan=sure.replace(assumptions=plan.assumptions), switches=())
+        if said is asked and (sure is None or sure.verdict != "no"):
             return found if plan is found.plan else found._replace(plan=plan, switches=())
     return found if found.plan.verdict == "no" or least is None else found._replace(plan=least, relaxed=())
+
+
+def _said(dialect: Dialect, plan: Plan) -> Plan:
+    """The plan itself where the trainer can express it, else the nearest that it can."""
+    try:
+        said_by(dialect, plan)
+    except InexpressibleError:
+        return nearest(dialect, plan)
+    return plan
 
 
 def _plan(question: Question, job: Job, strategy: Strategy) -> Plan:

@@ -70,7 +70,16 @@ class Feasibility:
         """Whether a replay could come to this verdict. What a run of this very plan did decides before any number."""
         if quick.outcome is not None:
             return quick.outcome == "ran"
-        return not self.exceeds_gpu(self.expected_bytes(quick), quick.strategy, verdict) and self.has_ram(quick)
+        shared = self.question.machine.unified or self.question.gpu.unified  # then both are of one memory
+        nbytes = self.expected_bytes(quick) + (quick.host_ram_bytes if shared else 0)
+        return not self.exceeds_gpu(nbytes, quick.strategy, verdict) and self.has_ram(quick)
+
+    def share_left(self, quick: QuickEstimate) -> float:
+        """About what share of the card's memory a replay would leave, or of the host's RAM where that is less;
+        negative where one is short. For guesses alone: `may_reach` decides."""
+        left = 1 - self.expected_bytes(quick) / self.room("fits")
+        ram = self.question.machine.host_ram
+        return min(left, 1 - quick.host_ram_bytes / ram) if ram else left
 
     def exceeds_gpu(self, device_bytes: int, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether `device_bytes` on the GPU rule a verdict ("fits", "tight") out for a strategy."""

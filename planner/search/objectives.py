@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
@@ -310,13 +310,17 @@ def _may_fit(
     """The index of the largest value at which one of the strategies may fit; then, with what was learned there, of
     the largest below it, and so on."""
 
+    left: dict[int, float] = {}
+
     def may_fit(index: int) -> bool:
-        at, may_reach = objective.put(job, values[index]), search.feasibility.may_reach
-        return any(
-            may_reach(search.quick_estimate(at, search.most_in_ram(at, strategy)))
-            for strategy in anchors
-            if not search.pruning.never_fits(at, strategy, "fits")
-        )
+        at, feasibility = objective.put(job, values[index]), search.feasibility
+        for strategy in anchors:
+            if not search.pruning.never_fits(at, strategy, "fits"):
+                quick = search.quick_estimate(at, search.most_in_ram(at, strategy))
+                left[index] = max(feasibility.share_left(quick), left.get(index, -math.inf))
+                if feasibility.may_reach(quick):
+                    return True
+        return False
 
     low, high, step = -1, len(values), 1
     while low + step < high:  # gallop: the answer is nearer the small end
@@ -324,18 +328,29 @@ def _may_fit(
             high = low + step
             break
         low, step = low + step, step * 2
-    while (last := _last(may_fit, low, high)) >= 0:
+    while (last := _last(may_fit, low, high, left)) >= 0:
         yield last
         low, high, step = last - 1, last, 1
+        left.clear()  # what was learned counts from here on
         while low >= 0 and not may_fit(low):  # what is learned is some percent: the next is near
-            low, high, step = max(-1, low - step), low, step * 2
+            short = int(low / (1 - left.get(low, 0.0)))  # as if memory were in proportion to the value
+            low, high, step = max(-1, min(low - step, short)), low, step * 2
 
 
-def _last(may_fit: Callable[[int], bool], low: int, high: int) -> int:
-    """The last index at which a plan may fit, where one does at ``low`` (or that is -1), and none at ``high``."""
+def _last(may_fit: Callable[[int], bool], low: int, high: int, left: Mapping[int, float]) -> int:
+    """The last index at which a plan may fit, where one does at ``low`` (or that is -1), and none at ``high``.
+
+    ``left``: what share of memory is left at an index that was asked. It falls almost evenly, so guess before halving.
+    """
+    halve = False
     while high - low > 1:
         middle = (low + high) // 2
+        if not halve and left.get(low, -1.0) > 0 > left.get(high, 1.0):
+            guess = low + int((high - low) * left[low] / (left[low] - left[high]))
+            middle = min(max(guess, low + 1), high - 1)
+        before = high - low
         low, high = (middle, high) if may_fit(middle) else (low, middle)
+        halve = not halve and high - low > before // 2
     return low
 
 

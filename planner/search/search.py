@@ -92,9 +92,9 @@ class Search:
                     recorded.append(strategy)
                 except NotEstimatedError as error:
                     self.missing = self.missing or error
-        recorded = self._without_copies(recorded)
-        self.feasibility.considered.update((job, strategy) for strategy in recorded)
-        return list(self.policy.candidates(job, recorded))
+        self.feasibility.considered.update((job, strategy) for strategy in self._without_copies(recorded))
+        # What a policy cannot have must not stand for its twin.
+        return self._without_copies(list(self.policy.candidates(job, recorded)))
 
     def _without_copies(self, recorded: list[ResolvedStrategy]) -> list[ResolvedStrategy]:
         """Strategies without those whose adapters copy their inputs and need not: the same step, with operators and

@@ -4,10 +4,11 @@ files can be written, or one sentence why there is none.
     python -m tests.benchmarks.every_trainer rows.jsonl --minutes 30 --seed 1
     python -m tests.benchmarks.every_trainer rows.jsonl --summary
 
-Questions come in an order that the seed draws, so that any part of them is a sample; those that the file has already
-are not asked again. A row: `model card target outcome words seconds`. Outcomes: `plan` (fits or tight, and exported),
-`no` (nothing fits; `words`: what would), `refused` (`words`: why), and two that are faults: `unexported` (a plan that
-its own export refuses) and `crash`.
+Models come in an order that the seed draws, each with all its cards and targets in another: questions about one model
+share what was read for it, and any part of them is a sample. Those that the file has already are not asked again. A
+row: `model card target outcome words seconds`. Outcomes: `plan` (fits or tight, and exported), `no` (nothing fits;
+`words`: what would), `refused` (`words`: why), and two that are faults: `unexported` (a plan that its own export
+refuses) and `crash`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ Key = tuple[str, str, str]
 def questions(seed: int) -> list[Key]:
     """Model, card and target of all questions, in the order of the seed."""
     cards = [group.name for group in lookup.gpu_classes() if group.gb <= LARGEST_GB]
-    asked = [(model, card, target) for model in lookup.model_names() for card in cards for target in sorted(targets())]
-    random.Random(seed).shuffle(asked)
+    drawn, asked = random.Random(seed), []
+    for model in drawn.sample(lookup.model_names(), len(lookup.model_names())):
+        about = [(model, card, target) for card in cards for target in sorted(targets())]
+        asked += drawn.sample(about, len(about))
     return asked
 
 

@@ -73,3 +73,17 @@ def test_what_is_suggested_for_a_trainer_its_export_takes_or_it_is_no() -> None:
     import vplan
 
     assert vplan.suggest("cogvideox-2b", gpu="20GB", trainer="diffusers").estimate.verdict == "no"
+
+
+def test_a_trainer_whose_adapters_copy_their_inputs_has_plans() -> None:
+    """What it cannot do, adapters that share their inputs, does not stand for what it can."""
+    plan = run("suggest", "wan2.1-t2v-1.3b", "--gpu", "24GB", "--for", "videox-fun", "--frames", "33")["plan"]
+    assert (plan["verdict"], plan["strategy"]["adapter_inputs"]) == ("fits", "cast")
+
+
+def test_a_number_of_swapped_blocks_is_one_that_the_trainer_can_do(tmp_path: Path) -> None:
+    """musubi-tuner swaps the two kinds of FLUX.2's blocks together."""
+    out = tmp_path / "out"
+    found = run("suggest", "flux.2-klein-9b", "--gpu", "8GB", "--for", "musubi-tuner", "-o", str(out))
+    assert found["plan"]["verdict"] == "fits" and "--blocks_to_swap 14" in (out / "train.sh").read_text()
+    assert found["plan"]["strategy"]["swap_blocks"] == 24
