@@ -158,13 +158,15 @@ class Builder:
         return Mapper(self.search, self._forms()).map(rungs)
 
     def longest(self, same_ram: bool) -> tuple[Longest, ...]:
-        """The longest clip of each class of card with as much host RAM as the plan's, or of all others, as `vplan
-        suggest --frames max` answers for it."""
+        """The longest clip of each of `CLIP_CARDS` and of the plan's own class, as `vplan suggest --frames max` answers
+        for it: of those with as much host RAM as the plan's, or of all others."""
         machines = []
         own_card = lookup.parse_gpus(self.plan.machine.gpu)[1]
         own_ram = lookup.default_host_ram(own_card, self.plan.machine.gpus, self.plan.machine.os)
         for group in lookup.gpu_classes():
             card = lookup.gpu(group.name)
+            if group.name not in CLIP_CARDS and card.allocatable_bytes != own_card.allocatable_bytes:
+                continue
             ram = lookup.default_host_ram(card, self.plan.machine.gpus, self.plan.machine.os)
             beside_own = ram == own_ram  # the plan's computer with another card of its kind
             ram = self.plan.machine.host_ram or ram if beside_own else ram
@@ -225,6 +227,10 @@ class Builder:
         switches = self.search.switches(answer)
         start = self.search.quick_estimate(answer.job, answer.configuration.strategy).device_bytes
         return switches, start - sum(switch.device_bytes for switch in switches)
+
+
+CLIP_CARDS = ("8GB", "12GB", "16GB", "24GB", "32GB", "48GB", "80GB", "141GB")
+"""Classes of cards whose longest clip a page has: each is a search of its own, 1 to 4 s of CPU."""
 
 
 class Parts(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from planner import dialects
 from planner.catalog.shapes import check_job
+from planner.catalog.swapped_stacks import splits
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
 from planner.errors import ContradictionError, VplanError
@@ -27,6 +28,11 @@ PRECISION = ("adapter_dtype", "autocast")
 """Fields that depend on each other in what a trainer does."""
 
 
+FEWEST_SWAPPED = (1, 2, 3)
+"""What the setting 1 swaps: a block, or of models with two kinds of blocks as many of the smaller kind
+(`planner.catalog.swapped_stacks`)."""
+
+
 class TrainerPolicy(EstimatePolicy):
     """A search's answers are the strategies that a trainer has settings for; the margin decides what fits."""
 
@@ -40,13 +46,21 @@ class TrainerPolicy(EstimatePolicy):
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """Those that the trainer can express without swapped blocks, or with some."""
-        said = [one for one in recorded if self._says(job, one) or self._says(job, one.replace(swap_blocks=1), False)]
+        said = [one for one in recorded if self._says(job, one) or self._swaps(job, one, False)]
         self.found = self.found or bool(said)
         return said
 
     def may_swap(self, strategy: Strategy) -> bool:
         """Whether the trainer swaps blocks at all under such a strategy."""
-        return self._says(self.question.job, strategy.replace(swap_blocks=1))
+        return self._swaps(self.question.job, strategy)
+
+    def swap_count(self, blocks: int, up: bool) -> int:
+        """As its setting counts: of models with two kinds of blocks not every number can be said."""
+        known = [sum(split) for split in splits(self.dialect.name, self.question.model).values()]
+        if not known or not blocks:
+            return blocks
+        fitting = (count for count in known if (count >= blocks if up else count <= blocks))
+        return min(fitting, default=0) if up else max(fitting, default=0)
 
     def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
         """Whether the trainer can checkpoint a part of the blocks."""
@@ -55,6 +69,9 @@ class TrainerPolicy(EstimatePolicy):
     def is_open(self, job: Job, strategy: Strategy) -> bool:
         """Whether the trainer can express the very plan."""
         return self._says(job, strategy)
+
+    def _swaps(self, job: Job, strategy: Strategy, counts: bool = True) -> bool:
+        return any(self._says(job, strategy.replace(swap_blocks=blocks), counts) for blocks in FEWEST_SWAPPED)
 
     def _says(self, job: Job, strategy: Strategy, counts: bool = True) -> bool:
         try:

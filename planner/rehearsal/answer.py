@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -219,7 +220,7 @@ def _check_ending(rehearsal: Rehearsal, outcome: RehearsalOutcome) -> None:
     """A VplanError for a run that says nothing."""
     steps = max((process.steps for process in outcome.observed), default=0)
     if outcome.ending == "failed":
-        last = next((line.strip() for line in reversed(outcome.log.splitlines()) if line.strip()), "no output")
+        last = _last_words(outcome.log)
         fix = f"its output: {outcome.kept_log}"
         if "small_values.py" in outcome.log:
             fix = f"try --no-values, for it failed while small tensors were computed; {fix}"
@@ -231,6 +232,19 @@ def _check_ending(rehearsal: Rehearsal, outcome: RehearsalOutcome) -> None:
     if outcome.ending == "machine-ram":
         fix = "close other programs, or rehearse it on a machine with more RAM"
         raise VplanError(f"stopped: it took {format_gib(outcome.held_bytes)} of this machine's RAM", fix, 4)
+
+
+LAUNCHER_ERROR = re.compile(
+    r"^(subprocess\.CalledProcessError|torch\.distributed\.elastic\S*\.ChildFailedError)\b", re.MULTILINE
+)
+"""What ``accelerate launch`` and ``torchrun`` raise when the program that they started has failed."""
+
+
+def _last_words(log: str) -> str:
+    """The last line of a program's output, without the traceback of the launcher that started it."""
+    if raised := LAUNCHER_ERROR.search(log):
+        log = log[: raised.start()].rpartition("Traceback (most recent call last):")[0] or log
+    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "no output")
 
 
 def _ranks(outcome: RehearsalOutcome) -> Iterator[RankPeaks]:

@@ -28,6 +28,11 @@ class Policy(Protocol):
         """Whether the search may set how many blocks are swapped under a strategy that allows it."""
         ...
 
+    def swap_count(self, blocks: int, up: bool) -> int:
+        """The number of swapped blocks nearest to ``blocks``, and no fewer (``up``) or no more, that may be answered
+        with; 0 where there is none."""
+        ...
+
     def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
         """Whether the search may set how many blocks a strategy checkpoints, which `strategy` does in part."""
         ...
@@ -62,6 +67,10 @@ class EstimatePolicy:
     def may_swap(self, strategy: Strategy) -> bool:
         """Always true: the search may set the swapped blocks of any strategy that allows it."""
         return True
+
+    def swap_count(self, blocks: int, up: bool) -> int:
+        """``blocks``: our trainer swaps any number."""
+        return blocks
 
     def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
         """Always true: the search may set the checkpointed blocks of any strategy."""

@@ -62,6 +62,8 @@ class SwapCount:
                 high, best = middle, quick
             else:
                 low, above = middle, quick.device_bytes
+        if (count := feasibility.policy.swap_count(high, up=True)) != high:
+            high, best = count, feasibility.quick_estimate(job, strategy.replace(swap_blocks=count))
         self._needed.setdefault((job, strategy.replace(optimizer_step="foreach"), verdict), high)
         return best
 
@@ -91,7 +93,9 @@ class SwapCount:
         key = (job, strategy)
         if key not in self._most:
             last = self.pruning.space.most_swapped(job, strategy)
-            self._most[key] = strategy.replace(swap_blocks=self._most_held(job, strategy, last)) if last else strategy
+            held = self._most_held(job, strategy, last) if last else 0
+            count = self.feasibility.policy.swap_count(held, up=False)
+            self._most[key] = strategy.replace(swap_blocks=count) if last else strategy
         return self._most[key]
 
     def _most_held(self, job: Job, strategy: ResolvedStrategy, last: int) -> int:

@@ -89,6 +89,10 @@ class MeasuredPolicy:
         """Whether the strategy does not checkpoint in part: blocks are checkpointed in part or swapped, not both."""
         return strategy.gradient_checkpointing != "partial"
 
+    def swap_count(self, blocks: int, up: bool) -> int:
+        """``blocks``: our trainer swaps any number."""
+        return blocks
+
     def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
         """Whether the runner applies it, before the first measurement; `candidates` has parts of its own then."""
         return self.error_model is None and self._is_applied(job, strategy)

@@ -115,9 +115,10 @@ def _cast_again(run: Run, events: list[int], pair: _Pair) -> int | None:
 
 
 def _input(run: Run, events: list[int], pair: _Pair, gone: set[int]) -> int | None:
-    """The tensor that was cast: the last of its size that is no layer's result and no copy of this kind."""
+    """The tensor that was cast: the last of its size that is no layer's result, no copy of this kind and no weight."""
+    category = run.program.category
     for event in reversed(events[: events.index(pair.wide)]):
         alike = event >= 0 and run.sizes[event] == run.sizes[pair.half]
-        if alike and event not in gone and run.program.op[event] not in COMPUTED:
+        if alike and event not in gone and run.program.op[event] not in COMPUTED and category[event] != "weight":
             return event
     return None

@@ -12,7 +12,7 @@ pytest.importorskip("elftools")
 
 from planner.catalog.lookup import gpu
 from planner.errors import VplanError
-from planner.rehearsal.answer import RehearsalAnswer, answer_of
+from planner.rehearsal.answer import RehearsalAnswer, _last_words, answer_of
 from planner.rehearsal.cards import MOST_CARDS, CardTable, Holder, card_environment, read_table
 from planner.rehearsal.interpreter import Interpreter
 from planner.rehearsal.observations import program_frame, read_observed
@@ -139,3 +139,18 @@ def test_a_card_as_processes_are_told_of_it() -> None:
     assert told["VPLAN_GPU_BYTES"] == str(gpu("rtx4090").allocatable_bytes)
     assert told["VPLAN_GPU_CAPABILITY"] == "89"
     assert told["VPLAN_GPU_PROCESSORS"] == "128"
+
+
+def test_the_programs_own_words_are_told_and_not_its_launchers() -> None:
+    own = "Traceback (most recent call last):\n  File 'train.py'\nModuleNotFoundError: No module named 'librosa'\n"
+    accelerate = (
+        "Traceback (most recent call last):\n  File \"accelerate_cli.py\", line 50, in main\n"
+        "subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 1.\n"
+    )
+    torchrun = (
+        "Traceback (most recent call last):\n  File \"run.py\", line 9\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\ntrain.py FAILED\n====\n"
+    )
+    for log in (own, own + accelerate, own + torchrun):
+        assert _last_words(log) == "ModuleNotFoundError: No module named 'librosa'"
+    assert _last_words(accelerate).startswith("subprocess.CalledProcessError") and _last_words(" \n") == "no output"
