@@ -48,7 +48,11 @@ def _settle(dialect: Dialect, invocation: Invocation, gpus: int) -> _Case:
     """A command's job with its model's usual shape where it says none. Whether it can be estimated does not matter."""
     ranks = max(gpus, int(invocation.settings.get("gpus") or 1))
     settings = {**invocation.settings, "gpus": ranks, "nodes": 1}
-    fields = translate(dialect, replace(invocation, settings=settings)).job
+    try:
+        fields = translate(dialect, replace(invocation, settings=settings)).job
+    except VplanError as error:  # its fix is for `vplan check`, which can be told the rest
+        fix = "leave out --hollow data, and put clips or pictures of your own where the command reads them"
+        raise VplanError(f"--hollow data: {error.message}", fix, error.exit_code) from None
     model = lookup.model(fields["model"])
     job = job_for(model, {name: value for name, value in fields.items() if value is not None})
     return _Case(settings, job, model, ranks)
