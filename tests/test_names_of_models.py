@@ -21,6 +21,7 @@ ALLOWED = {
     "trainers/families/": "a family's own file names its encoders and its pipeline",
     "planner/dialects/": "a trainer's words for models; comparisons are not allowed there either, but these",
     "planner/layout/trainer_terms/__init__.py": "trainers that are called like the model they were written for",
+    "planner/layout/trainer_terms/sd_scripts_unet.py": "sd-scripts' versions are called after what they train",
     "planner/evidence/published.py": "defaults of publishers' scripts, by trainer and model of their rows",
     "planner/catalog/diffusers_folder.py": "`unet` is what diffusers calls a folder",
     "planner/commands/_shared/request.py": "an example in a message",
@@ -31,6 +32,7 @@ ALLOWED = {
 
 COMPARED = {
     "planner/dialects/musubi_tuner/": "scripts are called wan_train_network.py and the like",
+    "planner/dialects/sd_scripts_unet/": "a script for each of two models, called after them",
     "planner/dialects/diffusers/": "a script is called train_text_to_image_lora_sdxl.py",
     "planner/dialects/diffusers_pipeline/": "a script's calls of any class that begins with Autoencoder",
 }

@@ -21,7 +21,7 @@ from planner.dialects.base.bindings import Settings
 from planner.dialects.base.dialect import Dialect, Invocation, translate
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import as_list
-from planner.dialects.musubi_tuner.models import family_of
+from planner.dialects.musubi_tuner.models import caches_text_and_latents_only
 from planner.errors import VplanError, quoted
 from planner.foreign.rehearsed_command import script_of
 from planner.rehearsal.hollow.hollow_data import CAPTION, HollowData, Medium, check_absent
@@ -251,8 +251,7 @@ def _musubi(case: _Case, script: Script) -> HollowData:
         files.places.append(_absolute(path))
         files.texts[_absolute(path)] = _toml(config)
     made = _musubi_media(config, count)
-    family = family_of(case.model.name)
-    if family != "wan" or not case.model.name.startswith("wan2.1-t2v"):
+    if not caches_text_and_latents_only(case.model.name):
         what = f"what musubi-tuner caches for {case.model.title} is not known: rehearse its two caching commands first"
         raise VplanError(f"--hollow data: {what}", "with --hollow data and --steps 0; the caches stay")
     for table, lengths, height, width in _musubi_tables(config):

@@ -31,7 +31,7 @@ def descendants() -> list[psutil.Process]:
     return list(psutil.Process().children(recursive=True))
 
 
-class HostRam(NamedTuple):
+class ProcessTreeRam(NamedTuple):
     """Host RAM of all processes below this one, bytes; what they share is counted once."""
 
     private: int
@@ -40,11 +40,11 @@ class HostRam(NamedTuple):
     """what they really have of this machine's RAM: of the cards and of pinned memory the pages that were written to"""
 
 
-def host_ram() -> HostRam:
+def host_ram() -> ProcessTreeRam:
     """The host RAM of this moment."""
     parts = [_memory(process.pid) for process in descendants()]
     private = sum(part.get("Pss_Anon", 0) + part.get("Pss_File", 0) for part in parts)
-    return HostRam(private, sum(part.get("Pss", 0) for part in parts))
+    return ProcessTreeRam(private, sum(part.get("Pss", 0) for part in parts))
 
 
 def _memory(pid: int) -> dict[str, int]:

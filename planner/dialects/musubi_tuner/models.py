@@ -57,6 +57,11 @@ def family_of(model: str) -> str:
     return FAMILIES.get(model, ("wan", {}))[0]  # of a model it has not, another binding says so
 
 
+def caches_text_and_latents_only(model: str) -> bool:
+    """Whether what is cached of a clip is its latents and its caption's embedding, and no more: Wan 2.1 T2V."""
+    return FAMILIES.get(model) in (("wan", {"--task": "t2v-1.3B"}), ("wan", {"--task": "t2v-14B"}))
+
+
 def candidates_of(settings: Settings) -> list[str]:
     """The models that a command may mean, by its script, task and model version."""
     script = str(settings.get("script", ""))

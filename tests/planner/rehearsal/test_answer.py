@@ -144,11 +144,11 @@ def test_a_card_as_processes_are_told_of_it() -> None:
 def test_the_programs_own_words_are_told_and_not_its_launchers() -> None:
     own = "Traceback (most recent call last):\n  File 'train.py'\nModuleNotFoundError: No module named 'librosa'\n"
     accelerate = (
-        "Traceback (most recent call last):\n  File \"accelerate_cli.py\", line 50, in main\n"
+        'Traceback (most recent call last):\n  File "accelerate_cli.py", line 50, in main\n'
         "subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 1.\n"
     )
     torchrun = (
-        "Traceback (most recent call last):\n  File \"run.py\", line 9\n"
+        'Traceback (most recent call last):\n  File "run.py", line 9\n'
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\ntrain.py FAILED\n====\n"
     )
     for log in (own, own + accelerate, own + torchrun):
