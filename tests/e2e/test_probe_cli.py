@@ -123,7 +123,8 @@ def test_an_end_by_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
         process.terminate()
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, errors
-    assert not list(temporary.glob("vplan-*")) and not worker.is_running()
+    worker.wait(timeout=2)
+    assert not list(temporary.glob("vplan-*"))
 
 
 def test_encoding_that_does_not_run_is_not_in_the_estimate_beside_it(tmp_path: Path) -> None:

@@ -68,12 +68,16 @@ def test_scales_of_8_bit_states_are_those_of_the_rank(name: str) -> None:
         assert nbytes == 4 * -(-numbers // 256) or max(nbytes, numbers) <= BLOCK_ROUND_BYTES, scale
 
 
-LARGEST_BYTES = 100_000
+LARGEST_BYTES, LARGEST_OF_A_UNET = 100_000, 220_000
+"""Of wide LoRA on a UNet only what sd-scripts' usual commands ask for is shipped: the rest is recorded on request."""
 
 
 def test_no_tape_is_larger_than_allowed() -> None:
-    too_large = [path for path in TAPES.glob("**/*.json.gz") if path.stat().st_size > LARGEST_BYTES]
-    assert not too_large
+    unets = {name for name in lookup.model_names() if lookup.model(name).family == "unet"}
+    for path in TAPES.glob("**/*.json.gz"):
+        # No two blocks of a UNet are alike.
+        most = LARGEST_OF_A_UNET if path.parent.name in unets else LARGEST_BYTES
+        assert path.stat().st_size <= most, path
 
 
 @pytest.mark.parametrize("name", lookup.model_names())
@@ -82,6 +86,8 @@ def test_every_optimizer_is_recorded_of_every_model(name: str) -> None:
     for variant in OptimizerVariant.all(profile):
         # No two blocks of a UNet are alike, so what steps parameter by parameter makes a long tape of it.
         if profile.family == "unet" and variant.optimizer not in ("adamw", "adamw-8bit", "lion"):
+            continue
+        if profile.family == "unet" and variant.name.startswith("optimizer-lora-wide"):
             continue
         assert (TAPES / name / f"{variant.name}.json.gz").is_file(), variant.name
 
@@ -92,6 +98,8 @@ def test_every_step_and_sample_is_recorded_of_every_model(name: str) -> None:
     for variant in (*StepVariant.all(profile), *SampleVariant.all(profile)):
         # No two of its blocks are alike, and each layer makes a copy of its own: over 100 kB a tape.
         if name == "sdxl" and variant.precision.weights in ("int8", "nf4"):
+            continue
+        if profile.family == "unet" and variant.method == "lora-wide":
             continue
         assert (TAPES / name / f"{variant.name}.json.gz").is_file(), variant.name
 
