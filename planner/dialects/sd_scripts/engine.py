@@ -13,8 +13,7 @@ FULL, LORA = "flux_train.py", "flux_train_network.py"
 def engine(settings: Settings) -> Fields:
     """Weights are loaded in the mixed precision's format and stay so in full training; adapters are fp32 unless all is
     asked for in 16 bits; --fp8_base is for a frozen base. ZeRO by its own flags."""
-    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
-    half = precision if precision in ("bf16", "fp16") else "fp32"
+    half = half_precision(settings)
     fp8 = settings.get("--fp8_base") or settings.get("--fp8_base_unet")
     lora = str(settings.get("script")).endswith(LORA)
     sixteen = settings.get("--full_bf16") or settings.get("--full_fp16")
@@ -22,14 +21,28 @@ def engine(settings: Settings) -> Fields:
         "weights_dtype": "fp8" if fp8 and lora else half,
         "adapter_dtype": half if sixteen else "fp32",
         "autocast": half if half != "fp32" else "none",
+    }
+    return fields | sharded(settings)
+
+
+def half_precision(settings: Settings) -> str:
+    """The mixed precision, of the script or of ``accelerate launch``: bf16, fp16, or fp32 for none."""
+    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
+    return precision if precision in ("bf16", "fp16") else "fp32"
+
+
+def sharded(settings: Settings) -> Fields:
+    """DDP on several GPUs, or ZeRO by the scripts' own flags (deepspeed_utils.py); with it comes DeepSpeed's
+    precision."""
+    fields: Fields = {
         "master_weights": "none",
         "offload_optimizer": "none",
         "offload_gradients": "none",
         "offload_params": "none",
         "sharding": "ddp" if int(settings.get("gpus", 1)) * int(settings.get("nodes", 1)) > 1 else "none",
     }
-    if settings.get("--deepspeed") and int(settings.get("--zero_stage", 2)):
-        stage = int(settings.get("--zero_stage", 2))
+    stage = int(settings.get("--zero_stage", 2))
+    if settings.get("--deepspeed") and stage:
         where = str(settings.get("--offload_optimizer_device", "none"))
         params = str(settings.get("--offload_param_device", "none")) if stage == 3 else "none"
         fields |= {**DEEPSPEED, "sharding": f"zero-{stage}", "offload_optimizer": where, "offload_params": params}

@@ -31,9 +31,8 @@ from planner.dialects.sd_scripts.common import (
     write_size,
     write_validation,
 )
-from planner.dialects.sd_scripts.engine import AT
+from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
 from planner.errors import VplanError, quoted
-from planner.spec.rules import DEEPSPEED
 
 SDXL_LORA, SD_LORA, SDXL_FULL = "sdxl_train_network.py", "train_network.py", "sdxl_train.py"
 SCRIPTS = (SDXL_LORA, SD_LORA, SDXL_FULL)
@@ -161,34 +160,18 @@ def _targets(settings: Settings) -> Fields:
     return {"lora_targets": model.lora.wide or None}
 
 
-def _half(settings: Settings) -> str:
-    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
-    return precision if precision in ("bf16", "fp16") else "fp32"
-
-
 def _formats(settings: Settings) -> Fields:
     """LoRA's base is cast to the mixed precision's format and its adapters are fp32; full training keeps fp32 weights;
     ``--full_bf16`` and ``--full_fp16`` train in 16 bits (train_network.py ``train``, sdxl_train.py ``train``)."""
-    half = _half(settings)
+    half = half_precision(settings)
     sixteen = half != "fp32" and (settings.get("--full_bf16") or settings.get("--full_fp16"))
     lora = _script(settings) != SDXL_FULL
     fields = {
         "weights_dtype": half if lora or sixteen else "fp32",
         "adapter_dtype": half if sixteen else "fp32",
         "autocast": half if half != "fp32" else "none",
-        "master_weights": "none",
-        "offload_optimizer": "none",
-        "offload_gradients": "none",
-        "offload_params": "none",
-        "sharding": "ddp" if int(settings.get("gpus", 1)) * int(settings.get("nodes", 1)) > 1 else "none",
     }
-    stage = int(settings.get("--zero_stage", 2))
-    if settings.get("--deepspeed") and stage:
-        where = str(settings.get("--offload_optimizer_device", "none"))
-        params = str(settings.get("--offload_param_device", "none")) if stage == 3 else "none"
-        fields |= {**DEEPSPEED, "sharding": f"zero-{stage}", "offload_optimizer": where, "offload_params": params}
-        fields["offload_gradients"] = where
-    return fields
+    return fields | sharded(settings)
 
 
 def _write_formats(fields: Fields) -> Settings:
@@ -214,7 +197,7 @@ def _text_encoder(settings: Settings) -> Fields:
     on = settings.get("--cache_text_encoder_outputs") or settings.get("--cache_text_encoder_outputs_to_disk")
     cached_outputs = on and _script(settings) != SD_LORA
     whole = _fp8(settings) and not settings.get("--fp8_base_unet") and not cached_outputs
-    dtype = "fp8" if whole else _half(settings)
+    dtype = "fp8" if whole else half_precision(settings)
     return {"text_encoder": "cached" if cached_outputs else "resident", "text_encoder_dtype": dtype}
 
 
@@ -238,7 +221,7 @@ def _size(settings: Settings) -> Fields:
 
 
 def _vae_dtype(settings: Settings) -> Fields:
-    return {"vae_dtype": "fp32" if settings.get("--no_half_vae") else _half(settings)}
+    return {"vae_dtype": "fp32" if settings.get("--no_half_vae") else half_precision(settings)}
 
 
 def _vae_slicing(settings: Settings) -> Fields:
