@@ -404,8 +404,9 @@ def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
         exact = number if text == number else f"{budget / GIB:.5g}"
         fix = f"use {near.name}, or {exact}GiB for exactly that much"
         raise VplanError(f"--gpu {quoted(text)} is not a card class", fix)
+    # A budget typed as a number is a discrete card's: one that shares its memory with the CPU counts host RAM in it.
     like = min(
-        (card for card in _gpu_file().gpu if card.reference),
+        (card for card in _gpu_file().gpu if card.reference and not card.unified),
         key=lambda card: (abs(card.allocatable_bytes - budget), card.bf16_tflops),
     )
     return like.replace(

@@ -328,6 +328,8 @@ def test_an_exact_budget_is_exactly_that_with_a_real_cards_facts() -> None:
     assert card.context_mib > 0
     assert "20.2 GiB" in card.title
     assert gpu(f"{24 * 10**9}B").allocatable_bytes == 24 * 10**9
+    assert not gpu("112GiB").unified  # a GB10 lies nearest
+    assert gpu("128GB").unified
 
 
 def test_several_cards() -> None:
