@@ -14,6 +14,7 @@ from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.optimizer.fp32_masters import master_bytes
 from planner.layout.run import Run
 from planner.layout.sharding import nvme
+from planner.layout.sharding.host_memory import EngineHostBytes, bytes_per_parameter, engine_host_bytes
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Machine, Strategy
 from planner.spec.plan import PhaseName
@@ -27,14 +28,6 @@ HOST_STATES = {"adafactor": 0, "came": 4}
 """Per parameter whose optimizer runs in host RAM, beside weight and gradient in the trained format
 (trainers/step/optimizers.py ``OnHost``, as torchao's CPUOffloadOptimizer): AdamW's two states have that format too,
 CAME's one is fp32, and rows and columns are next to nothing."""
-
-ZERO_OFFLOADED_BYTES = 18
-"""DeepSpeed keeps fp32 weight, gradient and two Adam states of its share, and beside them the new weights in 16 bits on
-their way back (stages 1 and 2: ``param_buffer_of_bit16_for_cpu_offload_groups``) or the gradients in 16 bits (stage 3:
-``grad_partitions_flat_buffer``)."""
-
-LION_LESS = 4
-"""Per parameter: Lion has one state of Adam's two (deepspeed/ops/lion/cpu_lion.py)."""
 
 SHARD_BYTES = 10 * 10**9
 """A file of a saved model (diffusers ``ModelMixin.save_pretrained``, ``max_shard_size``)."""
@@ -101,6 +94,8 @@ class HostShare(NamedTuple):
     """of optimizer states that are on a drive"""
     drive_saving: int
     """the same while a checkpoint is written"""
+    engine: EngineHostBytes
+    """of what an engine that splits the model offloads to host RAM"""
 
 
 def host_share(run: Run) -> HostShare:
@@ -121,6 +116,7 @@ def host_share(run: Run) -> HostShare:
         drive_weights=nvme.params_host_bytes(run),
         drive_states=nvme.optimizer_host_bytes(run),
         drive_saving=nvme.checkpoint_host_bytes(run),
+        engine=engine_host_bytes(run),
     )
 
 
@@ -128,7 +124,7 @@ def host_ram(run: Run, machine: Machine) -> HostRam:
     """Host RAM of one node, phase by phase. What each process holds counts once per GPU; what only rank 0 does counts
     once."""
     share = host_share(run)
-    per_process = _sampling(run, share) if run.samples_only else _training(run, machine, share)
+    per_process = _sampling(run, share) if run.samples_only else _training(run, share)
     on_rank_0 = {} if run.samples_only else _rank_0(run)
     ours = run.trainer == "vplan" and not run.samples_only
     by_phase: dict[PhaseName, Parts] = {}
@@ -139,7 +135,7 @@ def host_ram(run: Run, machine: Machine) -> HostRam:
         by_phase[phase] = {name: nbytes for name, nbytes in total.items() if nbytes}
     if ours:
         _save_ours(by_phase, run, machine, share)
-    pinned = machine.gpus * _pinned(run, machine, share)
+    pinned = machine.gpus * _pinned(run, share)
     for phase, parts in by_phase.items():
         beside = unpinnable_bytes(machine, pinned, sum(parts.values())) if phase not in ("encode", "load") else 0
         parts |= {"pinning": beside} if beside else {}
@@ -148,15 +144,14 @@ def host_ram(run: Run, machine: Machine) -> HostRam:
     return HostRam(top, totals, by_phase[top], pinned)
 
 
-def _pinned(run: Run, machine: Machine, share: HostShare) -> int:
-    held = _held(run, machine, share)
-    split = held["weights"] - share.experts - share.components - share.blocks - share.drive_weights
-    return split + pinned_bytes(
+def _pinned(run: Run, share: HostShare) -> int:
+    held = _held(run, share)
+    return share.engine.pinned + pinned_bytes(
         run,
         blocks=share.blocks,
         experts=share.experts,
         checkpoints=share.checkpoints,
-        optimizer=held["optimizer"] - share.drive_states,
+        optimizer=held["optimizer"] - share.drive_states - share.engine.optimizer,
         groups=share.groups,
     )
 
@@ -169,8 +164,8 @@ def ram_bytes(run: Run, machine: Machine) -> int:
 # ---- training
 
 
-def _training(run: Run, machine: Machine, share: HostShare) -> dict[PhaseName, Parts]:
-    held = _held(run, machine, share)
+def _training(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
+    held = _held(run, share)
     by_phase: dict[PhaseName, Parts] = {}
     if share.encoding:
         by_phase["encode"] = {"weights": share.encoding}
@@ -231,20 +226,15 @@ def _copied(run: Run, machine: Machine) -> int:
     return state_bytes(run) - shares + shares // machine.nodes + gathered
 
 
-def _held(run: Run, machine: Machine, share: HostShare) -> Parts:
+def _held(run: Run, share: HostShare) -> Parts:
     """What a process holds throughout training."""
     strategy = run.strategy
-    weights = share.experts + share.components + share.blocks + share.drive_weights
-    optimizer = share.drive_states
-    if strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp":
-        optimizer += _offloaded_bytes(strategy, machine, run.trained_bytes, run.trained_parameters)
+    weights = share.experts + share.components + share.blocks + share.drive_weights + share.engine.weights
+    optimizer = share.drive_states + share.engine.optimizer
+    if strategy.offload_optimizer == "cpu" and strategy.sharding not in SPLIT:
+        optimizer += _offloaded_bytes(strategy, run.trained_bytes, run.trained_parameters)
     if strategy.optimizer in UNPAGED:
         optimizer += run.total_bytes(run.paged_states)
-    if strategy.offload_params == "cpu":
-        split = 2 * sum(run.elements.values())
-        if strategy.sharding == "fsdp":  # with the gradients and two states of what is trained
-            split += 4 * run.trained_bytes - 2 * run.trained_parameters
-        weights += split // machine.world
     return {
         "weights": weights,
         "activations": run.host.extra_bytes + share.checkpoints,
@@ -254,12 +244,9 @@ def _held(run: Run, machine: Machine, share: HostShare) -> Parts:
     }
 
 
-def _offloaded_bytes(strategy: Strategy, machine: Machine, trained: int, parameters: int) -> int:
-    """What a process keeps of weights, gradients and states whose optimizer runs in host RAM, FSDP2's beside.
+def _offloaded_bytes(strategy: Strategy, trained: int, parameters: int) -> int:
+    """What a process keeps of weights, gradients and states whose optimizer runs in host RAM, without an engine.
     ``trained``: bytes of so many parameters as they are trained."""
-    if strategy.sharding.startswith("zero"):
-        parameter = ZERO_OFFLOADED_BYTES - (LION_LESS if strategy.optimizer == "lion" else 0)
-        return parameter * parameters // machine.world
     states = HOST_STATES.get(strategy.optimizer)
     return 2 * trained + (2 * trained if states is None else states * parameters)
 
@@ -272,8 +259,10 @@ def floor_bytes(configuration: Configuration, parameters: int) -> int:
     offloaded = strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp"
     if not whole or not offloaded:
         return machine.gpus * PROCESS_BYTES
+    if strategy.sharding.startswith("zero"):
+        return machine.gpus * (bytes_per_parameter(strategy.optimizer) * parameters // machine.world)
     trained = (4 if trained_storage(job, strategy) == "fp32" else 2) * parameters
-    return machine.gpus * _offloaded_bytes(strategy, machine, trained, parameters)  # a few parameters may be missing
+    return machine.gpus * _offloaded_bytes(strategy, trained, parameters)  # a few parameters may be missing
 
 
 def _data(run: Run) -> int:
@@ -333,7 +322,7 @@ def _saving(run: Run) -> int:
 def _sampling(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
     """What waits for its turn. With a part that is ``swapped`` the pipeline is whole in host RAM from the start."""
     strategy, vae = run.strategy, run.facts.model.vae
-    held, model = _held(run, run.machine, share)["weights"], _weights(run)
+    held, model = _held(run, share)["weights"], _weights(run)
     if strategy.vae == "swapped":
         held += int(vae.parameters * BYTES_PER_PARAMETER[strategy.vae_dtype])
     away = model if strategy.vae == "swapped" and not share.groups else 0

@@ -21,8 +21,8 @@ def pinned_bytes(run: Run, *, blocks: int, experts: int, checkpoints: int, optim
     """Pinned bytes of one process while it trains, out of what it keeps in host RAM: swapped ``blocks``, the idle
     ``experts``, ``checkpoints``, the ``optimizer`` with what it steps over, and the model's ``groups``.
 
-    Ours pins all of these as they lie (trainers/memory/pinned.py; DeepSpeed and FSDP2 are told ``pin_memory``). Of
-    DeepSpeed's and FSDP2's own rounding, and of a batch on its way, nothing is counted.
+    Ours pins all of these as they lie (trainers/memory/pinned.py). What DeepSpeed and FSDP2 pin is counted by
+    `planner.layout.sharding.host_memory`, and nothing of a batch on its way.
     """
     strategy, host = run.strategy, run.host
     pinned = single_gpu.staged_bytes(run) if host.swap_pins == "staging" else blocks

@@ -111,6 +111,12 @@ BY_PHASE = {
 }
 """What to switch on, the lossless first, by where it died."""
 
+ANY_PHASE = (
+    "gradient checkpointing, block swap, cached latents and prompts, a smaller shape; then an 8-bit optimizer or a"
+    " quantised base"
+)
+"""What to switch on where the message does not tell the phase."""
+
 
 BY_CAUSE: dict[Cause, tuple[str, ...]] = {
     "large": ("an attention that keeps no square matrix (flash, sdpa), VAE tiling, or a smaller shape: no other switch"
@@ -147,7 +153,7 @@ def explain(message: OomMessage, played: Sequence[ReplayedStage] | None = None) 
 def _by_phase(phase: str, played: Sequence[ReplayedStage] | None) -> str:
     """What helps in a phase, without what the job has switched on already."""
     if not played:
-        return BY_PHASE.get(phase, "gradient checkpointing, an 8-bit optimizer, cached latents and prompts")
+        return BY_PHASE.get(phase, ANY_PHASE)
     advice = BY_PHASE.get(phase, "the same `vplan check` without --error says what to change in the command")
     checkpointed = played[0].run.strategy.gradient_checkpointing != "none"
     return advice.removeprefix("gradient checkpointing; then ") if checkpointed else advice

@@ -44,6 +44,10 @@ class TrainerPolicy(EstimatePolicy):
         self.unsaid: Counter[str] = Counter()
         """why others could not, in words"""
 
+    def about(self, question: Question) -> TrainerPolicy:
+        """The same trainer, asked something else."""
+        return TrainerPolicy(question, self.dialect)
+
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """Those that the trainer can express without swapped blocks, or with some."""
         said = [one for one in recorded if self._says(job, one) or self._swaps(job, one, False)]
@@ -107,6 +111,8 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
             if other.plan.verdict != "no":
                 told = Switch("weights_dtype", question.strategy.weights(question.job.method), dtype, 0, 0.0)
                 return smaller._replace(fixed=question.fixed), other._replace(switches=(told, *other.switches))
+            if not found.relaxed and other.plan.peak.device_bytes < found.plan.peak.device_bytes:
+                asked, found = smaller._replace(fixed=question.fixed), other
     return asked, found
 
 
@@ -122,9 +128,13 @@ def _searched(question: Question, dialect: Dialect, prefer: str) -> tuple[Questi
         policy.question = asked
         return policy
 
+    suggester = Suggester(dialect.name, prefer, with_measurements)
     try:
-        found = Suggester(dialect.name, prefer, with_measurements).suggest(question)
-        return question, _exportable(found, dialect)
+        found = suggester.suggest(question)
+        least = _exportable(found, dialect)
+        return question, least if found.plan.verdict == "no" or least.plan.verdict != "no" else suggester.short(
+            suggester.search(question), least
+        )
     except VplanError:
         if policy.found or not policy.unsaid:
             raise

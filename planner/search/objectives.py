@@ -167,6 +167,24 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
     return (*answers, *one_gpu(search, job), *_untyped(search, job))
 
 
+def least(search: Search, job: Job) -> Estimate | None:
+    """For a job that no single wish makes fit: with the smallest size and batch the longest clip that does, or else,
+    with the shortest clip, the plan that needs least. None where the shapes are given, or the job is that already."""
+    if job.buckets:
+        return None
+    model, smallest = search.question.model, job
+    for objective in (smaller_sizes(model, job), batch(model)):
+        values = _takeable(search, smallest, objective, objective.below(smallest))
+        smallest = objective.put(smallest, values[0]) if values else smallest
+    clips = frames(model)
+    shorter = _takeable(search, smallest, clips, clips.below(smallest))
+    for lossy in (False, True):
+        if plan := _largest_by_any_plan(search, smallest, clips, shorter, lossy):
+            return plan
+    smallest = clips.put(smallest, shorter[0]) if shorter else smallest
+    return None if smallest == job else search.tightest(smallest)
+
+
 def shared_samples(search: Search, job: Job) -> Iterator[Relaxed]:
     """The fewest GPUs that have to share each sample (context parallelism) for the job to fit without lossy options: it
     keeps the clip, and a step then has fewer samples."""
@@ -178,9 +196,7 @@ def shared_samples(search: Search, job: Job) -> Iterator[Relaxed]:
         if not context_parallel.divides(question.model, grid(question.model, job), parts):
             continue
         strategy = question.strategy.replace(context_parallel=parts)
-        shared = Search(
-            question._replace(strategy=strategy, fixed=question.fixed | {"context_parallel"}), search.screen
-        )
+        shared = search.about(question._replace(strategy=strategy, fixed=question.fixed | {"context_parallel"}))
         with contextlib.suppress(ContradictionError):  # what was typed does not go with it
             for anchor in _anchors(shared, [job], _kind(shared, job)):
                 plan = shared.try_estimate(job, shared.most_in_ram(job, anchor))
@@ -195,7 +211,7 @@ def one_gpu(search: Search, job: Job) -> Iterator[Relaxed]:
     question = search.question
     if question.machine.world == 1 or question.strategy.context_parallel > 1:
         return
-    alone = Search(question._replace(machine=question.machine.replace(gpus=1, nodes=1)), search.screen)
+    alone = search.about(question._replace(machine=question.machine.replace(gpus=1, nodes=1)))
     with contextlib.suppress(ContradictionError):  # what was typed splits the model
         if plan := next(alone.by_speed(job, _kind(alone, job)), None):
             yield Relaxed("gpus", question.machine.world, 1, plan)
@@ -208,7 +224,7 @@ def more_ram(search: Search, job: Job) -> Iterator[Relaxed]:
     if question.machine.host_ram is None:
         return
     machine, least = question.machine.replace(host_ram=2**50), math.inf
-    richer = Search(question._replace(machine=machine), search.screen)
+    richer = search.about(question._replace(machine=machine))
     for lossy in (None,) if _kind(richer, job) is None or question.allow_lossy else (False, True):
         plan = _least_ram(search, richer, job, lossy)
         need = -(-plan.host_ram_bytes // GIB) if plan else math.inf
@@ -235,7 +251,7 @@ def _untyped(search: Search, job: Job) -> Iterator[Relaxed]:
     question = search.question
     for field in (field for field in searched(job.method) if field in question.fixed):
         freed = {field, "checkpointed_blocks"} if field == "gradient_checkpointing" else {field}
-        freer = Search(question._replace(fixed=question.fixed - freed), search.screen)
+        freer = search.about(question._replace(fixed=question.fixed - freed))
         try:
             plan = next(freer.by_speed(job, _kind(freer, job)), None)
         except ContradictionError:  # the rest of what was typed allows nothing else

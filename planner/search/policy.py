@@ -20,6 +20,10 @@ from planner.spec.rules import ResolvedStrategy
 class Policy(Protocol):
     """Decisions that a search asks for. A verdict is "fits" or "tight"; all sizes are in bytes."""
 
+    def about(self, question: Question) -> Policy:
+        """The same policy for another question: another machine, or fewer options set."""
+        ...
+
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """The strategies to search, from those that have recordings; the order is kept."""
         ...
@@ -59,6 +63,10 @@ class EstimatePolicy:
 
     def __init__(self, question: Question) -> None:
         self.question = question
+
+    def about(self, question: Question) -> Policy:
+        """As for the first question."""
+        return EstimatePolicy(question)
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """All strategies that have recordings."""

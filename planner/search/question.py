@@ -98,6 +98,10 @@ class Suggestion(NamedTuple):
     """strategies at the shapes at which they were ranked or estimated"""
     relaxed: tuple[Relaxed, ...] = ()
     """where nothing fits: what would, with one wish less; where a lossy plan does: one GPU, if that does without"""
+    least: Estimate | None = None
+    """where no single wish is enough: of the smallest size and batch the longest clip that fits, or what needs least"""
+    larger_card: Estimate | None = None
+    """where no single wish is enough: the plan on the smallest class of card that it fits"""
     smaller_cards: tuple[Estimate, ...] = ()
     """the plan on the smaller cards of its class, where the verdict is another"""
 
@@ -105,6 +109,15 @@ class Suggestion(NamedTuple):
         """The plan's file: below it the ones to step down to when it runs out of memory after all."""
         lower = [other for other in self.alternatives if other.peak.device_bytes < self.plan.peak.device_bytes]
         return Plan.of(self.plan, tuple(sorted(lower, key=lambda other: other.step_seconds)), trainer)
+
+    def _beyond(self) -> dict[str, Any]:
+        """What is left where no single wish is enough: only there has the answer these keys."""
+        found: dict[str, Any] = {}
+        if self.least is not None:
+            found["least"] = self.least.to_json()
+        if self.larger_card is not None:
+            found["larger_card"] = {"gpu": self.larger_card.machine.gpu, "verdict": self.larger_card.verdict}
+        return found
 
     def to_json(self, seconds: float) -> dict[str, Any]:
         """The suggestion as `vplan suggest --json` prints it, with what to relax and the smaller cards. ``seconds``:
@@ -114,6 +127,7 @@ class Suggestion(NamedTuple):
             "alternatives": [other.to_json() for other in self.alternatives],
             "switches": [switch.to_json() for switch in self.switches],
             "relax": [wish.to_json() for wish in self.relaxed],
+            **self._beyond(),
             "smaller_cards": [{"gpu": other.machine.gpu, "verdict": other.verdict} for other in self.smaller_cards],
             "considered": self.considered,
             "seconds": round(seconds, 3),

@@ -59,6 +59,10 @@ class Search:
         self._estimates: dict[tuple[Job, ResolvedStrategy], Estimate] = {}
         self._tiled: dict[Job, bool] = {}
 
+    def about(self, question: Question) -> Search:
+        """A search for another question, by the same policy."""
+        return Search(question, self.screen, self.policy.about(question))
+
     @property
     def considered(self) -> int:
         """How many pairs of strategy and shape were ranked or estimated."""

@@ -16,13 +16,14 @@ from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
-from planner.search.objectives import chosen_objective, frames, largest, one_gpu, other_kind, relaxed
+from planner.search.objectives import chosen_objective, frames, largest, least, one_gpu, other_kind, relaxed
 from planner.search.policy import Policy
 from planner.search.question import Question, Relaxed, Suggestion
 from planner.search.screening import Screen
 from planner.search.search import Search
 from planner.spec.configuration import Configuration
 from planner.spec.plan import Estimate
+from planner.units import GIB
 
 OTHER_CARD = 0.02
 """Share of a peak by which another card of the same class may differ (its CUDA context, its kernels)."""
@@ -51,14 +52,44 @@ class Suggester:
         search = self.search(question)
         suggestion = self.best(search, explain=True)
         if suggestion is None:
-            plan = _tightest(search)
-            relax = relaxed(search, question.job) if plan.verdict == "no" else ()
-            suggestion = Suggestion(plan, (), (), search.considered, relaxed=relax)
+            suggestion = Suggestion(_tightest(search), (), (), search.considered)
+            if suggestion.plan.verdict == "no":
+                suggestion = self.short(search, suggestion)
         else:
             smaller = self._on_smaller_cards(search, suggestion.plan)
             suggestion = suggestion._replace(smaller_cards=smaller, relaxed=self._other_kind(search, suggestion.plan))
         plan = suggestion.plan.replace(assumptions=assumptions(question, suggestion.plan))
         return suggestion._replace(plan=plan, considered=search.considered)
+
+    def short(self, search: Search, suggestion: Suggestion) -> Suggestion:
+        """A suggestion that does not fit, with what would: one wish less, or else how far all together reach."""
+        plan = suggestion.plan
+        relax = relaxed(search, search.question.job)
+        if relax:
+            return suggestion._replace(relaxed=relax)
+        reached = least(search, search.question.job)
+        if reached is not None and reached.verdict == "no" and reached.peak.device_bytes >= plan.peak.device_bytes:
+            reached = None
+        return suggestion._replace(relaxed=(), least=reached, larger_card=self._on_a_larger_card(search, plan))
+
+    def _on_a_larger_card(self, search: Search, plan: Estimate) -> Estimate | None:
+        """The plan on the smallest class of card that it fits, with as much host RAM, in whole GiB, as it needs. None
+        where the card is not what is short, or it fits none."""
+        machine = search.question.machine
+        if plan.limit != "gpu" or machine.unified:
+            return None
+        if machine.host_ram is not None and plan.host_ram_bytes > machine.host_ram:
+            machine = machine.replace(host_ram=-(-plan.host_ram_bytes // GIB) * GIB)
+        for group in lookup.gpu_classes():
+            card = lookup.gpu(group.name)
+            if card.unified or card.allocatable_bytes - machine.reserve < plan.high_bytes * (1 - OTHER_CARD):
+                continue
+            there = replace(plan.configuration, machine=machine.replace(gpu=group.name))
+            facts = load_facts(there, search.question.model, card)
+            found = assess(there, facts, self.trainer, self.screen.run_cache.lay_out).estimate
+            if found.verdict == "fits":
+                return found
+        return None
 
     def _other_kind(self, search: Search, plan: Estimate) -> tuple[Relaxed, ...]:
         """What plans of the other kind reach: on one GPU without loss; the most without loss where the plan is lossy,

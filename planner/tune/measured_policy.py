@@ -48,6 +48,12 @@ class MeasuredPolicy:
         self._estimate_policy = EstimatePolicy(question)
         self._parts: dict[Key, list[ResolvedStrategy]] = {}
 
+    def about(self, question: Question) -> MeasuredPolicy:
+        """With the same measurements."""
+        other = MeasuredPolicy(question, self._screen, self._applicable)
+        other.error_model, other.taken, other.chance = self.error_model, self.taken, self.chance
+        return other
+
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """The strategies that the runner can apply; after the first measurements also with partial checkpointing."""
         whole = [strategy for strategy in recorded if self._is_applied(job, strategy)]

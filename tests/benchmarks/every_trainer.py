@@ -1,14 +1,14 @@
 """Every known model on every class of card up to 80 GB, for every trainer that plans are exported to: a plan whose
 files can be written, or one sentence why there is none.
 
-    python -m tests.benchmarks.every_trainer rows.jsonl --minutes 30 --seed 1
+    python -m tests.benchmarks.every_trainer rows.jsonl --minutes 30 --seed 1 --cards 8GB,24GB
     python -m tests.benchmarks.every_trainer rows.jsonl --summary
 
 Models come in an order that the seed draws, each with all its cards and targets in another: questions about one model
 share what was read for it, and any part of them is a sample. Those that the file has already are not asked again. A
 row: `model card target outcome words seconds`. Outcomes: `plan` (fits or tight, and exported), `no` (nothing fits;
-`words`: what would), `refused` (`words`: why), and two that are faults: `unexported` (a plan that its own export
-refuses) and `crash`.
+`words`: what would, or how far a smaller job reaches), `refused` (`words`: why), and three that are faults:
+`unexported` (a plan that its own export refuses), `crash`, and `no` without a word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from typing import Any
 
 import vplan
 from planner.catalog import lookup
+from planner.catalog.shapes import in_words
 from planner.foreign.export import targets
+from planner.search.question import Suggestion
+from planner.units import gib
 
 LARGEST_GB = 80
 
@@ -60,8 +63,7 @@ def _answer(model: str, card: str, target: str) -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         return "crash", repr(error)
     if not plan.estimate or plan.estimate.verdict == "no":
-        wishes = plan._suggestion.relaxed if plan._suggestion else ()
-        return "no", "; ".join(f"--{wish.field} {wish.after}" for wish in wishes)
+        return "no", _would_fit(plan._suggestion)
     try:
         with tempfile.TemporaryDirectory() as folder:
             plan.export(target, folder)
@@ -72,9 +74,29 @@ def _answer(model: str, card: str, target: str) -> tuple[str, str]:
     return "plan", f"{plan.estimate.verdict}, {plan.strategy.weights_dtype or 'bf16'}"
 
 
+def _would_fit(found: Suggestion | None) -> str:
+    """What would fit, or how far a smaller job reaches; nothing where the answer is silent, which is a fault."""
+    if found is None:
+        return ""
+    if found.relaxed:
+        return "; ".join(f"--{wish.field} {wish.after}" for wish in found.relaxed)
+    words = []
+    if found.least is not None:
+        shape = in_words(lookup.model(found.least.job.model), found.least.job)
+        words.append(f"{found.least.verdict} {gib(found.least.peak.device_bytes):.1f} GiB at {shape}")
+    if found.larger_card is not None:
+        words.append(f"--gpu {found.larger_card.machine.gpu}")
+    return "; ".join(words)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; none where there is no file yet."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def is_fault(row: dict[str, Any]) -> bool:
+    """Whether a row's answer is wrong, or says nothing."""
+    return row["outcome"] in FAULTS or (row["outcome"] == "no" and not row["words"])
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -83,7 +105,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     for target in sorted({row["target"] for row in rows}):
         counts = Counter(row["outcome"] for row in rows if row["target"] == target)
         lines.append(f"{target:20}" + "  ".join(f"{name} {count}" for name, count in sorted(counts.items())))
-    lines += [" ".join(map(str, row.values())) for row in rows if row["outcome"] in FAULTS]
+    lines += [" ".join(map(str, row.values())) for row in rows if is_fault(row)]
     return "\n".join(lines)
 
 
@@ -94,6 +116,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--only", default="", help="targets, with commas between them")
+    parser.add_argument("--cards", default="", help="classes of cards, with commas between them")
     parser.add_argument("--summary", action="store_true", help="ask nothing")
     said = parser.parse_args()
     done = {(row["model"], row["card"], row["target"]) for row in read(said.rows)}
@@ -101,13 +124,15 @@ def main() -> int:
     for key in () if said.summary else questions(said.seed):
         if key in done or (said.only and key[2] not in said.only.split(",")):
             continue
+        if said.cards and key[1] not in said.cards.split(","):
+            continue
         if time.monotonic() > until:
             break
         with said.rows.open("a") as file:
             file.write(json.dumps(ask(*key)) + "\n")
     rows = read(said.rows)
     print(summary(rows))
-    return 1 if any(row["outcome"] in FAULTS for row in rows) else 0
+    return 1 if any(map(is_fault, rows)) else 0
 
 
 if __name__ == "__main__":

@@ -93,6 +93,22 @@ def test_the_table_of_cards_says_what_more_host_ram_would_do() -> None:
     answer(f"suggest wan2.2-t2v-a14b --gpu 16GB --host-ram {found[1]}GiB")
 
 
+# ---- where no single change is enough
+
+
+def test_the_least_that_a_job_can_reach_is_said_and_the_card_that_takes_it_as_it_is() -> None:
+    question = "suggest flux.1-dev --gpu 8GB --for diffusers"
+    found = answer(question, 3)
+    assert not found["relax"] and found["larger_card"] == {"gpu": "40GB", "verdict": "fits"}
+    least = found["least"]
+    assert (least["job"]["height"], least["verdict"]) == (512, "no")
+    assert least["peak"]["device_bytes"] < found["plan"]["peak"]["device_bytes"]
+    page = prose(question, 3)
+    assert re.search(r"no single change makes it fit --resolution 512x512 still needs [\d.]+ GiB", page)
+    assert "unchanged it fits --gpu 40GB" in page
+    assert answer("suggest flux.1-dev --gpu 40GB --for diffusers")["plan"]["verdict"] == "fits"
+
+
 # ---- the page
 
 

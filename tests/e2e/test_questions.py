@@ -1,4 +1,4 @@
-"""Sixty questions of newcomers, each answered in the first ten lines of one command at 80 columns: `questions.md`."""
+"""Seventy questions of newcomers, each answered in the first ten lines of one command at 80 columns: `questions.md`."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def is_said(fact: str, lines: list[str]) -> bool:
     return False
 
 
-def test_there_are_sixty_questions() -> None:
-    assert [asked.number for asked in questions()] == list(range(1, 61))
+def test_there_are_seventy_questions() -> None:
+    assert [asked.number for asked in questions()] == list(range(1, 71))
     assert all(asked.says for asked in questions())
 
 

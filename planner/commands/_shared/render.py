@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -200,7 +200,7 @@ def print_suggestion(console: Console, question: Question, found: Suggestion, wh
     headline(console, question, plan)
     console.print(verdict_line(plan))
     if plan.verdict == "no":
-        _print_relaxed(console, plan, found.relaxed)
+        _print_relaxed(console, found)
     console.print(bar(console, plan))
     console.print(f"plan: {ways(plan)}", style="bold", soft_wrap=False)
     if flags := typed_out(found.switches):
@@ -251,10 +251,13 @@ def _flag(switch: Switch) -> str:
     return f"--{name} {switch.after}"
 
 
-def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -> None:
+def _print_relaxed(console: Console, found: Suggestion) -> None:
+    plan, relax = found.plan, found.relaxed
     console.print(f"this is the smallest plan found{_short_of(plan, relax)}")
     if not relax:
         console.print("no single change makes it fit", style="bold")
+        for line in _beyond(found):
+            console.print(f"  {line}")
         return
     console.print("to make it fit, change one of:", style="bold")
     for wish in relax:
@@ -263,6 +266,24 @@ def _print_relaxed(console: Console, plan: Estimate, relax: Sequence[Relaxed]) -
         blocks = f" --checkpointed-blocks {count}" if count else ""
         shared = f" ({wish.after} GPUs share a sample)" if wish.field == "context_parallel" else ""
         console.print(f"  --{_flag_name(wish)} {wish.after}{blocks} instead of {wish.before}{lossy}{shared}")
+
+
+def _beyond(found: Suggestion) -> Iterator[str]:
+    """How far a job reaches that no single change makes fit: in a smaller shape, and on a larger card."""
+    if (least := found.least) is not None:
+        before, after = found.plan.job, least.job
+        size, old = f"{after.height}x{after.width}", f"{before.height}x{before.width}"
+        smaller = [
+            *([f"--resolution {size}"] if size != old else []),
+            *([f"--frames {after.frames}"] if after.frames != before.frames else []),
+            *([f"--batch-size {after.batch_size}"] if after.batch_size != before.batch_size else []),
+        ]
+        lossy = f" (lossy: {', '.join(least.lossy)})" if least.lossy else ""
+        does = "still needs" if least.verdict == "no" else f"together: {VERDICTS[least.verdict][0]},"
+        yield f"{' '.join(smaller)} {does} {gib(least.peak.device_bytes):.1f} GiB{lossy}"
+    if (larger := found.larger_card) is not None:
+        more = larger.machine.host_ram if larger.machine.host_ram != found.plan.machine.host_ram else None
+        yield f"unchanged it fits --gpu {larger.machine.gpu}{f' --host-ram {more // GIB}GiB' if more else ''}"
 
 
 def _other_kind(wish: Relaxed) -> str:

@@ -49,7 +49,10 @@ ENCODER_FP8 = {
 NETWORKS = {"hv": "lora", "zimage": "lora_zimage", "flux_kontext": "lora_flux"}
 SCALED = frozenset({"wan", "qwen_image", "zimage", "hv_1_5", "flux_2", "flux_kontext", "krea2"})
 SCRIPT = "src/musubi_tuner/{}_train_network.py"
-WHICH = ("script", "--task", "--model_version", "--dit", "--dit_high_noise", "--offload_inactive_dit")
+EDITS = ("--edit", "--edit_plus")
+"""What a command says Qwen-Image-Edit with, beside ``--model_version`` (qwen_image_train_network.py at 1852ad34,
+``is_edit = args.edit or args.edit_plus``)."""
+WHICH = ("script", "--task", "--model_version", *EDITS, "--dit", "--dit_high_noise", "--offload_inactive_dit")
 
 
 def family_of(model: str) -> str:
@@ -78,6 +81,8 @@ def model_of(settings: Settings) -> Fields:
     """The fields `model`, `experts` and `inactive_expert` that the settings mean. Raises a VplanError for an unknown
     model."""
     settings = settings | {name: EQUIVALENTS[value] for name in WHICH if (value := settings.get(name)) in EQUIVALENTS}
+    if any(settings.get(flag) for flag in EDITS):
+        settings |= {"--model_version": "edit"}
     candidates = candidates_of(settings)
     name_given = settings.get("model") or find_model(settings.get("--dit"))
     if not candidates:

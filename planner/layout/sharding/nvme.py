@@ -40,7 +40,7 @@ def optimizer_host_bytes(run: Run) -> int:
     the buffers that the others pass through. 0 where they are elsewhere."""
     if run.strategy.offload_optimizer != "nvme":
         return 0
-    partitions = _partitions(run)
+    partitions = trained_shares(run)
     largest = max(sub_groups(partitions, DEEPSPEED.sub_group))
     return HALF * sum(partitions) + FULL * gradients_in_ram(partitions) + OPTIMIZER_BUFFERS * FULL * largest
 
@@ -61,7 +61,7 @@ def gradients_in_ram(partitions: Sequence[int], sub_group: int = DEEPSPEED.sub_g
 def checkpoint_host_bytes(run: Run) -> int:
     """Host RAM of one rank for its share of a checkpoint: fp32 weights and two states, read back from the drive one
     after another and written as one file (trainers/parallel/parallel.py ``Zero.state``)."""
-    return 3 * FULL * sum(_partitions(run)) if run.strategy.offload_optimizer == "nvme" else 0
+    return 3 * FULL * sum(trained_shares(run)) if run.strategy.offload_optimizer == "nvme" else 0
 
 
 def params_host_bytes(run: Run) -> int:
@@ -70,7 +70,7 @@ def params_host_bytes(run: Run) -> int:
     if run.strategy.offload_params != "nvme":
         return 0
     pool = PARAM_BUFFERS * PARAM_BUFFER_ELEMENTS
-    return HALF * (pool + min(MOST_IN_CPU, sum(_partitions(run))))
+    return HALF * (pool + min(MOST_IN_CPU, sum(trained_shares(run))))
 
 
 def drive_bytes(run: Run) -> int:
@@ -92,15 +92,16 @@ def drive_traffic_bytes(run: Run) -> int:
         nbytes += 2 * FULL * _on_drive(run)
     if run.strategy.offload_params == "nvme":
         nbytes += 2 * run.strategy.gradient_accumulation * HALF * sum(run.elements.values()) // world
-        nbytes += HALF * sum(_partitions(run))
+        nbytes += HALF * sum(trained_shares(run))
     return nbytes * run.machine.gpus
 
 
 def _on_drive(run: Run) -> int:
     """Numbers of one rank's weights, two states, and gradients as far as they go there."""
-    partitions = _partitions(run)
+    partitions = trained_shares(run)
     return 4 * sum(partitions) - gradients_in_ram(partitions)
 
 
-def _partitions(run: Run) -> list[int]:
+def trained_shares(run: Run) -> list[int]:
+    """Elements of one rank's share of each trained parameter, in stage 3."""
     return [-(-elements // run.machine.world) for elements in trained_elements(run).values()]

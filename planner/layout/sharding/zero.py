@@ -134,13 +134,18 @@ def aligned_elements(elements: int, world: int) -> int:
     return -(-elements // multiple) * multiple
 
 
-def elements_in_share(elements: Sequence[int], world: int, rank: int) -> int:
-    """Elements of all parameters that the share of ``rank`` touches."""
+def parameters_in_share(elements: Sequence[int], world: int, rank: int) -> Sequence[int]:
+    """Elements of each parameter that the share of ``rank`` touches."""
     ends = list(itertools.accumulate(elements))
     share = aligned_elements(ends[-1], world) // world
     first = bisect.bisect_right(ends, rank * share)
     last = bisect.bisect_left(ends, min((rank + 1) * share, ends[-1]))
-    return sum(elements[first : last + 1])
+    return elements[first : last + 1]
+
+
+def elements_in_share(elements: Sequence[int], world: int, rank: int) -> int:
+    """Elements of all parameters that the share of ``rank`` touches."""
+    return sum(parameters_in_share(elements, world, rank))
 
 
 def sub_groups(partitions: Sequence[int], size: int) -> list[int]:

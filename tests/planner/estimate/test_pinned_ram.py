@@ -59,3 +59,25 @@ def test_trainers_pin_what_their_block_swap_does(trainer: str, low: float, high:
     found = answer(f"{question} {trainer}")["plan"]
     swapped = 20 * 2 * 5120 * (8 * 5120 + 2 * 13824)  # bytes of 20 blocks' linear weights in bf16
     assert low * swapped < found["host"]["pinned_bytes"] < high * swapped
+
+
+SPLIT = "estimate sd1.5 --gpu 2x24GB --host-ram 200GiB --gradient-checkpointing full --lora-rank 128"
+
+REHEARSED = {
+    "--sharding zero-2 --offload-optimizer cpu --gradient-accumulation 2": 417_095_680,
+    "--sharding zero-3 --offload-optimizer cpu": 201_342_976,
+    "--sharding zero-3 --offload-optimizer cpu --offload-params cpu": 2_424_479_744,
+    "--sharding fsdp --offload-optimizer cpu --offload-params cpu": 2_396_127_232,
+}
+"""What two ranks of `vplan probe --steps 2` pinned on a virtual GPU (deepspeed 0.19.8, torch 2.13), a batch on its way
+included."""
+
+
+@pytest.mark.parametrize("words", REHEARSED)
+def test_engines_pin_in_powers_of_two_and_leave_adams_states_pageable(words: str) -> None:
+    host = answer(f"{SPLIT} {words}")["host"]
+    assert host["pinned_bytes"] == pytest.approx(REHEARSED[words], rel=0.002)
+    held = host["breakdown"]["weights"] + host["breakdown"]["optimizer"]
+    trained = 25_509_888  # LoRA of rank 128, over both ranks
+    pageable = 8 + 4 * ("zero-3" in words)  # two states, and stage 3's master
+    assert held - host["pinned_bytes"] == pytest.approx(pageable * trained, rel=0.01)

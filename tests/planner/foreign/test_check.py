@@ -90,6 +90,8 @@ A14B = 'name_or_path: "ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16", arch: wan22_1
          {"model": "qwen-image", "attention": "efficient"}),
         ("a.sh", MUSUBI.format("qwen_image_train_network.py --model_version edit-2509 --flash3"), "musubi-tuner",
          {"model": "qwen-image-edit", "attention": "flash"}),
+        ("a.sh", MUSUBI.format("qwen_image_train_network.py --edit_plus --sdpa"), "musubi-tuner",
+         {"model": "qwen-image-edit", "attention": "sdpa"}),
         ("a.sh", MUSUBI.format("hv_1_5_train_network.py --task i2v"), "musubi-tuner",
          {"model": "hunyuan-video-1.5", "attention": "sdpa"}),
         ("c.yaml", TOOLKIT % f"{A14B}, low_vram: true, qtype: 'uint4|ostris/x.safetensors'", "ai-toolkit",

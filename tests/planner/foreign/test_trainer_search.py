@@ -72,7 +72,10 @@ def test_what_is_suggested_for_a_trainer_its_export_takes_or_it_is_no() -> None:
     """It runs only because PyTorch empties its cache, and export refuses that."""
     import vplan
 
-    assert vplan.suggest("cogvideox-2b", gpu="20GB", trainer="diffusers").estimate.verdict == "no"
+    found = vplan.suggest("cogvideox-2b", gpu="20GB", trainer="diffusers")
+    assert found.estimate.verdict == "no"
+    wishes = found._suggestion.relaxed
+    assert {wish.field for wish in wishes} == {"frames", "resolution"}, "and no adapter format that it does not have"
 
 
 def test_a_trainer_whose_adapters_copy_their_inputs_has_plans() -> None:

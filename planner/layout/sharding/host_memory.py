@@ -1,0 +1,122 @@
+"""What engines that split a model keep in host RAM with ``cpu`` offload, and how much of it they pin.
+
+Both pin through torch (``Tensor.pin_memory``), whose pinned memory comes in powers of two: one for each buffer. Adam's
+states, made by ``zeros_like``, are not pinned. S = elements of a rank's share of what is trained.
+
+| kept | pinned by | in |
+|---|---|---|
+| ZeRO-1, 2: fp32 master 4S, fp32 gradients 4S, new weights 2S | share | deepspeed 0.19.8 stage_1_and_2.py |
+| the same: staging for the largest gradient, in 16 bits | buffer | (``temp_grad_buffer_for_cpu_offload``) |
+| the same, accumulating: gradients in 16 bits, whole | parameter | (``accumulated_grads_in_cpu``) |
+| ZeRO-3: fp32 gradients 4S | sub-group | stage3.py (``subgroup_gradient_buffer``) |
+| ZeRO-3: gradients in 16 bits 2S | share | (``grad_partitions_flat_buffer``) |
+| ZeRO-3: fp32 master 4S | not pinned | (``fp32_partitioned_groups_flat``) |
+| ZeRO-3, weights: each parameter's share in 16 bits | parameter | partition_parameters.py (``_partition_param``) |
+| the same of what is trained, once more | share | stage3.py (``param_groups_fp16_flat_cpu_memory``) |
+| FSDP2: shares, and gradients of what is trained | parameter | torch 2.13 _fsdp_param.py, _fsdp_collectives.py |
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from planner.layout.run import Run
+from planner.layout.sharding.fsdp import padded_share
+from planner.layout.sharding.nvme import trained_shares
+from planner.layout.sharding.zero import (
+    DEEPSPEED,
+    FULL,
+    HALF,
+    aligned_elements,
+    parameters_in_share,
+    sub_groups,
+    trained_elements,
+)
+from planner.tape.variants import trained_storage
+from planner.units import power_of_two
+
+STATES = {"lion": 1}
+"""fp32 states per trained number, where it is not Adam's two (deepspeed/ops/lion/cpu_lion.py)."""
+
+
+class EngineHostBytes(NamedTuple):
+    """Host RAM of one rank, bytes, pinned buffers as large as they really are."""
+
+    weights: int = 0
+    """of offloaded weights; under FSDP2 with the gradients and states that are beside them"""
+    optimizer: int = 0
+    """of the offloaded optimizer: what it steps over, gradients and states"""
+    pinned: int = 0
+    """of both together, what is pinned"""
+
+
+def engine_host_bytes(run: Run) -> EngineHostBytes:
+    """What the engine of a run keeps in the host RAM of one rank: nothing without ``cpu`` offload, or without an
+    engine. The run need not be transformed."""
+    if run.strategy.sharding == "fsdp":
+        return _fsdp(run) if run.strategy.offload_params == "cpu" else EngineHostBytes()
+    if not run.strategy.sharding.startswith("zero"):
+        return EngineHostBytes()
+    optimizer, pageable = 0, 0
+    if run.strategy.offload_optimizer == "cpu":
+        optimizer, pageable = _zero_3_optimizer(run) if run.strategy.sharding == "zero-3" else _zero_1_or_2(run)
+    weights = _zero_3_weights(run) if run.strategy.offload_params == "cpu" else 0
+    return EngineHostBytes(weights, optimizer + pageable, weights + optimizer)
+
+
+def bytes_per_parameter(optimizer: str) -> int:
+    """What ZeRO's stages keep in host RAM per number of a rank's share at least: 18 with Adam."""
+    return FULL + FULL + HALF + _states(optimizer)
+
+
+def _states(optimizer: str) -> int:
+    return FULL * STATES.get(optimizer, 2)
+
+
+def _zero_1_or_2(run: Run) -> tuple[int, int]:
+    """(pinned, pageable) bytes of master, gradients, new weights and states."""
+    elements, world = trained_elements(run), run.machine.world
+    share = aligned_elements(sum(elements.values()), world) // world
+    pinned = 2 * power_of_two(FULL * share) + power_of_two(HALF * share)
+    pinned += power_of_two(HALF * max(elements.values()))
+    if run.strategy.gradient_accumulation > 1:
+        counts = list(elements.values())
+        pinned += max(
+            sum(power_of_two(HALF * count) for count in parameters_in_share(counts, world, rank))
+            for rank in range(world)
+        )
+    return pinned, _states(run.strategy.optimizer) * share
+
+
+def _zero_3_optimizer(run: Run) -> tuple[int, int]:
+    """(pinned, pageable) bytes of gradients, master and states."""
+    counts = trained_shares(run)
+    groups, share = sub_groups(counts, DEEPSPEED.sub_group), sum(counts)
+    pinned = sum(power_of_two(FULL * group) for group in groups) + power_of_two(HALF * share)
+    return pinned, (FULL + _states(run.strategy.optimizer)) * share
+
+
+def _zero_3_weights(run: Run) -> int:
+    """Pinned bytes. Shares of trained parameters move into one buffer, but torch keeps what they lay in for later;
+    those of small frozen ones stay on the GPU (``ds_persist``)."""
+    world, trained = run.machine.world, trained_elements(run)
+    waiting = [
+        -(-count // world) for name, count in run.elements.items() if name in trained or count > DEEPSPEED.persistent
+    ]
+    return sum(power_of_two(HALF * count) for count in waiting) + power_of_two(HALF * sum(trained_shares(run)))
+
+
+def _fsdp(run: Run) -> EngineHostBytes:
+    """Shares in the format that they are stored in; gradients and two states of what is trained have it too."""
+    table, trained = run.facts.parameters, trained_elements(run)
+    wide = FULL if trained_storage(run.job, run.strategy) == "fp32" else HALF
+    frozen = FULL if run.strategy.weights_dtype == "fp32" else HALF
+    pinned = states = 0
+    for name, elements in run.elements.items():
+        share = padded_share(table.rows_of(name, run.grid["R"]), elements, run.machine.world)
+        if name in trained:
+            pinned += 2 * power_of_two(wide * share)
+            states += 2 * wide * share
+        else:
+            pinned += power_of_two(frozen * share)
+    return EngineHostBytes(pinned + states, 0, pinned)
