@@ -225,8 +225,9 @@ def _copied(run: Run, machine: Machine) -> int:
     gathered = whole if run.job.method == "lora" and (split or averages) else 0
     if strategy.sharding not in SPLIT:
         return state_bytes(run) + gathered
-    if split:
-        return state_bytes(run) // machine.nodes + gathered
+    if split:  # of several copies the first is written, which may be on one node
+        shards = run.configuration.shards
+        return state_bytes(run) * min(machine.gpus, shards) // shards + gathered
     shares = ZERO_STATES * run.trained_parameters
     return state_bytes(run) - shares + shares // machine.nodes + gathered
 
@@ -244,7 +245,7 @@ def _held(run: Run, machine: Machine, share: HostShare) -> Parts:
         split = 2 * sum(run.elements.values())
         if strategy.sharding == "fsdp":  # with the gradients and two states of what is trained
             split += 4 * run.trained_bytes - 2 * run.trained_parameters
-        weights += split // machine.world
+        weights += split // run.configuration.shards
     return {
         "weights": weights,
         "activations": run.host.extra_bytes + share.checkpoints,
