@@ -237,8 +237,9 @@ class TrainingRun:
         self.trainee, self.engine = parallel.set_up(
             model, self.profile, job, strategy, self.training, self.device, drive=self.drive
         )
-        if request.plan.machine.world > 1 and self._is_replicated():
-            parallel.check_alike(self.trainee.trainable, self.device)
+        world = request.plan.machine.world
+        if (copies := world if self._is_replicated() else strategy.fsdp_replicas) > 1:
+            parallel.check_alike(self.trainee.trainable, self.device, copies)
         decay = self.training.ema_decay
         self.average = Average(self.trainee.trainable, strategy.ema, decay) if decay is not None else None
         if resume and manifest:  # after the engine: its states are shares of what it has made

@@ -220,8 +220,9 @@ def _copied(run: Run, machine: Machine) -> int:
     gathered = whole if run.job.method == "lora" and (split or averages) else 0
     if strategy.sharding not in SPLIT:
         return state_bytes(run) + gathered
-    if split:
-        return state_bytes(run) // machine.nodes + gathered
+    if split:  # of several copies the first is written, which may be on one node
+        shards = run.configuration.shards
+        return state_bytes(run) * min(machine.gpus, shards) // shards + gathered
     shares = ZERO_STATES * run.trained_parameters
     return state_bytes(run) - shares + shares // machine.nodes + gathered
 

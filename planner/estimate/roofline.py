@@ -94,7 +94,11 @@ to the host alone reaches 25 (tinygrad/open-gpu-kernel-modules#6)."""
 
 NODE_BYTES_PER_SECOND = 12.5e9
 """Between nodes when nobody says: 100 Gbit/s Ethernet, shared by the node's GPUs; beside NVLink twice that for each GPU
-(DGX A100: one 200 Gbit/s adapter per GPU)."""
+(DGX A100: one 200 Gbit/s adapter per GPU).
+
+A ring that has several GPUs of a node sends over all of their adapters: NCCL lays one ring through each, and the speed
+it reports is that of the adapters together (a NCCL developer in NVIDIA/nccl-tests#160: 80 GB/s over 4 of them; #252: 95
+GB/s, "~24 GB/s per NIC"; NVIDIA/nccl#495: 75 GB/s over 8 of 100 Gbit/s)."""
 
 HOST_ADAM_SECONDS = 0.26e-9
 """Per parameter, DeepSpeed's CPU Adam: 1e9 in 0.22 s, 10e9 in 2.57 s (ZeRO-Offload, arXiv 2101.06840, table 4)."""
@@ -116,6 +120,8 @@ class Traffic(NamedTuple):
     gpu_bytes: int = 0
     """sent to other GPUs while kernels run; in a ring (n-1)/n of a tensor per reduce-scatter or all-gather, twice that
     per all-reduce"""
+    replica_bytes: int = 0
+    """the same to the GPUs that have the same share in other copies of the model"""
     host_waiting_bytes: int = 0
     """over its link to host RAM while nothing else runs"""
     gpu_waiting_bytes: int = 0
@@ -124,6 +130,11 @@ class Traffic(NamedTuple):
     """parameters whose optimizer step the CPU does"""
     disk_bytes: int = 0
     """to and from an NVMe drive"""
+
+
+def all_reduced(nbytes: int, ranks: int) -> int:
+    """Bytes that each rank of a ring sends to all-reduce so many."""
+    return 2 * nbytes * (ranks - 1) // ranks
 
 
 class Seconds(NamedTuple):
@@ -169,12 +180,14 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
         turns.insert(0, KernelBatch.of(work.encoding, strategy, encoding, LAUNCH_SECONDS))
     turns *= strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
-        share = 1 if strategy.sharding in ("none", "ddp") else machine.world
+        share = 1 if strategy.sharding in ("none", "ddp") else configuration.shards
         stepping = _kernel_seconds(work.optimizer, gpu, strategy, reached) / share
         turns.append(KernelBatch.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS))
     copied = strategy.gradient_accumulation * (traffic.host_forward_bytes + traffic.host_backward_bytes)
-    hidden = _transfer_seconds(copied, traffic.gpu_bytes, gpu, machine)
-    waiting = _transfer_seconds(traffic.host_waiting_bytes, traffic.gpu_waiting_bytes, gpu, machine)
+    hidden = copied / host_rate(gpu, machine) + _exchange_seconds(configuration, traffic, gpu)
+    waiting = traffic.host_waiting_bytes / host_rate(gpu, machine)
+    if traffic.gpu_waiting_bytes:
+        waiting += traffic.gpu_waiting_bytes / _waiting_rate(configuration, gpu)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
     total = max(_busy_seconds(turns, ROOFLINE_USUAL, 1.0), hidden) + waiting + host
     slow = _busy_seconds([turn._replace(copies=0.0) for turn in turns], ROOFLINE_LEAST, SLOW_LAUNCHES)
@@ -249,10 +262,48 @@ def _busy_seconds(turns: Sequence[KernelBatch], reached: float, slower: float) -
     return done
 
 
-def _transfer_seconds(host_bytes: int, gpu_bytes: int, gpu: GpuProfile, machine: Machine) -> float:
-    """Seconds that the links of one GPU are busy."""
-    between = gpu_bytes / _gpu_rate(gpu, machine) if machine.world > 1 else 0.0
-    return host_bytes / host_rate(gpu, machine) + between
+def _exchange_seconds(configuration: Configuration, traffic: Traffic, gpu: GpuProfile) -> float:
+    """Seconds that a GPU sends to others beside its kernels. What goes to other copies of the model goes on a stream of
+    its own: at the same time where it has other links than what goes to other shares (adapters, and NVLink)."""
+    machine, shards = configuration.machine, configuration.shards
+    inner, outer = Ring(shards), Ring(configuration.strategy.fsdp_replicas, shards)
+    if machine.world == 1:
+        return 0.0
+    within = traffic.gpu_bytes / inner.rate(gpu, machine)
+    across = traffic.replica_bytes / outer.rate(gpu, machine)
+    apart = gpu.nvlink_gbs and not inner.crosses(machine) and outer.crosses(machine)
+    return max(within, across) if apart else within + across
+
+
+def _waiting_rate(configuration: Configuration, gpu: GpuProfile) -> float:
+    """Bytes per second of what is sent while nothing else runs. GPUs that share a sample send to each of the others,
+    over the slower of both links where they are on several nodes."""
+    machine, parts = configuration.machine, configuration.strategy.context_parallel
+    if parts == 1:
+        return Ring(configuration.shards).rate(gpu, machine)
+    within = _gpu_rate(gpu, machine)
+    return min(within, _node_rate(gpu, machine)) if Ring(parts).crosses(machine) else within
+
+
+class Ring(NamedTuple):
+    """GPUs that a collective runs over: so many, ``stride`` ranks apart."""
+
+    ranks: int
+    stride: int = 1
+
+    def crosses(self, machine: Machine) -> bool:
+        """Whether it, or another like it, has GPUs of several nodes."""
+        return machine.gpus % (self.ranks * self.stride) != 0
+
+    def rate(self, gpu: GpuProfile, machine: Machine) -> float:
+        """Bytes per second that one GPU sends in it; the slowest link decides, that between nodes with the adapters of
+        all GPUs that it has on one."""
+        within = _gpu_rate(gpu, machine)
+        if not self.crosses(machine):
+            return within
+        members = max(1, min(self.ranks, machine.gpus // self.stride))
+        between = members * _node_rate(gpu, machine)
+        return between if members == 1 else min(within, between)
 
 
 def _kernel_seconds(
@@ -348,14 +399,14 @@ def host_rate(gpu: GpuProfile, machine: Machine) -> float:
 
 
 def _gpu_rate(gpu: GpuProfile, machine: Machine) -> float:
-    """Bytes per second that one GPU sends in a ring; the slowest link of the ring decides."""
-    links = machine.links
-    within = NVLINK * gpu.nvlink_gbs * 1e9 if gpu.nvlink_gbs else PCIE_BETWEEN_GPUS * gpu.link_gbs * 1e9
-    if links and links.gpu_gbs:
-        within = links.gpu_gbs * 1e9
-    if machine.nodes == 1:
-        return within
-    between = 2 * NODE_BYTES_PER_SECOND if gpu.nvlink_gbs else NODE_BYTES_PER_SECOND / machine.gpus
-    if links and links.node_gbs:
-        between = links.node_gbs * 1e9
-    return between if machine.gpus == 1 else min(within, between)
+    """Bytes per second that one GPU sends to another of its node."""
+    if machine.links and machine.links.gpu_gbs:
+        return machine.links.gpu_gbs * 1e9
+    return NVLINK * gpu.nvlink_gbs * 1e9 if gpu.nvlink_gbs else PCIE_BETWEEN_GPUS * gpu.link_gbs * 1e9
+
+
+def _node_rate(gpu: GpuProfile, machine: Machine) -> float:
+    """Bytes per second that one GPU sends to another node, while all GPUs of its own do."""
+    if machine.links and machine.links.node_gbs:
+        return machine.links.node_gbs * 1e9
+    return 2 * NODE_BYTES_PER_SECOND if gpu.nvlink_gbs else NODE_BYTES_PER_SECOND / machine.gpus

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from planner.estimate.roofline import Traffic
+from planner.estimate.roofline import Traffic, all_reduced
 from planner.layout.checkpoint_inputs import offloaded_bytes
 from planner.layout.encoders_vae import component_bytes
 from planner.layout.experts import exchanged_bytes
 from planner.layout.run import Run
 from planner.layout.sharding import nvme
-from planner.layout.sharding.collectives import sent_bytes
+from planner.layout.sharding.collectives import reduced_share_bytes, sent_bytes
 from planner.layout.sharding.zero import HALF
 from planner.spec.job import SPLIT
 
@@ -21,29 +21,30 @@ def traffic(run: Run) -> Traffic:
     takes gradients out and weights back while nothing else runs, and DeepSpeed's stages 1 and 2 send nothing beside
     backward unless they are told to (``overlap_comm`` is on in stage 3 only, runtime/zero/config.py).
     """
-    strategy, world = run.strategy, run.machine.world
+    strategy, world, shards = run.strategy, run.machine.world, run.configuration.shards
     accumulation = strategy.gradient_accumulation
     gradients = run.total_bytes(run.named("gradient").values())
-    coming = gpu = host_waiting = gpu_waiting = parameters = 0
+    coming = gpu = across = host_waiting = gpu_waiting = parameters = 0
     beside = 1.0
     offloaded = offloaded_bytes(run)
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
         coming += sum(map(run.total_bytes, run.swapped_blocks.values()))
         beside = 1.0 if offloaded else strategy.swap_blocks / run.facts.model.blocks
-    split = world if strategy.sharding in SPLIT else 1
+    split = shards if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
         host_waiting = 2 * gradients // split
         parameters = run.trained_parameters // split
     if strategy.sharding in ("zero-1", "zero-2"):
         gpu_waiting = sent_bytes(run) * (world - 1) // world
     elif strategy.sharding in SPLIT:
-        gpu = sent_bytes(run) * (world - 1) // world
-    elif world > 1:  # all-reduce, in the last micro-batch only
-        gpu = 2 * gradients * (world - 1) // world
+        gpu = sent_bytes(run) * (shards - 1) // shards
+        across = all_reduced(reduced_share_bytes(run), strategy.fsdp_replicas)
+    elif world > 1:  # in the last micro-batch only
+        gpu = all_reduced(gradients, world)
     if (parts := strategy.context_parallel) > 1:  # attention waits for what it is sent
         gpu_waiting += accumulation * run.work.exchanged_bytes * (parts - 1) // parts
     if strategy.offload_params != "none":
-        coming += HALF * sum(run.elements.values()) // world
+        coming += HALF * sum(run.elements.values()) // split
     if run.samples_only and strategy.group_offload != "none":
         # With a stream the weights stay in host RAM and are fetched ahead; without one they come and go, and all waits.
         weights = run.total_bytes(run.named("weight").values())
@@ -57,6 +58,7 @@ def traffic(run: Run) -> Traffic:
         host_backward_bytes=0 if run.samples_only else coming + offloaded,
         host_beside=beside,
         gpu_bytes=gpu,
+        replica_bytes=across,
         host_waiting_bytes=host_waiting,
         gpu_waiting_bytes=gpu_waiting,
         host_parameters=parameters,

@@ -249,5 +249,5 @@ EMA_BYTES = 4
 
 def ema_bytes(run: Run) -> int:
     """The moving average on one rank: its share where FSDP2 splits the weights, else the whole."""
-    share = run.machine.world if run.strategy.sharding == "fsdp" else 1
+    share = run.configuration.shards if run.strategy.sharding == "fsdp" else 1
     return EMA_BYTES * -(-run.trained_parameters // share)

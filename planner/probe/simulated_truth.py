@@ -72,12 +72,12 @@ def host_bytes(run: Run, hidden: Hidden) -> int:
 
 
 def _waiting_bytes(run: Run) -> int:
-    strategy, world = run.strategy, run.machine.world
+    strategy, shards = run.strategy, run.configuration.shards
     nbytes = _swapped_bytes(run) + _checkpoint_bytes(run)
     if strategy.offload_optimizer != "none":
-        nbytes += 16 * run.trained_parameters // (world if strategy.sharding in SPLIT else 1)
+        nbytes += 16 * run.trained_parameters // (shards if strategy.sharding in SPLIT else 1)
     if strategy.offload_params != "none":
-        nbytes += 2 * sum(run.elements.values()) // world
+        nbytes += 2 * sum(run.elements.values()) // shards
     return nbytes
 
 
@@ -184,7 +184,7 @@ def _transfer_seconds(run: Run, hidden: Hidden) -> float:
 def _optimizer_seconds(run: Run, hidden: Hidden) -> float:
     """Seconds of the optimizer's step: on the GPU it reads and writes all it steps over, on the CPU it computes."""
     gpu, strategy = run.facts.gpu, run.strategy
-    share = run.machine.world if strategy.sharding in SPLIT else 1
+    share = run.configuration.shards if strategy.sharding in SPLIT else 1
     gradients = run.total_bytes(run.named("gradient").values())
     if strategy.offload_optimizer != "none":
         copied = 2 * gradients / share / (gpu.link_gbs * 1e9 * hidden.reached["link"])

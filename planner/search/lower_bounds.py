@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
-from planner.estimate.roofline import Traffic
+from planner.estimate.roofline import Traffic, all_reduced
 from planner.layout.attention_kernel import padded_masks
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
@@ -57,15 +57,15 @@ def parameter_bytes(configuration: Configuration, parameters: int) -> int:
 
 def _share_bytes(configuration: Configuration, parameters: int) -> int:
     """The same of an engine that splits: whole weights in ZeRO's first stages, else a share; shares of the states."""
-    job, strategy, world = configuration.job, configuration.strategy, configuration.machine.world
+    job, strategy, shards = configuration.job, configuration.strategy, configuration.shards
     weights = int(LEAST[strategy.weights(job.method)] * parameters)
     held = 0
     if strategy.offload_params == "none" and not strategy.swap_blocks:
-        held += weights if strategy.sharding in ("zero-1", "zero-2") else weights // world
+        held += weights if strategy.sharding in ("zero-1", "zero-2") else weights // shards
     trains_all = job.method == "full" and not job.trainable
     if trains_all and strategy.offload_optimizer == "none" and strategy.optimizer == "adamw":
         masters = strategy.master_weights == "fp32"
-        held += int(LEAST_TRAINED * (3 * FULL * parameters if masters else 2 * weights)) // world
+        held += int(LEAST_TRAINED * (3 * FULL * parameters if masters else 2 * weights)) // shards
     return held
 
 
@@ -77,8 +77,9 @@ def least_traffic(configuration: Configuration, parameters: int) -> Traffic:
         return Traffic()
     accumulation = strategy.gradient_accumulation
     trained = int(LEAST_TRAINED * parameters) if job.method == "full" else 0
-    split = world if strategy.sharding in SPLIT else 1
-    waiting = host_waiting = on_host = coming = 0
+    ranks = configuration.shards if strategy.sharding in SPLIT else world
+    split = configuration.shards if strategy.sharding in SPLIT else 1
+    waiting = host_waiting = on_host = coming = across = 0
     match strategy.sharding:
         case "zero-1":
             beside, waiting = 0, 3 * HALF * trained
@@ -88,18 +89,20 @@ def least_traffic(configuration: Configuration, parameters: int) -> Traffic:
             beside = accumulation * HALF * (trained + 2 * parameters)
         case "fsdp":
             beside = accumulation * (HALF * parameters + FULL * trained)
+            across = all_reduced(FULL * trained // split, strategy.fsdp_replicas)
         case _:
             beside = 2 * HALF * trained
     if strategy.offload_optimizer != "none":
         host_waiting, on_host = 2 * HALF * trained // split, trained // split
     if strategy.offload_params != "none":
-        coming = HALF * parameters // world
+        coming = HALF * parameters // split
     return Traffic(
         host_forward_bytes=coming,
         host_backward_bytes=coming,
-        gpu_bytes=beside * (world - 1) // world,
+        gpu_bytes=beside * (ranks - 1) // ranks,
+        replica_bytes=across,
         host_waiting_bytes=host_waiting,
-        gpu_waiting_bytes=waiting * (world - 1) // world,
+        gpu_waiting_bytes=waiting * (ranks - 1) // ranks,
         host_parameters=on_host,
     )
 

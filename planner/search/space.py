@@ -151,7 +151,11 @@ def _choices(
 
 def _axes(job: Job, machine: Machine, tiled: bool) -> dict[str, tuple[object, ...]]:
     """Field -> the values to try, where nothing is typed. How many blocks are swapped is not among them."""
-    by_question: dict[str, tuple[object, ...]] = {"vae_tiling": (tiled,), "sharding": _shardings(job, machine)}
+    by_question: dict[str, tuple[object, ...]] = {
+        "vae_tiling": (tiled,),
+        "sharding": _shardings(job, machine),
+        "fsdp_replicas": _replicas(machine),
+    }
     if job.experts == "both":
         by_question["inactive_expert"] = ("gpu", "cpu") if job.method == "lora" else ("gpu",)
     fields = searched(job.method)
@@ -186,3 +190,9 @@ def _shardings(job: Job, machine: Machine) -> tuple[str, ...]:
     if job.experts == "both":
         return ("ddp",)
     return ("ddp", "zero-3", "fsdp") if job.method == "lora" else ("ddp", "zero-1", "zero-2", "zero-3", "fsdp")
+
+
+def _replicas(machine: Machine) -> tuple[int, ...]:
+    """How many copies FSDP2 may shard: one, or so many that each has whole nodes. Inside a node all links are alike,
+    and a second copy only takes memory."""
+    return tuple(count for count in range(1, machine.nodes + 1) if machine.nodes % count == 0)

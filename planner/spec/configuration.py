@@ -48,6 +48,11 @@ class Configuration:
         return self.strategy.sharding in SPLIT
 
     @property
+    def shards(self) -> int:
+        """The number of GPUs over which an engine splits what it splits: all, or of FSDP2's copies the GPUs of one."""
+        return self.machine.world // self.strategy.fsdp_replicas
+
+    @property
     def autocasts(self) -> bool:
         """Whether autocast runs. Engines that split have 16 bits already: DeepSpeed's whole module is stored in them,
         and FSDP2 gathers its weights in them."""
@@ -72,6 +77,11 @@ class Configuration:
     def divisor(self) -> int:
         """The largest number of GPUs for a sample, below the one asked for, that divides all GPUs."""
         return next(n for n in range(self.strategy.context_parallel - 1, 0, -1) if self.machine.world % n == 0)
+
+    @property
+    def fewer_replicas(self) -> int:
+        """The largest number of copies, below the one asked for, that divides all GPUs."""
+        return next(n for n in range(self.strategy.fsdp_replicas - 1, 0, -1) if self.machine.world % n == 0)
 
     @property
     def divisible_gpus(self) -> int:

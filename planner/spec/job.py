@@ -239,6 +239,10 @@ class Strategy(Record):
     ] = "none"
     """what is sharded across GPUs: nothing (ddp, the default for several), optimizer states (zero-1), gradients too
     (zero-2), weights too (zero-3, fsdp)"""
+    # torch calls it hybrid sharding (HSDP): a device mesh of replicas x shards.
+    fsdp_replicas: Annotated[Count, Note(trained=ALL, searched=Searched(20, lora=(), full=()))] = 1
+    """copies of the model that fsdp shards, each over neighbouring GPUs, with gradients averaged over the copies
+    (hybrid sharding); as many as nodes gather weights inside nodes only"""
     grad_buckets: Annotated[Literal["copy", "view"], Note(trained=ALL)] = "view"
     """DDP's communication buckets: a second copy of all gradients, or the gradients themselves (view)"""
     # What an adapter's optimizer holds is small enough to stay.

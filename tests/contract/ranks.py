@@ -1,4 +1,4 @@
-"""Two ranks on the CPU: a tiny model, built as our step does, is given to the real engine, trained, and its bytes read.
+"""Two ranks on the CPU, or four: a tiny model, built as our step does, is given to the real engine, trained, and its bytes read.
 
 What runs in a rank is at module level: a fork server starts it. Nothing of the engines is replaced; where they free a
 buffer before a step is over, a method of theirs is wrapped to look first.
@@ -55,6 +55,7 @@ class Case(NamedTuple):
     strategy: dict[str, Any]
     settings: dict[str, int]
     grid: dict[str, int]
+    world: int = WORLD
 
 
 @functools.cache
@@ -74,27 +75,27 @@ def _fork_server() -> Any:
 
 
 def measure(case: Case) -> list[Bytes]:
-    """Runs both ranks of a case; what each measured, by rank."""
+    """Runs all ranks of a case; what each measured, by rank."""
     context = _fork_server()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, case, queue)) for rank in range(WORLD)]
+    ranks = [context.Process(target=_rank, args=(rank, port, case, queue)) for rank in range(case.world)]
     for rank in ranks:
         rank.start()
     answers = dict(queue.get(timeout=SECONDS) for _ in ranks)
     for rank in ranks:
         rank.join(SECONDS)
-    assert [rank.exitcode for rank in ranks] == [0] * WORLD
+    assert [rank.exitcode for rank in ranks] == [0] * case.world
     failed = [answer for answer in answers.values() if isinstance(answer, str)]
     assert not failed, failed[0]
-    return [answers[rank] for rank in range(WORLD)]
+    return [answers[rank] for rank in range(case.world)]
 
 
 def _rank(rank: int, port: int, case: Case, queue: Any) -> None:
     os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port))
-    os.environ["LOCAL_WORLD_SIZE"] = str(WORLD)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(case.world)
     import torch
 
     torch.set_num_threads(1)
@@ -125,23 +126,22 @@ class Watch:
 def _model(case: Case) -> tuple[Any, ...]:
     """Profile, records, and the model with our step's formats, split if FSDP2 does, its parameters filled."""
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
 
     from planner.catalog import lookup
     from planner.spec.job import Job, Machine, Strategy
     from planner.spec.rules import resolve
-    from trainers.parallel.engines import shard
+    from trainers.parallel.engines import mesh_of, shard
     from trainers.step import step
     from trainers.step.random_weights import randomise
 
     profile = lookup.model(case.model)
     profile = profile.model_copy(update={"config": {**profile.config, **case.config}})
     job = Job.read({"model": case.model, "lora_targets": profile.lora.targets, **case.job})
-    machine = Machine(gpu="h100-80gb", gpus=WORLD)
+    machine = Machine(gpu="h100-80gb", gpus=case.world)
     strategy = resolve(job, Strategy.read(case.strategy), machine)
     model = step.build_model(profile, job, strategy)
     if strategy.sharding == "fsdp":
-        shard(model, profile, job, strategy, init_device_mesh("cpu", (WORLD,)))
+        shard(model, profile, job, strategy, mesh_of(strategy, torch.device("cpu")))
     torch.manual_seed(0)
     step.materialise(model, "cpu", randomise)
     return profile, job, strategy, model
@@ -332,6 +332,7 @@ def _fsdp(case: Case) -> Bytes:
     import torch
 
     from trainers.families import family
+    from trainers.parallel.parallel import Fsdp
     from trainers.step import step
     from trainers.step.optimizers import make_optimizer
 
@@ -341,11 +342,18 @@ def _fsdp(case: Case) -> Bytes:
     groups = _watch_groups(model, watch)
     trainable = step.trainable_parameters(model)
     trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy))
+    engine = Fsdp(trainee)
     kind = family(profile)
     batch = kind.batch(case.grid, "cpu", torch.bfloat16)
-    for _ in range(2):
-        loss = step.forward(trainee, kind, batch, strategy)
-        loss.backward()
+    for turn in range(2 * strategy.gradient_accumulation):
+        last = (turn + 1) % strategy.gradient_accumulation == 0
+        with engine.micro_batch(last):
+            loss = step.forward(trainee, kind, batch, strategy)
+            loss.backward()
+        partial = [group._partial_reduce_output for group in groups if group._partial_reduce_output is not None]
+        watch.note("partial sums", nbytes(*partial))
+        if not last:
+            continue
         gradients = [p.grad.to_local().untyped_storage() for p in trainable.values() if p.grad is not None]
         watch.note("reduced gradients", sum({s.data_ptr(): s.nbytes() for s in gradients}.values()))
         step.optimizer_step(trainee)
@@ -380,6 +388,9 @@ def _watch_groups(model: Any, watch: Watch) -> list[Any]:
         watch.note("unreduced gradients", nbytes(*gradients))
         found = reduce(params, gradients, *args, **kwargs)
         watch.note("reduce-scatter", nbytes(found[0]))
+        summed = [group._all_reduce_state.all_reduce_input for group in groups if group._all_reduce_state]
+        summed += [found[4]] if found[4] is not None else []
+        watch.note("summed over copies", nbytes(*summed))
         return found
 
     fully_shard.FSDPParamGroup.wait_for_unshard = waiting

@@ -21,6 +21,7 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
 from planner.tape.format import Tape
 from planner.tape.parameter_table import Parameters
+from planner.tape.program import Stage
 from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.contract.ranks import WORLD, Bytes, Case, measure
 from trainers.recording.compress import Header, compress
@@ -97,9 +98,10 @@ def tiny(model: str) -> ModelProfile:
 
 def estimated(asked: Case, rank: int | None = None) -> Run:
     """The same case laid out, for a rank where they do not allocate alike."""
+    machine = MACHINE.replace(gpus=asked.world)
     profile = tiny(asked.model)
     job = Job.read({"model": asked.model, "lora_targets": profile.lora.targets, **asked.job})
-    strategy = resolve(job, Strategy.read(asked.strategy), MACHINE)
+    strategy = resolve(job, Strategy.read(asked.strategy), machine)
     table = parameter_table(profile)
     facts = Facts(
         profile,
@@ -108,7 +110,7 @@ def estimated(asked: Case, rank: int | None = None) -> Run:
         _tape(asked.model, OptimizerVariant.of(profile, job, strategy).name, optimizer=True),
         parameters=Parameters(table["rows"], frozenset(table["fp32"])),
     )
-    return lay_out(replace(Configuration.of(job, strategy, MACHINE), rank=rank), facts, dict(asked.grid))
+    return lay_out(replace(Configuration.of(job, strategy, machine), rank=rank), facts, dict(asked.grid))
 
 
 def held(run: Run, name: str, at_once: bool = False) -> int:
@@ -272,6 +274,36 @@ def test_fsdp(asked: Case) -> None:
         "reduce-scatter": max(_sizes(run, "reduce-scatter")),
     }
     agree(ranks, expected)
+
+
+@pytest.mark.parametrize("fields", [{"weights_dtype": "bf16"}, {"gradient_accumulation": 2}], ids=("bf16", "accumulated"))
+def test_fsdp_of_two_copies(fields: dict[str, Any]) -> None:
+    """Four ranks, two to a copy of the model: shares are halves, and gradients are summed over the copies once a
+    step, behind the last micro-batch."""
+    asked = case(WAN, "full", sharding="fsdp", gradient_checkpointing="full", fsdp_replicas=2, **fields)
+    run, ranks = estimated(asked._replace(world=4)), measure(asked._replace(world=4))
+    outside, block = _gathered(run)
+    gradients = sum(run.sizes[buffer] for buffer in _left(run, run.accumulate or run.step))
+    expected = {
+        "shares": sum(run.sizes[buffer] for buffer in run.parameters.values()),
+        "states": sum(run.sizes[buffer] for name, buffer in run.named("optimizer").items() if "exp" in name),
+        "reduced gradients": gradients,
+        "gathered outside": outside,
+        "gathered block": block,
+        "gathered at once": held(run, "gathered weights", at_once=True),
+        "reduce-scatter": max(_sizes(run, "reduce-scatter")),
+        "partial sums": sum(run.sizes[buffer] for buffer in _left(run, run.step)) if run.accumulate else 0,
+        "summed over copies": gradients * (2 if "weights_dtype" in fields else 1),  # in fp32, whatever is trained
+    }
+    agree(ranks, expected)
+    one = estimated(case(WAN, "full", sharding="fsdp", gradient_checkpointing="full", **fields))  # two ranks, one copy
+    assert expected["shares"] == sum(one.sizes[buffer] for buffer in one.parameters.values())
+
+
+def _left(run: Run, stage: Stage) -> list[int]:
+    """The reduced gradients that a stage makes and leaves behind."""
+    made = [event for event in stage.ops if event >= 0 and run.program.op[event] == "reduced gradients"]
+    return [buffer for buffer in made if ~buffer not in set(stage.ops)]
 
 
 def test_fsdp_offloaded() -> None:

@@ -107,12 +107,30 @@ def test_other_numbers_of_ranks_go_on_from_a_checkpoint(
     """Two ranks write it, one and four take it up: losses and weights are those of the two that go on themselves."""
     check(training.train(across(place, tmp_path / "2", strategy, 2)))
     for ranks in (1, 4):
-        output = tmp_path / str(ranks)
-        shutil.copytree(tmp_path / "2", output)
-        shutil.rmtree(output / "final")
-        resume = str(output / "checkpoints" / "step-00000003")
-        check(training.train(across(place, output, strategy, ranks, resume=resume), world=ranks))
-        compare(output, tmp_path / "2")
+        compare(taken_up(place, tmp_path, 2, strategy, ranks), tmp_path / "2")
+
+
+def taken_up(place: runs.Place, folder: Path, writers: int, strategy: dict[str, Any], ranks: int) -> Path:
+    """What so many ranks make of a checkpoint that so many writers left in the folder under their number."""
+    output = folder / f"{ranks}-again"
+    shutil.copytree(folder / str(writers), output)
+    shutil.rmtree(output / "final")
+    resume = str(output / "checkpoints" / "step-00000003")
+    check(training.train(across(place, output, strategy, ranks, resume=resume), world=ranks))
+    return output
+
+
+def test_two_copies_of_a_sharded_model_train_what_one_rank_does(place: runs.Place, tmp_path: Path) -> None:
+    """Four ranks, each copy on two of them; one rank goes on from their checkpoint, and so do they: to the last bit."""
+    strategy = {"sharding": "fsdp", "ema": "gpu"}
+    copies = {**strategy, "fsdp_replicas": 2}
+    check(training.train(across(place, tmp_path / "4", copies, 4), world=4))
+    alike = taken_up(place, tmp_path, 4, copies, 4)
+    assert runs.losses(alike) == runs.losses(tmp_path / "4")
+    compare(taken_up(place, tmp_path, 4, strategy, 1), alike)
+    (checkpoint,) = (tmp_path / "4" / "checkpoints").glob("step-00000003")
+    written = {path.name.split("-")[1] for path in (checkpoint / "state").glob("rank-*.safetensors")}
+    assert written == {"00000", "00001"}  # of the first copy alone
 
 
 def test_states_that_only_as_many_ranks_can_read_are_refused_by_name(place: runs.Place, tmp_path: Path) -> None:

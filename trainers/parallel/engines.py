@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from planner.catalog.profiles import ModelProfile
@@ -60,6 +61,15 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+
+
+def mesh_of(strategy: Strategy, device: torch.device) -> DeviceMesh:
+    """All ranks in a row, or with several copies of the model a row for each: neighbours have shares of the same copy,
+    and gradients are summed down the columns. All ranks call it together."""
+    world, copies = dist.get_world_size(), strategy.fsdp_replicas
+    if copies == 1:
+        return init_device_mesh(device.type, (world,))
+    return init_device_mesh(device.type, (copies, world // copies), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, mesh: DeviceMesh) -> None:

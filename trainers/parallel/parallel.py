@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.catalog.profiles import ModelProfile
@@ -25,7 +24,7 @@ from planner.spec.job import Job, Strategy
 from planner.spec.training import MAX_GRAD_NORM, TrainingSettings
 from trainers.families import family
 from trainers.parallel import context
-from trainers.parallel.engines import shard
+from trainers.parallel.engines import mesh_of, shard
 from trainers.parallel.local_engine import LocalEngine
 from trainers.parallel.state_files import Share, share_of
 from trainers.parallel.zero import Zero
@@ -62,12 +61,18 @@ class Ddp(LocalEngine):
 
 
 class Fsdp(LocalEngine):
-    """FSDP2: parameters are DTensors; gradients are reduced in every micro-batch and added up as shares."""
+    """FSDP2: parameters are DTensors; gradients are reduced in every micro-batch and added up as shares, over copies of
+    the model in the last one."""
 
     replicated = False
     averages = True
     gathers = True
     splits_weights = True
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        assert isinstance(self.plain, FSDPModule)
+        self.plain.set_requires_all_reduce(last)  # without copies it has no effect
+        return contextlib.nullcontext()
 
     def full_tensor(self, name: str) -> Tensor:
         parameter = self.parameters[name].detach()
@@ -88,10 +93,8 @@ class Fsdp(LocalEngine):
         first = next(iter(self.trainee.trainable.values()))
         assert isinstance(first, DTensor)
         mesh, whole = first.device_mesh, torch.empty(shape, dtype=dtype, device="meta")
-        parts = whole.chunk(mesh.size())  # fewer where there are fewer rows
-        rank = mesh.get_local_rank()
-        local = torch.empty_like(parts[rank] if rank < len(parts) else whole[:0], device=mesh.device_type)
-        share = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=whole.stride())
+        local = torch.empty_like(step.part_of(whole, first), device=mesh.device_type)
+        share = DTensor.from_local(local, mesh, first.placements, run_check=False, shape=shape, stride=whole.stride())
         return share.cpu()  # made of a local tensor in host RAM, it would lie on the mesh's device
 
 
@@ -100,7 +103,7 @@ def split(model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy,
     on a built model whose weights are not there yet: whole, they may not fit on one GPU."""
     context.split_tokens(model, strategy, device)
     if strategy.sharding == "fsdp":
-        shard(model, profile, job, strategy, init_device_mesh(device.type, (dist.get_world_size(),)))
+        shard(model, profile, job, strategy, mesh_of(strategy, device))
 
 
 def set_up(
@@ -139,13 +142,16 @@ def needs_as_many_ranks(strategy: Strategy) -> bool:
     return strategy.sharding.startswith("zero") and strategy.optimizer.startswith("adamw-8bit")
 
 
-def check_alike(trainable: dict[str, nn.Parameter], device: torch.device) -> None:
-    """Refuses ranks that begin with different trained weights, which nothing broadcasts. All ranks call it together,
-    and all of them raise the VplanError."""
-    total = torch.stack([parameter.detach().double().abs().sum() for parameter in trainable.values()]).sum()
-    ends = torch.stack([total, -total]).to(device)
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
-    if ends[0] != -ends[1]:
+def check_alike(trainable: dict[str, nn.Parameter], device: torch.device, copies: int) -> None:
+    """Refuses ranks that begin with different trained weights, which nothing broadcasts. Each of so many copies of the
+    model is split over neighbouring ranks. All ranks call it together, and all of them raise the VplanError."""
+    weights = (parameter.detach() for parameter in trainable.values())
+    shares = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
+    total = torch.stack([share.double().abs().sum() for share in shares]).sum().to(device)
+    totals = total.new_empty(dist.get_world_size())
+    dist.all_gather_into_tensor(totals, total)
+    by_copy = totals.view(copies, -1)
+    if not torch.equal(by_copy, by_copy[:1].expand_as(by_copy)):
         fix = "put the same weights, and with --resume the same checkpoint, on every node, and run the command again"
         raise VplanError("the ranks have read different weights to begin with", fix, 4)
 

@@ -90,10 +90,15 @@ def taken_apart(state: Any, rank: int) -> tuple[Outline, list[Share]]:
 
 
 def share_of(key: str, value: Tensor, rank: int) -> list[Share]:
-    """A rank's share of a tensor, where it has one. Whole ones are alike on all ranks and rank 0's."""
+    """A rank's share of a tensor, where it has one. Whole ones are alike on all ranks and rank 0's, and so are several
+    copies of what is split those of the first."""
     if not _is_split(value):
         return [Share(key, value, (0,) * value.ndim)] if rank == 0 else []
     assert isinstance(value, DTensor)
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    if any(at for at, place in zip(coordinate, value.placements, strict=True) if place.is_replicate()):
+        return []
     (chunk,), local = value.__create_chunk_list__(), value.to_local()
     return [Share(key, local, tuple(chunk.offsets))] if local.numel() else []
 

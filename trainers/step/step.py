@@ -357,12 +357,17 @@ def _share_of(weight: torch.Tensor, parameter: Any, waits: bool) -> nn.Parameter
     from torch.distributed.tensor import DTensor
 
     mesh, place = parameter.device_mesh, parameter.placements
-    parts = weight.chunk(mesh.size())  # fewer where there are fewer rows
-    part = parts[mesh.get_local_rank()] if mesh.get_local_rank() < len(parts) else weight[:0]
-    share = DTensor.from_local(
-        part.clone(), mesh, place, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    part = part_of(weight, parameter).clone()
+    share = DTensor.from_local(part, mesh, place, run_check=False, shape=parameter.shape, stride=parameter.stride())
     return nn.Parameter(share.cpu() if waits else share, requires_grad=parameter.requires_grad)
+
+
+def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """This rank's rows of a whole tensor, split as a DTensor that FSDP2 made: by rows over the last dimension of its
+    mesh."""
+    mesh, last = like.device_mesh, like.device_mesh.ndim - 1
+    parts, rank = whole.chunk(mesh.size(last)), mesh.get_local_rank(last)
+    return parts[rank] if rank < len(parts) else whole[:0]  # there are fewer parts where there are fewer rows
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

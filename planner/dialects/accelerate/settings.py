@@ -22,13 +22,15 @@ CLIP = 1.0
 """``gradient_clipping``, as our own trainer clips."""
 
 ENGINE = (
-    *("sharding", "gpus", "nodes", "offload_optimizer", "offload_gradients", "offload_params", "autocast"),
-    *("compute_dtype", "master_weights", "gradient_accumulation", "batch_size"),
+    *("sharding", "fsdp_replicas", "gpus", "nodes"),
+    *("offload_optimizer", "offload_gradients", "offload_params", "autocast", "compute_dtype"),
+    *("master_weights", "gradient_accumulation", "batch_size"),
 )
 KINDS = {"none": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
 _KIND, _MIXED = "config:distributed_type", "config:mixed_precision"
 _ZERO = "deepspeed:zero_optimization."
 _FSDP = "config:fsdp_config.fsdp_"
+_MESH = "config:parallelism_config.parallelism_config_dp_"
 CARRIES: config_text.FieldsBySetting = {
     _KIND: ("sharding",),
     _MIXED: ("autocast", "compute_dtype"),
@@ -38,6 +40,8 @@ CARRIES: config_text.FieldsBySetting = {
     "config:deepspeed_config.zero3_init_flag": ("sharding",),
     f"{_FSDP}version": ("sharding",),
     f"{_FSDP}offload_params": ("offload_params", "offload_optimizer"),
+    f"{_MESH}replicate_size": ("fsdp_replicas",),
+    f"{_MESH}shard_size": ("fsdp_replicas",),
     f"{_ZERO}stage": ("sharding",),
     f"{_ZERO}offload_optimizer.device": ("offload_optimizer", "offload_gradients"),
     f"{_ZERO}offload_param.device": ("offload_params",),
@@ -54,6 +58,7 @@ def _of(settings: Settings) -> Fields:
     mixed = settings.get(_MIXED, "no")
     fields: Fields = {
         "sharding": next((name for name, word in KINDS.items() if word == kind), "none"),
+        "fsdp_replicas": settings.get(f"{_MESH}replicate_size", 1),
         "gpus": settings["config:num_processes"] // nodes,
         "nodes": nodes,
         "autocast": "none" if mixed == "no" else mixed,
@@ -114,6 +119,9 @@ def _fsdp(fields: Fields) -> Settings:
     settings[_MIXED] = {"fp32": "no"}.get(fields["compute_dtype"], fields["compute_dtype"])
     if fields["offload_params"] == "cpu":
         settings[f"{_FSDP}offload_params"] = True
+    if (copies := fields["fsdp_replicas"]) > 1:
+        settings[f"{_MESH}replicate_size"] = copies
+        settings[f"{_MESH}shard_size"] = fields["gpus"] * fields["nodes"] // copies
     return settings
 
 
@@ -137,6 +145,7 @@ def _deepspeed(fields: Fields) -> Settings:
 
 _WORDS = {
     "sharding": "distributed_type, ZeRO stages 1 to 3, FSDP2",
+    "fsdp_replicas": "dp_replicate_size and dp_shard_size of parallelism_config",
     "gpus": "num_processes",
     "nodes": "num_machines",
     "offload_optimizer": "with ZeRO: cpu, nvme; with FSDP: together with params",

@@ -256,7 +256,7 @@ TABLE: tuple[Binding | When, ...] = (
     Fixed("attention", "sdpa"),
     *our_defaults("trainable", "text_tokens", "references", "master_weights", "grad_buckets", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_dtype", "vae_tiling", "vae_slicing", "group_offload",
-           "group_offload_stream", "context_parallel", "adapter_inputs", "nested_checkpointing"),
+           "group_offload_stream", "context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
 )  # fmt: skip
 _DEFAULTS: Settings = {f"{TRAIN}gradient_checkpointing": True}
 """What is on where the file is silent, of settings a choice looks at (toolkit/config_modules.py)."""

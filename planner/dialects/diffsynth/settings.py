@@ -342,7 +342,7 @@ def _table(*bindings: Binding | When) -> tuple[Binding | When, ...]:
         *our_defaults("compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype", "vae_dtype"),
         *our_defaults("vae_tiling", "vae_slicing", "inactive_expert", "validation_mode", "group_offload"),
         *our_defaults("group_offload_stream", "attention", "compile", "context_parallel"),
-        *our_defaults("adapter_inputs", "nested_checkpointing"),
+        *our_defaults("adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     )
 
 

@@ -186,7 +186,7 @@ DIALECT = Dialect(
         *our_defaults(
             "inactive_expert", "validation_mode", "group_offload", "group_offload_stream", "attention", "compile"
         ),
-        *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing"),
+        *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,
     remarks=_remarks,

@@ -369,7 +369,7 @@ DIALECT = Dialect(
             {"vae_dtype": "bf16; SDXL: fp32"},
         ),
         *our_defaults("inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
-        *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing"),
+        *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,
     notes=_notes,

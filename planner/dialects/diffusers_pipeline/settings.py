@@ -324,6 +324,7 @@ DIALECT = Dialect(
             "context_parallel",
             "adapter_inputs",
             "nested_checkpointing",
+            "fsdp_replicas",
         ),
     ),
     read_script=read_script,

@@ -259,7 +259,8 @@ TABLE: tuple[Binding | When, ...] = (
     Fixed("attention", "sdpa"),
     *our_defaults("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_gradients",
            "offload_params", "text_encoder_dtype", "vae_dtype", "vae_tiling", "vae_slicing", "inactive_expert",
-           "group_offload", "group_offload_stream", "context_parallel", "adapter_inputs", "nested_checkpointing"),
+           "group_offload", "group_offload_stream", "context_parallel", "adapter_inputs", "nested_checkpointing",
+           "fsdp_replicas"),
 )  # fmt: skip
 
 

@@ -288,7 +288,7 @@ def _table(write_model: Callable[[Fields], Settings], *bindings: Binding | When)
         *our_defaults(
             "vae_slicing", "inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"
         ),
-        *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing"),
+        *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     )
 
 

@@ -192,7 +192,7 @@ DIALECT = Dialect(
         ),
         *our_defaults("offload_optimizer", "offload_gradients", "offload_params", "swap_blocks", "text_encoder_dtype"),
         *our_defaults("vae_tiling", "inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
-        *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing"),
+        *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,
     remarks=_remarks,

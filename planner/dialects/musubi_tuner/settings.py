@@ -281,7 +281,7 @@ TABLE: tuple[Binding | When, ...] = (
     Choice("compile", {"none": {}, "blocks": {"--compile": True}}, "--compile compiles each block"),
     *our_defaults("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_tiling", "vae_slicing", "group_offload", "group_offload_stream",
-           "context_parallel", "adapter_inputs", "nested_checkpointing"),
+           "context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
 )  # fmt: skip
 
 

@@ -300,7 +300,7 @@ DIALECT = Dialect(
         *our_defaults(
             "vae_tiling", "vae_slicing", "inactive_expert", "group_offload", "group_offload_stream", "attention"
         ),
-        *our_defaults("compile", "context_parallel", "adapter_inputs", "nested_checkpointing"),
+        *our_defaults("compile", "context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,
     remarks=_remarks,

@@ -348,7 +348,7 @@ DIALECT = Dialect(
         *our_defaults("experts", "trainable", "buckets", "references", "validation", "compute_dtype"),
         *our_defaults("checkpointed_blocks", "ema", "swap_blocks", "vae_tiling", "inactive_expert", "group_offload"),
         *our_defaults("group_offload_stream", "attention", "compile", "context_parallel", "adapter_inputs"),
-        *our_defaults("nested_checkpointing"),
+        *our_defaults("nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,
     remarks=_remarks,

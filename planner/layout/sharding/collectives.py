@@ -16,19 +16,18 @@ def communicators(run: Run) -> int:
     if run.samples_only:
         return int(run.strategy.context_parallel > 1)
     several, cloned = run.machine.world > 1, run.strategy.sharding.startswith("zero")
-    return several + cloned + int(run.strategy.context_parallel > 1)
+    of_a_mesh = 2 if run.strategy.fsdp_replicas > 1 else 0  # FSDP2's two dimensions have groups of their own
+    return several + cloned + of_a_mesh + int(run.strategy.context_parallel > 1)
 
 
 def sent_bytes(run: Run) -> int:
-    """What engines that split send in a step, as if to all GPUs.
+    """What engines that split send in a step, as if to all GPUs of what they split.
 
     DeepSpeed: stages 1 and 2 all-reduce gradients (``use_multi_rank_bucket_allreduce``), stage 1 behind the last
     micro-batch, and gather the new weights; stage 3 reduce-scatters, and gathers weights for forward and again for
     backward. FSDP2 the same, with gradients in fp32, and weights outside the blocks gathered once.
     """
-    accumulation = run.strategy.gradient_accumulation
-    gradients = run.named("gradient")
-    trained = sum(elements for name, elements in run.elements.items() if name in gradients)
+    accumulation, trained = run.strategy.gradient_accumulation, _trained_elements(run)
     match run.strategy.sharding:
         case "zero-1":
             return 3 * HALF * trained
@@ -39,3 +38,14 @@ def sent_bytes(run: Run) -> int:
     block_of = run.facts.step.block_of
     gathered = sum(elements * (1 if block_of(name) is None else 2) for name, elements in run.elements.items())
     return accumulation * (HALF * gathered + FULL * trained)
+
+
+def reduced_share_bytes(run: Run) -> int:
+    """A rank's share of FSDP2's gradients as it sums them over copies of the model: in fp32, behind the last
+    micro-batch (trainers/parallel/parallel.py ``Fsdp.micro_batch``)."""
+    return FULL * _trained_elements(run) // run.configuration.shards
+
+
+def _trained_elements(run: Run) -> int:
+    gradients = run.named("gradient")
+    return sum(elements for name, elements in run.elements.items() if name in gradients)

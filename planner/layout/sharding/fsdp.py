@@ -5,10 +5,16 @@ last share padded (_fsdp_param.py); a group is gathered into one buffer and copi
 (_fsdp_collectives.py); that buffer lives until the next group's copy-out in forward, and is fetched one group ahead in
 backward (_fsdp_param_group.py). Everything trains in 16 bits on gathered copies; the shares keep the strategy's
 storage, and gradients are added up in fp32. tests/contract reads the same bytes off the real thing.
+
+With several copies of the model (``fsdp_replicas``, torch's HSDP) the world is that of one copy. A group's reduced
+gradients are then summed over the copies in place, behind the last micro-batch: until then they add up in fp32
+(``_partial_reduce_output``). Where what is trained has 16 bits, the fp32 sums of all groups wait for the end of
+backward (``AllReduceState``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from planner.layout.run import Run
@@ -17,9 +23,9 @@ from planner.layout.sharding.zero import FULL, HALF, cast_to_16_bits
 from planner.tape.program import Block, Stage
 from planner.tape.variants import trained_storage
 
-GATHERING, REDUCING = 1, 2
+GATHERING, REDUCING, SUMMING = 1, 2, 3
 """CUDA streams of their own (``FSDPCommContext.lazy_init``): a group is gathered on the one that copies it in, and the
-output of a reduce-scatter is made on the other."""
+output of a reduce-scatter is made on the next; what is cast behind the sum over copies, on the last."""
 
 
 class ParameterGroup(NamedTuple):
@@ -46,7 +52,7 @@ def fsdp(run: Run) -> None:
     """Splits the weights, weaves gathering and reducing into the step, and steps over the shares."""
     if run.strategy.sharding != "fsdp":
         return
-    table, world = run.facts.parameters, run.machine.world
+    table, world = run.facts.parameters, run.configuration.shards
     stored = _stored_bytes(run)
     cast_to_16_bits(run)
     shares = {
@@ -64,11 +70,15 @@ def fsdp(run: Run) -> None:
     run.handover.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
     _end_blocks(run)
     again = run.step.copy()
-    kept = _FsdpPass(run, groups, run.step).insert(adds=False)
-    if run.strategy.gradient_accumulation > 1:
-        _FsdpPass(run, groups, again).insert(adds=True)
+    accumulates, copies = run.strategy.gradient_accumulation > 1, run.strategy.fsdp_replicas > 1
+    first = _FsdpPass(run, groups, run.step)
+    kept = first.insert(adds=False, sums=copies and not accumulates)
+    if accumulates:
+        last = _FsdpPass(run, groups, again, first.kept if copies else [])
+        of_last = last.insert(adds=not copies, sums=copies)
         run.free(again, run.leftovers, at=0)
         run.accumulate = again
+        kept = of_last if copies else kept
     _step_over_shares(run, shares, kept)
 
 
@@ -137,18 +147,28 @@ def _groups(run: Run, shares: dict[str, int], stored: dict[str, int]) -> dict[Bl
 class _FsdpPass:
     """One forward and backward with FSDP2's buffers woven in."""
 
-    def __init__(self, run: Run, groups: dict[Block | None, ParameterGroup], stage: Stage) -> None:
+    def __init__(
+        self, run: Run, groups: dict[Block | None, ParameterGroup], stage: Stage, partial: Sequence[int] = ()
+    ) -> None:
+        """``partial``: what earlier micro-batches reduced and has not been summed over copies, in the order made."""
         self.run, self.groups = run, groups
         self.stage, self.editor = stage, StageEditor(stage)
-        self.world = run.machine.world
+        self.world = run.configuration.shards
         self.kept: list[int] = []
-        """Reduced gradients that live until the step."""
+        """Reduced gradients that outlive the pass."""
+
+        self._partial = iter(partial)
+        self._sums = False
+        self._summed: list[int] = []
+        """What was summed over copies and is let go when backward is over"""
 
         self._fetched: int | None = None
         self._reduced: int | None = None
 
-    def insert(self, adds: bool) -> list[int]:
-        """Weaves; returns the gradients that are kept. ``adds``: to those of an earlier micro-batch."""
+    def insert(self, adds: bool, sums: bool) -> list[int]:
+        """Weaves; returns the gradients that are kept. ``adds``: to those of an earlier micro-batch; ``sums``: over
+        copies of the model."""
+        self._sums = sums
         forward, backward = spans(self.stage, "forward"), spans(self.stage, "backward")
         last, turn = len(self.stage.stretches) - 1, first_backward(self.stage)
         root = self._gathered(None)
@@ -161,6 +181,7 @@ class _FsdpPass:
         self._backward(list(backward.items()), turn, adds)
         gone = [~buffer for buffer in root]
         self.editor.after(last, [*gone, *self._reduce(None, adds), *self._let_go()])
+        self.editor.after(last, [~output for output in self._summed])
         gradients = {buffer for group in self.groups.values() for buffer in group.gradients}
         freed = {
             index: [event for event in events if event >= 0 or ~event not in gradients]
@@ -216,7 +237,7 @@ class _FsdpPass:
 
     def _reduce(self, block: Block | None, adds: bool) -> list[int]:
         """A group's gradients are copied into the input of a reduce-scatter and freed; the output is kept, or added
-        and freed, or on its way to host RAM."""
+        and freed, or on its way to host RAM. What is not summed over copies yet stays in fp32 where it is."""
         group, run = self.groups[block], self.run
         if not group.gradients:
             return []
@@ -224,19 +245,34 @@ class _FsdpPass:
         output = run.new(FULL * group.trained_share, "gradient", "reduced gradients", REDUCING)
         events = [*self._let_go(), source, *(~buffer for buffer in group.gradients), output]
         self._reduced = source
+        if run.strategy.fsdp_replicas > 1 and not self._sums:
+            self.kept.append(output)
+            return events
+        return [*events, *self._as_gradient(output, group, adds)]
+
+    def _as_gradient(self, output: int, group: ParameterGroup, adds: bool) -> list[int]:
+        """A reduced group in the format of what is trained. What was summed over copies is held until backward is over,
+        unless it is the gradient itself."""
+        run, events, gradient = self.run, [], output
         if trained_storage(run.job, run.strategy) != "fp32":
-            half = run.new(HALF * group.trained_share, "gradient", "reduced gradients", REDUCING)
-            events += [half, ~output]
-            output = half
-        if adds or run.strategy.offload_params != "none":
-            return [*events, ~output]
-        self.kept.append(output)
+            stream = SUMMING if self._sums else REDUCING
+            gradient = run.new(HALF * group.trained_share, "gradient", "reduced gradients", stream)
+            events = [gradient] if self._sums else [gradient, ~output]
+        partial = next(self._partial, None)
+        events += [] if partial is None else [~partial]
+        stays = not adds and run.strategy.offload_params == "none"
+        if self._sums and not (stays and gradient == output):
+            self._summed.append(output)
+        if stays:
+            self.kept.append(gradient)
+        elif gradient not in self._summed:
+            events.append(~gradient)
         return events
 
 
 def _step_over_shares(run: Run, shares: dict[str, int], kept: list[int]) -> None:
     """The recorded optimizer step, over what a rank holds; on the CPU when the shares are there."""
-    world, gradients = run.machine.world, run.named("gradient")
+    world, gradients = run.configuration.shards, run.named("gradient")
     stages = (run.optimizer_first, run.optimizer)
     for stage in stages:
         run.drop(stage, set(gradients.values()))

@@ -113,7 +113,7 @@ def _fsdp(run: Run) -> EngineHostBytes:
     frozen = FULL if run.strategy.weights_dtype == "fp32" else HALF
     pinned = states = 0
     for name, elements in run.elements.items():
-        share = padded_share(table.rows_of(name, run.grid["R"]), elements, run.machine.world)
+        share = padded_share(table.rows_of(name, run.grid["R"]), elements, run.configuration.shards)
         if name in trained:
             pinned += 2 * power_of_two(wide * share)
             states += 2 * wide * share

@@ -267,6 +267,29 @@ def _on_nvme(field: str) -> Callable[[Configuration], bool]:
     return lambda s: getattr(s.strategy, field) == "nvme" and s.strategy.sharding != "zero-3"
 
 
+def _copies(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
+    """A row of several copies of a sharded model, which FSDP2 makes alone: a mesh of copies x shards."""
+    return _row(lambda s: s.strategy.fsdp_replicas > 1 and applies(s), reason, fix)
+
+
+_COPIES = (
+    _copies(
+        lambda s: s.strategy.sharding != "fsdp",
+        "fsdp_replicas has no effect with sharding {0.strategy.sharding}",
+        "add --sharding fsdp, or leave out --fsdp-replicas",
+    ),
+    _copies(
+        lambda s: s.machine.world % s.strategy.fsdp_replicas != 0,
+        "fsdp_replicas {0.strategy.fsdp_replicas} does not divide {0.machine.world} GPU(s)",
+        "use --fsdp-replicas {0.fewer_replicas}",
+    ),
+    _copies(
+        lambda s: s.shards == 1,
+        "fsdp_replicas {0.strategy.fsdp_replicas} on {0.machine.world} GPUs leaves nothing to shard over",
+        "use --sharding ddp, or --fsdp-replicas {0.fewer_replicas}",
+    ),
+)
+
 # DeepSpeed offloads parameters in stage 3 only, and to NVMe in stage 3 only (its docs, "Parameter offloading").
 _OFFLOADING = (
     _row(
@@ -411,6 +434,7 @@ CONTRADICTIONS = (
     *_OPTIMIZER,
     *_OFFLOADING,
     *_PARALLEL,
+    *_COPIES,
     *_ENGINES,
 )
 

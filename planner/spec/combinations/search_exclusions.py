@@ -183,7 +183,14 @@ _OFFLOADING = (
     ),
 )
 
-TRAINING_EXCLUSIONS = (*_MASTERS, *_QUANTISED_BASES, *_ADAPTERS, *_NESTED, *_AUTOCAST, *_ADAM_8BIT, *_OFFLOADING)
+_COPIES = (
+    _row(("fsdp_replicas",), lambda c: c.values["fsdp_replicas"] != 1 and not c.fsdp, "only FSDP2 shards copies"),
+)
+
+TRAINING_EXCLUSIONS = (
+    *(*_MASTERS, *_QUANTISED_BASES, *_ADAPTERS, *_NESTED),
+    *(*_AUTOCAST, *_ADAM_8BIT, *_OFFLOADING, *_COPIES),
+)
 
 SAMPLING_EXCLUSIONS = (
     _row(

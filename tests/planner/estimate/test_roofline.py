@@ -256,16 +256,53 @@ def test_small_heads_are_slower_where_that_was_measured():
     assert sizes == {"sd3.5-medium": 64, "wan2.1-t2v-14b": 128, "sd1.5": 40, "sdxl": 64}
 
 
+def sent(gpu, traffic, strategy=None, **machine):
+    """Seconds of a GPU's links."""
+    strategy = strategy or {}
+    return seconds(gpu=gpu, machine=Machine(gpu=gpu.name, **machine), traffic=traffic, **strategy).transfer
+
+
 def test_collectives_take_the_slowest_link():
     def transfer(gpu, **machine):
-        return seconds(gpu=gpu, machine=Machine(gpu=gpu.name, **machine), traffic=Traffic(gpu_bytes=10**9)).transfer
+        return sent(gpu, Traffic(gpu_bytes=10**9), **machine)
 
     assert transfer(H100) == 0
     assert transfer(H100, gpus=8) == pytest.approx(1 / (NVLINK * 450))
     assert transfer(RTX4090, gpus=2) == pytest.approx(1 / 12.5)
-    assert transfer(RTX4090, gpus=2, nodes=2) == pytest.approx(2 / 12.5)
     assert transfer(RTX4090, gpus=2, links=Links(gpu_gbs=50.0)) == pytest.approx(1 / 50)
-    assert transfer(H100, gpus=8, nodes=2, links=Links(node_gbs=50.0)) == pytest.approx(1 / 50)
+
+
+def test_a_ring_over_nodes_has_the_adapters_of_all_its_gpus():
+    """8 adapters of 100 Gbit/s reach 75 GB/s (NVIDIA/nccl#495), 4 of 200 Gbit/s 95 (nccl-tests#252)."""
+
+    def transfer(gpu, **machine):
+        return sent(gpu, Traffic(gpu_bytes=10**9), **machine)
+
+    assert transfer(H100, gpus=8, nodes=2) == pytest.approx(1 / 200)
+    assert transfer(H100, gpus=8, nodes=2, links=Links(node_gbs=12.5)) == pytest.approx(1 / 100)
+    assert transfer(H100, gpus=8, nodes=2, links=Links(node_gbs=50.0)) == pytest.approx(1 / (NVLINK * 450))
+    assert transfer(H100, gpus=1, nodes=2) == pytest.approx(1 / 25)
+    assert transfer(RTX4090, gpus=2, nodes=2) == pytest.approx(1 / 12.5)  # one adapter, through which each ring goes once
+
+
+def test_copies_of_a_model_gather_inside_nodes_and_sum_between_them():
+    copies = {"sharding": "fsdp", "fsdp_replicas": 2}
+    both = Traffic(gpu_bytes=36 * 10**9, replica_bytes=5 * 10**9)
+    # 36 GB over NVLink take 0.1 s, 5 GB through the GPU's own adapter 0.2 s, at the same time.
+    assert sent(H100, both, copies, gpus=8, nodes=2) == pytest.approx(0.2)
+    assert sent(H100, both._replace(replica_bytes=10**9), copies, gpus=8, nodes=2) == pytest.approx(0.1)
+    # On one node all of it is NVLink's, and beside PCIe an adapter shares the GPU's only link.
+    assert sent(H100, both, copies, gpus=8) == pytest.approx(41 / (NVLINK * 450))
+    assert sent(RTX4090, both, copies, gpus=2, nodes=2) == pytest.approx(36 / 12.5 + 5 / 6.25)
+    # Four copies on two nodes: two GPUs of a node are in one ring, and have two adapters.
+    four = {"sharding": "fsdp", "fsdp_replicas": 4}
+    assert sent(H100, Traffic(replica_bytes=10**9), four, gpus=8, nodes=2) == pytest.approx(1 / 50)
+
+
+def test_gpus_that_share_a_sample_exchange_inside_their_node():
+    waiting = Traffic(gpu_waiting_bytes=10**9)
+    assert sent(H100, waiting, {"context_parallel": 8}, gpus=8, nodes=2) == pytest.approx(1 / (NVLINK * 450))
+    assert sent(H100, waiting, {"context_parallel": 16}, gpus=8, nodes=2) == pytest.approx(1 / 25)
 
 
 def test_host_link_is_memory_itself_when_unified():

@@ -96,6 +96,7 @@ def test_what_accelerate_is_told_is_what_it_would_read(asked: Plan) -> None:
         (4, 1, {"sharding": "zero-2", "offload_optimizer": "cpu", "offload_gradients": "cpu"}),
         (8, 2, {"sharding": "zero-3", "offload_params": "cpu"}),
         (4, 1, {"sharding": "fsdp", "offload_params": "cpu", "offload_optimizer": "cpu", "adapter_dtype": "fp32"}),
+        (4, 2, {"sharding": "fsdp", "fsdp_replicas": 2}),
     ],
 )
 def test_accelerate_reads_its_own_files(gpus: int, nodes: int, strategy: dict[str, Any], tmp_path: Path) -> None:
@@ -119,7 +120,13 @@ def test_accelerate_reads_its_own_files(gpus: int, nodes: int, strategy: dict[st
         assert read.is_offload() == bool(strategy.get("offload_optimizer") or strategy.get("offload_params"))
         assert config.mixed_precision is None  # accelerate refuses it beside DeepSpeed's file
     if sharding == "fsdp":
-        assert args.fsdp_version == 2 and args.fsdp_offload_params is True and config.mixed_precision == "bf16"
+        assert args.fsdp_version == 2 and config.mixed_precision == "bf16"
+        assert (args.fsdp_offload_params is True) == ("offload_params" in strategy)
+        copies = strategy.get("fsdp_replicas", 1)
+        assert args.use_parallelism_config == (copies > 1)
+        if copies > 1:
+            sizes = args.parallelism_config_dp_replicate_size, args.parallelism_config_dp_shard_size
+            assert sizes == (copies, gpus * nodes // copies)
     for line in (tmp_path / "accelerate.yaml").read_text().splitlines():
         if line.partition(":")[0].strip() in ("distributed_type", "num_processes", "fsdp_offload_params"):
             assert "  # " in line

@@ -171,6 +171,7 @@ def test_fields_that_a_search_sets_in_the_order_they_are_switched_on() -> None:
         "swap_blocks",
         "adapter_inputs",
         "nested_checkpointing",
+        "fsdp_replicas",
     )
     assert SAMPLED == ("vae_tiling", "vae", "group_offload", "group_offload_stream")
 
@@ -192,6 +193,7 @@ PLAIN: dict[str, object] = {
     "offload_params": "none",
     "adapter_inputs": "cast",
     "nested_checkpointing": False,
+    "fsdp_replicas": 1,
 }
 ZERO: dict[str, object] = {"sharding": "zero-3", "autocast": "none", "adapter_dtype": "bf16", "master_weights": "fp32"}
 FSDP: dict[str, object] = {"sharding": "fsdp", "autocast": "none"}
@@ -379,6 +381,7 @@ EXCLUDED: list[tuple[Job, Machine, dict[str, object], str, str]] = [
         "adapter_inputs",
         "to go without copies of inputs costs nothing, and nested checkpoints a forward",
     ),
+    (LORA, FOUR, {"fsdp_replicas": 2}, "fsdp_replicas", "only FSDP2 shards copies"),
 ]
 
 
@@ -418,6 +421,17 @@ def test_what_is_not_searched_of_sampling(values: dict[str, object], field: str,
     assert reasons(job, ONE, plain) == []
     assert reasons(job, ONE, {**plain, **values}) == [reason]
     assert reasons(job, ONE, {**plain, **values}, (field,)) == []
+
+
+def test_copies_of_a_model_are_of_whole_nodes() -> None:
+    def copies(nodes: int, gpus: int) -> set[tuple[str, int]]:
+        machine = Machine(gpu="h100-80gb", gpus=gpus, nodes=nodes)
+        found = strategies(FULL, Strategy(), machine, ())
+        return {(strategy.sharding, strategy.fsdp_replicas) for strategy in found if strategy.sharding == "fsdp"}
+
+    assert copies(1, 8) == {("fsdp", 1)}
+    assert copies(4, 8) == {("fsdp", 1), ("fsdp", 2), ("fsdp", 4)}
+    assert copies(2, 1) == {("fsdp", 1)}  # each GPU would have all of it
 
 
 def test_every_row_of_what_is_not_searched_is_tested() -> None:

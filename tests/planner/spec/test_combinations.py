@@ -24,6 +24,7 @@ COUNTS = {
     "gradient_accumulation": (1, 2),
     "swap_blocks": (0, 3, 60),
     "context_parallel": (1, 2, 3),
+    "fsdp_replicas": (1, 2, 3),
 }
 
 

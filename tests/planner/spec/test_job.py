@@ -44,6 +44,7 @@ def test_the_defaults_are_our_trainers() -> None:
         "gradient_accumulation": 1,
         "ema": "none",
         "sharding": "none",
+        "fsdp_replicas": 1,
         "grad_buckets": "view",
         "offload_optimizer": "none",
         "offload_gradients": "none",

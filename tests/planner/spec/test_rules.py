@@ -89,6 +89,10 @@ def job(**fields: Any) -> Job:
         ({}, {"optimizer_step": "fused", "optimizer": "adamw-8bit"}, ONE, "has no fused step", "foreach"),
         ({}, {"sharding": "none"}, FOUR, "that many different models", "--sharding ddp"),
         ({}, {"context_parallel": 3}, FOUR, "does not divide 4 GPU", "--context-parallel 2"),
+        ({}, {"fsdp_replicas": 2}, FOUR, "no effect with sharding ddp", "--sharding fsdp"),
+        ({}, {"sharding": "fsdp", "fsdp_replicas": 3}, FOUR, "does not divide 4 GPU", "--fsdp-replicas 2"),
+        ({}, {"sharding": "fsdp", "fsdp_replicas": 4}, FOUR, "nothing to shard over", "--sharding ddp"),
+        ({}, {"sharding": "fsdp", "fsdp_replicas": 2}, ONE, "does not divide 1 GPU", "--fsdp-replicas 1"),
         (
             {},
             {"expandable_segments": True},
@@ -119,6 +123,7 @@ def test_contradictions_say_what_to_type(
         ({}, {"offload_optimizer": "cpu", "offload_gradients": "cpu"}, ONE),
         ({}, {"sharding": "fsdp", "offload_params": "cpu", "offload_optimizer": "cpu"}, FOUR),
         ({"method": "full"}, {"sharding": "fsdp", "ema": "gpu"}, FOUR),
+        ({"method": "full"}, {"sharding": "fsdp", "fsdp_replicas": 2}, FOUR),
         (
             {"method": "full"},
             {"swap_blocks": 20, "gradient_checkpointing": "full", "optimizer_step": "backward"},
