@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -275,7 +276,8 @@ def _repeat(program: Program, component: ComponentPass, stage: Stage) -> None:
 
 def alive_after(*stages: Stage) -> list[int]:
     """The buffers that are allocated after these stages, run one after another on an empty allocator."""
-    return implementation.alive([event for stage in stages for event in stage.ops], [])
+    stretches = itertools.chain.from_iterable(stage.stretches for stage in stages)
+    return implementation.alive(list(itertools.chain.from_iterable(events for _, events in stretches)), [])
 
 
 def waiting_bytes(program: Program, component: ComponentPass) -> int:
@@ -295,10 +297,6 @@ class EncodingLayout(NamedTuple):
     stage: Stage
     sizes: list[int]
     """by buffer, bytes"""
-    peak_bytes: int
-    """allocated"""
-    waiting_bytes: int
-    """weights in host RAM, from which they come in turn"""
 
 
 @functools.lru_cache(maxsize=32)
@@ -317,9 +315,7 @@ def lay_out_encoding(components: tuple[ComponentPass, ...], workspace_bytes: int
             add_to_products(program, done, ProductBuffers.of(program.buffer, workspace_bytes))
         stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
     stage.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(stage)]))
-    sizes = program.bytes_of({})
-    waiting = sum(waiting_bytes(program, component) for component in components)
-    return EncodingLayout(program, stage, sizes, implementation.held(stage.ops, sizes)[1], waiting)
+    return EncodingLayout(program, stage, program.bytes_of({}))
 
 
 class EncodingMemory(NamedTuple):
@@ -340,7 +336,9 @@ def encoding_memory(components: tuple[ComponentPass, ...], workspace_bytes: int,
     if len(components) == 1 and workspaces and (peak := _summed_peak(components[0])) is not None:
         return EncodingMemory(workspaces * whole(workspace_bytes) + peak, 0, split)
     layout = lay_out_encoding(components, workspace_bytes, workspaces)
-    return EncodingMemory(layout.peak_bytes, layout.waiting_bytes, split)
+    peak = implementation.held(layout.stage.ops, layout.sizes)[1]
+    waiting = sum(waiting_bytes(layout.program, component) for component in components)
+    return EncodingMemory(peak, waiting, split)
 
 
 def _summed_peak(component: ComponentPass) -> int | None:

@@ -221,8 +221,8 @@ class Screen:
         return max(host_ram.ram_bytes(run, configuration.machine) for run in runs)
 
     def exceeds_encoding(self, configuration: Configuration, exceeds: Callable[[int], bool]) -> bool:
-        """Whether what is cached before training, at the worst of the job's shapes and at the most, takes so many device
-        bytes that ``exceeds`` holds, as it does of all that are more."""
+        """Whether what is cached before training, at the worst of the job's shapes and at the most, takes so many
+        device bytes that ``exceeds`` holds. What holds of some bytes holds of more."""
         facts, expandable = self.facts(configuration), configuration.strategy.expandable_segments
         runs = (Run(configuration, facts, where) for where in grids(facts.model, configuration.job))
         cached = [encoding for run in runs for encoding in encodings(run)]

@@ -107,7 +107,8 @@ def shapeless(job: Job) -> Job:
 def choices(
     job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str], tiled: bool
 ) -> tuple[ResolvedStrategy, ...]:
-    """Combinations of the searched fields that make sense together, as strategies; some may contradict the job, and some come again."""
+    """Combinations of the searched fields that make sense together, as strategies; some may contradict the job, and
+    some come again."""
     base = typed_only(job.method, strategy, fixed)
     listed = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))
     return tuple(listed)
