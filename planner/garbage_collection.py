@@ -17,4 +17,8 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # else they are somebody else's, to stay as they are
+                # Puts all that was made into the oldest generation. Enabled as it is, it would look through all of it.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

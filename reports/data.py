@@ -18,7 +18,7 @@ from planner.evidence import accuracy
 from planner.evidence.accuracy import Comparison, Prediction
 from planner.evidence.published import Row
 from planner.hardware.memory_trace import Overlay
-from planner.layout.inputs import load_facts
+from planner.layout.inputs import Library, load_facts
 from planner.layout.run import Facts
 from planner.search import capacity_axes, ladder
 from planner.search.capacity_map import Capacity, Forms, Mapper, Shape
@@ -114,6 +114,7 @@ class Builder:
         self.rows = rows
         self.probe_rows = probes
         self.cards: dict[str, GpuProfile] = {}
+        self.library = Library()
         self.model = lookup.model(plan.job.model)
         self.gpu = lookup.parse_gpus(plan.machine.gpu)[1]
         self.cards[plan.machine.gpu] = self.gpu
@@ -124,7 +125,7 @@ class Builder:
 
     def _facts(self, configuration: Configuration) -> Facts:
         profile = self.model if configuration.job.model == self.plan.job.model else None
-        return load_facts(configuration, profile, self.cards[configuration.machine.gpu])
+        return load_facts(configuration, profile, self.cards[configuration.machine.gpu], self.library)
 
     def estimate(self) -> Estimate:
         """The plan's own estimate, or a new one where its file has none."""

@@ -358,6 +358,6 @@ def state_bytes(run: Run) -> int:
         return 3 * run.trained_bytes + average
     gradients = run.named("gradient")
     # A fused step counts on the GPU, one number a weight, the others in host RAM: as much as nothing.
-    states = run.total_bytes(buffer for name, buffer in run.named("optimizer").items() if not name.endswith(":step"))
+    states = run.total_bytes([buffer for name, buffer in run.named("optimizer").items() if name[-5:] != ":step"])
     trained = run.total_bytes(gradients.values())
     return run.trained_experts * (trained + states) + master_bytes(run) + average

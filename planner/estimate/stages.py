@@ -9,7 +9,8 @@ from typing import NamedTuple
 from planner.allocator.caching import Replayed
 from planner.allocator.implementation import CachingAllocator
 from planner.garbage_collection import without_garbage_collection
-from planner.layout.phases import encoding_runs
+from planner.layout.encoders_vae import ComponentPass, lay_out_encoding
+from planner.layout.phases import Encoding, encoding_runs, encodings
 from planner.layout.run import Run
 from planner.spec.plan import PhaseName
 from planner.tape.program import Stage
@@ -58,12 +59,12 @@ def replay_stages(
     played: list[ReplayedStage] = []
     flat: dict[int, list[int]] = {}
     with without_garbage_collection():
-        for encoding in [encoding for run in runs if cached for encoding in encoding_runs(run)]:
-            assert encoding.phases.encode is not None
-            replayed = replay_encoding(encoding, capacity_bytes)
-            played.append(
-                ReplayedStage(encoding, "encode", encoding.phases.encode, encoding.phases.encode.ops, [], replayed, 0)
-            )
+        for run in runs if cached else ():
+            for encoding, alone in zip(encodings(run), encoding_runs(run), strict=True):
+                assert alone.phases.encode is not None
+                replayed = replay_encoding(encoding, first.strategy.expandable_segments, capacity_bytes)
+                ops = alone.phases.encode.ops
+                played.append(ReplayedStage(alone, "encode", alone.phases.encode, ops, [], replayed, 0))
         following = [phase for _, phase, _ in stages[1:]] + [""]
         for (run, phase, stage), after_it in zip(stages, following, strict=True):
             around = phase == "encode" and run.empty_cache.around_encode
@@ -103,17 +104,19 @@ def reused_replay(run: Run, earlier: Sequence[ReplayedStage], cached: bool = Tru
     ]
 
 
-def replay_encoding(encoding: Run, capacity_bytes: int | None = None) -> Replayed:
-    """Replays the encoding phase of a run on an allocator of its own. Only for a run that encodes before training."""
-    assert encoding.phases.encode is not None
-    expandable = encoding.strategy.expandable_segments
-    return _replay_alone(expandable, capacity_bytes, tuple(encoding.phases.encode.ops), tuple(encoding.sizes))
+def replay_encoding(encoding: Encoding, expandable: bool, capacity_bytes: int | None = None) -> Replayed:
+    """Replays what is encoded before training on an allocator of its own. ``expandable``: with expandable segments."""
+    return _replay_alone(encoding.components, encoding.workspace_bytes, encoding.workspaces, expandable, capacity_bytes)
 
 
-@functools.lru_cache(maxsize=16)
-def _replay_alone(expandable: bool, capacity: int | None, ops: tuple[int, ...], sizes: tuple[int, ...]) -> Replayed:
-    """Encoders do the same whatever the strategy of training, which a search asks about again and again."""
-    return CachingAllocator(expandable_segments=expandable, capacity_bytes=capacity).run(ops, sizes)
+@functools.lru_cache(maxsize=1024)
+def _replay_alone(
+    components: tuple[ComponentPass, ...], workspace_bytes: int, workspaces: int, expandable: bool, capacity: int | None
+) -> Replayed:
+    """Encoders do the same whatever the strategy of training and mostly whatever the card, and a search asks about
+    them again and again."""
+    layout = lay_out_encoding(components, workspace_bytes, workspaces)
+    return CachingAllocator(expandable_segments=expandable, capacity_bytes=capacity).run(layout.stage.ops, layout.sizes)
 
 
 def _steady_step(run: Run) -> list[tuple[PhaseName, Stage]]:

@@ -21,7 +21,7 @@ from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import PHASE_MOMENTS, assess, describe_moment, outside_bytes
 from planner.foreign.case import Case, settle
 from planner.layout import margin
-from planner.layout.inputs import load_facts
+from planner.layout.inputs import Library, load_facts
 from planner.layout.run import Facts
 from planner.search.screening import QuickEstimate, Screen
 from planner.spec.combinations.contradictions import check
@@ -120,11 +120,12 @@ class Pricing:
 
     def __init__(self, case: Case) -> None:
         self.model, self.gpu = case.model, case.gpu
+        self.library = Library()
         self.screens: dict[str, Screen] = {}
 
     def facts(self, configuration: Configuration) -> Facts:
         """The facts (tapes, model, card, measurements) for an estimate."""
-        return load_facts(configuration, self.model, self.gpu)
+        return load_facts(configuration, self.model, self.gpu, self.library)
 
     def may_be(self, verdict: str, case: Case) -> bool:
         """Whether, by a quick estimate, a replay could still reach the verdict ("fits" or "tight"); False when there is

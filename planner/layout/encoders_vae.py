@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from planner.layout.group_offload import GroupTransfers, host_copy_bytes
 from planner.layout.run import STRATEGY_MOMENT, Facts, Run
 from planner.spec.job import Strategy
 from planner.tape.format import Monomial, Tape
+from planner.tape.levels import PartLevels, whole
 from planner.tape.program import Part, Program, Stage
 
 BYTES_PER_PARAMETER = {
@@ -274,7 +276,8 @@ def _repeat(program: Program, component: ComponentPass, stage: Stage) -> None:
 
 def alive_after(*stages: Stage) -> list[int]:
     """The buffers that are allocated after these stages, run one after another on an empty allocator."""
-    return implementation.alive([event for stage in stages for event in stage.ops], [])
+    stretches = itertools.chain.from_iterable(stage.stretches for stage in stages)
+    return implementation.alive(list(itertools.chain.from_iterable(events for _, events in stretches)), [])
 
 
 def waiting_bytes(program: Program, component: ComponentPass) -> int:
@@ -294,10 +297,6 @@ class EncodingLayout(NamedTuple):
     stage: Stage
     sizes: list[int]
     """by buffer, bytes"""
-    peak_bytes: int
-    """allocated"""
-    waiting_bytes: int
-    """weights in host RAM, from which they come in turn"""
 
 
 @functools.lru_cache(maxsize=32)
@@ -316,6 +315,47 @@ def lay_out_encoding(components: tuple[ComponentPass, ...], workspace_bytes: int
             add_to_products(program, done, ProductBuffers.of(program.buffer, workspace_bytes))
         stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
     stage.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(stage)]))
-    sizes = program.bytes_of({})
-    waiting = sum(waiting_bytes(program, component) for component in components)
-    return EncodingLayout(program, stage, sizes, implementation.held(stage.ops, sizes)[1], waiting)
+    return EncodingLayout(program, stage, program.bytes_of({}))
+
+
+class EncodingMemory(NamedTuple):
+    """What loading some components, encoding with them and freeing them takes, bytes."""
+
+    peak_bytes: int
+    """allocated"""
+    waiting_bytes: int
+    """weights in host RAM, from which they come in turn"""
+    split_bytes: int
+    """the most that a convolution takes more in parts than whole"""
+
+
+@functools.lru_cache(maxsize=4096)
+def encoding_memory(components: tuple[ComponentPass, ...], workspace_bytes: int, workspaces: int) -> EncodingMemory:
+    """What `lay_out_encoding` comes to, laid out only where that cannot be summed up."""
+    split = max(component.split_bytes for component in components)
+    if len(components) == 1 and workspaces and (peak := _summed_peak(components[0])) is not None:
+        return EncodingMemory(workspaces * whole(workspace_bytes) + peak, 0, split)
+    layout = lay_out_encoding(components, workspace_bytes, workspaces)
+    peak = implementation.held(layout.stage.ops, layout.sizes)[1]
+    waiting = sum(waiting_bytes(layout.program, component) for component in components)
+    return EncodingMemory(peak, waiting, split)
+
+
+def _summed_peak(component: ComponentPass) -> int | None:
+    """The allocated peak of a component that is loaded, encodes and is freed, without laying it out; None where it is
+    loaded or run in another form than it was recorded in."""
+    recorded = component.dtype in ("bf16", "fp32") or (component.dtype == "fp16" and not component.kept_in_fp32)
+    if component.tape is None or component.offload != "none" or not recorded:
+        return None
+    levels = PartLevels(component.tape, component.part)
+    loaded = PartLevels(component.tape, component.part._replace(batch=1)).piece("load")
+    encoded = levels.piece(component.piece, component.counts)
+    if levels.frees_by_name:
+        return None
+    if component.tiles == 1:
+        return max(loaded.peak, loaded.rise + encoded.peak)
+    # As `_repeat` has it: beside what finished tiles gave runs the last one; then all are joined, by rows and whole.
+    out, joined = levels.outputs["out"], whole(levels.outputs["out"] * component.tiles)
+    kept = whole(out * (component.tiles - 1))
+    rows = kept + encoded.rise + joined
+    return max(loaded.peak, loaded.rise + max(kept + encoded.peak, rows, rows - kept - whole(out) + joined))

@@ -64,9 +64,57 @@ def _read_table(path: Path, written_ns: int) -> Parameters:
     return read_parameters(path)
 
 
-def load_facts(configuration: Configuration, model: ModelProfile | None = None, gpu: GpuProfile | None = None) -> Facts:
+NO_PARAMETERS = Parameters()
+
+
+class Library:
+    """The recordings that one search reads: each is looked for once, however many strategies ask for it.
+
+    What is recorded anew while a library is in use is not seen by it.
+    """
+
+    def __init__(self) -> None:
+        self._tapes: dict[tuple[str, ...], list[Tape] | NotRecordedError] = {}
+        self._components: dict[tuple[str, str], Tape | None] = {}
+        self._parameters: dict[str, Parameters] = {}
+
+    def tapes(self, model: str, *variants: str) -> list[Tape]:
+        """The tapes of some variants, or the error that names the missing ones, as `tapes` has them."""
+        key = (model, *variants)
+        if key not in self._tapes:
+            try:
+                self._tapes[key] = tapes(model, *variants)
+            except NotRecordedError as error:
+                self._tapes[key] = error
+        recordings = self._tapes[key]
+        if isinstance(recordings, NotRecordedError):
+            raise recordings
+        return recordings
+
+    def component_tape(self, name: str, variant: str) -> Tape | None:
+        """A tape of a text encoder or VAE, as `component_tape` has it."""
+        key = name, variant
+        if key not in self._components:
+            self._components[key] = component_tape(name, variant)
+        return self._components[key]
+
+    def parameters(self, model: str) -> Parameters:
+        """The parameter table of a model, as `parameters` has it."""
+        if model not in self._parameters:
+            self._parameters[model] = parameters(model)
+        return self._parameters[model]
+
+
+def load_facts(
+    configuration: Configuration,
+    model: ModelProfile | None = None,
+    gpu: GpuProfile | None = None,
+    library: Library | None = None,
+) -> Facts:
     """The facts (tapes, model, card, measurements) that an estimate of this job, strategy and machine needs. ``model``
-    and ``gpu`` save looking them up by name. Raises a NotRecordedError where a tape is missing."""
+    and ``gpu`` save looking them up by name, ``library`` the recordings that were read before. Raises a
+    NotRecordedError where a tape is missing."""
+    library = library or Library()
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     model = model or lookup.model(job.model)
@@ -74,7 +122,8 @@ def load_facts(configuration: Configuration, model: ModelProfile | None = None, 
     side_by_side = together(model, job.guided)
     if job.method == "sample":
         sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch)
-        return Facts(model, card, tape(job.model, sampled.name), NOTHING, around=around(model, job, strategy))
+        (call,) = library.tapes(job.model, sampled.name)
+        return Facts(model, card, call, NOTHING, around=around(model, job, strategy, library))
     validates = strategy.validation_mode != "off"
     variant = StepVariant.of(model, job, strategy, batch, machine.torch)
     partial = strategy.gradient_checkpointing == "partial"
@@ -83,14 +132,14 @@ def load_facts(configuration: Configuration, model: ModelProfile | None = None, 
         wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side, machine.torch).name
     if partial:
         wanted["checkpointed"] = variant._replace(checkpointing="full").name
-    recordings = dict(zip(wanted, tapes(job.model, *wanted.values()), strict=True))
+    recordings = dict(zip(wanted, library.tapes(job.model, *wanted.values()), strict=True))
     return Facts(
         model,
         card,
         recordings["step"],
         recordings["optimizer"],
-        parameters(job.model) if counts_elements(strategy) else Parameters(),
-        around(model, job, strategy),
+        library.parameters(job.model) if counts_elements(strategy) else NO_PARAMETERS,
+        around(model, job, strategy, library),
         recordings.get("sample"),
         recordings.get("checkpointed"),
     )
@@ -101,7 +150,7 @@ def counts_elements(strategy: Strategy) -> bool:
     return strategy.sharding in SPLIT or strategy.master_weights == "fp32"
 
 
-def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]:
+def around(model: ModelProfile, job: Job, strategy: Strategy, library: Library) -> dict[str, Tape]:
     """The tapes of the text encoders and the VAE that a job needs, as far as they are recorded."""
     wanted = {}
     text = "fp32" if strategy.text_encoder_dtype == "fp32" else "half"
@@ -117,9 +166,8 @@ def around(model: ModelProfile, job: Job, strategy: Strategy) -> dict[str, Tape]
     for piece, end in itertools.product(pieces, ends):
         dtype = "fp32" if strategy.vae_dtype == "fp32" else "half"
         wanted[f"{name}/{piece}{end}"] = name, f"{piece}-{dtype}{end}"
-    return {
-        key: recording for key, (folder, variant) in wanted.items() if (recording := component_tape(folder, variant))
-    }
+    recordings = ((key, library.component_tape(folder, variant)) for key, (folder, variant) in wanted.items())
+    return {key: recording for key, recording in recordings if recording}
 
 
 def component_tape(name: str, variant: str) -> Tape | None:

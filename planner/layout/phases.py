@@ -7,6 +7,7 @@ stays: so it is replayed apart, once for all strategies. What stays or comes bac
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from planner.catalog.components import together
 from planner.catalog.profiles import ModelProfile
@@ -18,6 +19,7 @@ from planner.layout.encoders_vae import (
     alive_after,
     decoder,
     encoders,
+    encoding_memory,
     lay_out_encoding,
     load_component,
     run_component,
@@ -40,8 +42,21 @@ BESIDE_WHOLE_BYTES = 2 * GIB
 have such layers take at most 1.7 GiB beside their weights (LTX-2's Gemma)."""
 
 
-def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
-    """What is encoded before training, as runs of their own: their memory is given back before the model is loaded.
+class Encoding(NamedTuple):
+    """Components that are encoded before training, together: their memory is given back before the model is loaded."""
+
+    components: tuple[ComponentPass, ...]
+    workspace_bytes: int
+    """of one of cuBLAS's workspaces"""
+    workspaces: int
+    """so many of them stay"""
+    only: EncodingOnly
+    split_bytes: int
+    """the most that a VAE's convolution takes more in parts than whole"""
+
+
+def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
+    """What is encoded before training, and the memory that it takes.
 
     One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or all
     together, where a trainer holds them so (``DeviceTerms.encoders_together``). ``may_wait``: only those of which some
@@ -53,27 +68,38 @@ def encoding_runs(run: Run, may_wait: bool = False) -> list[Run]:
     gpu = run.facts.gpu
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
     groups = [tuple(components)] if run.device.encoders_together else [(component,) for component in components]
-    runs = []
     if may_wait:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
+    found = []
     for group in filter(None, groups):
         weights = int(group[0].parameters * BYTES_PER_PARAMETER[group[0].dtype])
         layers = weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers
         if layers:
             group = (group[0]._replace(offload="layers"),)
-        layout = lay_out_encoding(group, workspace_bytes(gpu), kept_workspaces(run.machine.torch))
-        encoding = Run(run.configuration, run.facts, program=layout.program, sizes=layout.sizes)
-        encoding.phases.encode = layout.stage
+        workspaces = workspace_bytes(gpu), kept_workspaces(run.machine.torch)
+        memory = encoding_memory(group, *workspaces)
         by_layer = group[0].name.partition("-")[0] if layers else ""
-        encoding.encoding_only = EncodingOnly(layout.peak_bytes, weights if layers else layout.waiting_bytes, by_layer)
-        encoding.device.split_bytes = {"encode": max(component.split_bytes for component in group)}
-        runs.append(encoding)
+        only = EncodingOnly(memory.peak_bytes, weights if layers else memory.waiting_bytes, by_layer)
+        found.append(Encoding(group, *workspaces, only, memory.split_bytes))
+    return found
+
+
+def encoding_runs(run: Run) -> list[Run]:
+    """What is encoded before training, laid out as runs of their own, to be replayed."""
+    runs = []
+    for encoding in encodings(run):
+        layout = lay_out_encoding(encoding.components, encoding.workspace_bytes, encoding.workspaces)
+        alone = Run(run.configuration, run.facts, program=layout.program, sizes=layout.sizes)
+        alone.phases.encode = layout.stage
+        alone.encoding_only = encoding.only
+        alone.device.split_bytes = {"encode": encoding.split_bytes}
+        runs.append(alone)
     return runs
 
 
 def encoding_host_bytes(run: Run) -> int:
     """The most host RAM, bytes, that a text encoder keeps while it encodes before the model is there."""
-    return max((encoding.encoding_only.waiting_bytes for encoding in encoding_runs(run, may_wait=True)), default=0)
+    return max((encoding.only.waiting_bytes for encoding in encodings(run, may_wait=True)), default=0)
 
 
 # ---- on the step's allocator

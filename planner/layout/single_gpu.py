@@ -83,10 +83,13 @@ def _likes(run: Run) -> dict[int, int]:
     """Place of a stretch of a block's backward -> a number, the same for all in which, whatever the shape, the same is
     allocated and freed, and was in that block's forward."""
     inputs, forward = block_inputs(run), _forward_events(run)
-    operators, sizes = list(run.program.op), list(run.program.buffers)
+    sizes = list(run.program.buffers)
+    made: dict[tuple[str, int], int] = {}
+    table = [made.setdefault(pair, len(made)) for pair in zip(run.program.op, sizes, strict=True)]
+    table += [~size for size in reversed(sizes)]  # so that a free, ~buffer, finds its own by counting from the end
 
-    def what(events: Iterable[int]) -> tuple[object, ...]:
-        return tuple((operators[event], sizes[event]) if event >= 0 else ~sizes[~event] for event in events)
+    def what(events: Iterable[int]) -> tuple[int, ...]:
+        return tuple(map(table.__getitem__, events))
 
     in_forward = {block: what(events) for block, events in forward.items()}
     numbers: dict[object, int] = {}
@@ -151,11 +154,13 @@ def swapped_host_bytes(run: Run) -> int:
     engine that splits casts to 16 bits what a recording keeps in fp32."""
     if not run.strategy.swap_blocks:
         return 0
-    split = run.strategy.sharding in SPLIT
-    cast = {run.parameters[name]: 2 * elements for name, elements in run.elements.items()} if split else {}
+    split, rounded = run.strategy.sharding in SPLIT, run.host.swap_pins == "rounded"
     swapped = itertools.chain.from_iterable(run.swapped_blocks.values())
+    if not split and not rounded:
+        return run.total_bytes(swapped) + staged_bytes(run)
+    cast = {run.parameters[name]: 2 * elements for name, elements in run.elements.items()} if split else {}
     sizes = (cast.get(buffer, run.sizes[buffer]) for buffer in swapped)
-    return sum(map(power_of_two, sizes) if run.host.swap_pins == "rounded" else sizes) + staged_bytes(run)
+    return sum(map(power_of_two, sizes) if rounded else sizes) + staged_bytes(run)
 
 
 def staged_bytes(run: Run) -> int:

@@ -19,7 +19,7 @@ from planner.errors import NotEstimatedError
 from planner.estimate.estimate import outside_bytes
 from planner.layout import margin
 from planner.layout.cublas import kept_bytes, workspace_bytes
-from planner.layout.phases import encoding_runs
+from planner.layout.phases import encodings
 from planner.layout.recorded_run import workspace_kernels
 from planner.layout.run import Run
 from planner.search.batched_peaks import PeakForms, peak_forms
@@ -233,7 +233,7 @@ class Room:
         candidate = question.candidate(job, way)
         run = Run(candidate, self.search.screen.facts(candidate), grid(question.model, job))
         workspace = kept_bytes(question.gpu, question.machine.torch)
-        return max((entry.encoding_only.peak_bytes - workspace for entry in encoding_runs(run)), default=0)
+        return max((entry.only.peak_bytes - workspace for entry in encodings(run)), default=0)
 
 
 class Mapper(Room):

@@ -176,10 +176,9 @@ class Walked(NamedTuple):
             most = max(most, gone - min(SWAP_RING_BUFFERS, count) * largest)
         return most
 
-    def host_bytes(self, strategy: Strategy) -> int:
-        """Host RAM of one process, bytes, for a strategy's swapped blocks and offloaded checkpoints."""
-        inputs = self.inputs if strategy.gradient_checkpointing == "offload" else 0
-        return inputs + (sum(self.frozen[-strategy.swap_blocks :]) if strategy.swap_blocks else 0)
+    def host_bytes(self, offloads: bool, swapped: int) -> int:
+        """Host RAM of one process, bytes, for so many swapped blocks and, where it ``offloads``, for checkpoints."""
+        return (self.inputs if offloads else 0) + (sum(self.frozen[-swapped:]) if swapped else 0)
 
 
 def walked(tape: Tape, grid: Mapping[str, int], bare: bool = False) -> Walked:

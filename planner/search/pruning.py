@@ -87,13 +87,9 @@ class Pruning:
 
     def _most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
         """With the most swapped blocks that the host's RAM may hold; None where it cannot even hold the rest."""
-
-        def exceeds(blocks: int) -> bool:
-            swapped = strategy.replace(swap_blocks=blocks)
-            return self.feasibility.exceeds_ram(self.screen.floor_ram_bytes(self.question.candidate(job, swapped)))
-
+        floor = self.screen.floor_ram_by_swap(self.question.candidate(job, strategy))
         counts = range(self.space.most_swapped(job, strategy) + 1)
-        held = bisect.bisect_left(counts, True, key=exceeds)
+        held = bisect.bisect_left(counts, True, key=lambda blocks: self.feasibility.exceeds_ram(floor(blocks)))
         return strategy.replace(swap_blocks=held - 1) if held else None
 
     def _was_run(self, job: Job, strategy: ResolvedStrategy) -> bool:

@@ -6,6 +6,7 @@ they are exact but for fragmentation: what is allocated is a lower bound of what
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import replay_encoding
 from planner.estimate.traffic import traffic
 from planner.estimate.work import StepWork, attention_of, step_work
-from planner.layout.phases import encoding_runs
+from planner.layout.phases import encodings
 from planner.layout.run import Facts, Run
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.layout.unpriced import refuse_unpriced, refuse_untaken
@@ -147,13 +148,23 @@ class Screen:
 
     def floor_ram_bytes(self, configuration: Configuration) -> int:
         """A lower bound of host RAM in bytes per node: at most `host_ram_bytes`, and faster to compute."""
+        return self.floor_ram_by_swap(configuration)(configuration.strategy.swap_blocks)
+
+    def floor_ram_by_swap(self, configuration: Configuration) -> Callable[[int], int]:
+        """Number of swapped blocks -> `floor_ram_bytes` of the configuration with so many of them: all else is worked
+        out once."""
         parameters = int(lower_bounds.LEAST_TRAINED * self.facts(configuration).model.parameters)
         offloaded = host_ram.floor_bytes(configuration, parameters)
-        strategy = configuration.strategy
-        if not strategy.swap_blocks and strategy.gradient_checkpointing != "offload":
-            return offloaded
-        waiting = max((walked.host_bytes(strategy) for walked in self._walked(configuration)), default=0)
-        return offloaded + configuration.machine.gpus * waiting
+        offloads = configuration.strategy.gradient_checkpointing == "offload"
+        steps = functools.cache(lambda: self._walked(configuration))
+
+        def floor(swapped: int) -> int:
+            if not swapped and not offloads:
+                return offloaded
+            waiting = max((walked.host_bytes(offloads, swapped) for walked in steps()), default=0)
+            return offloaded + configuration.machine.gpus * waiting
+
+        return floor
 
     def _walked(self, configuration: Configuration) -> list[lower_bounds.Walked]:
         """The recorded step at the job's shapes; nothing where it says too little of what will be there."""
@@ -209,17 +220,26 @@ class Screen:
         )
         return max(host_ram.ram_bytes(run, configuration.machine) for run in runs)
 
-    def encoding_bytes(self, configuration: Configuration) -> int:
-        """Device bytes of what is cached before training, at the worst of the job's shapes, and at the most."""
-        facts = self.facts(configuration)
+    def exceeds_encoding(self, configuration: Configuration, exceeds: Callable[[int], bool]) -> bool:
+        """Whether what is cached before training, at the worst of the job's shapes and at the most, takes so many
+        device bytes that ``exceeds`` holds. What holds of some bytes holds of more."""
+        facts, expandable = self.facts(configuration), configuration.strategy.expandable_segments
         runs = (Run(configuration, facts, where) for where in grids(facts.model, configuration.job))
-        encodings = [encoding for run in runs for encoding in encoding_runs(run)]
-        peaks = (
-            replay_encoding(encoding).reserved_peak_bytes + encoding.device.split_bytes["encode"]
-            for encoding in encodings
+        cached = [encoding for run in runs for encoding in encodings(run)]
+
+        def device_bytes(reserved: int) -> int:
+            return facts.measurements.correction.peak(
+                reserved, reserved, facts.gpu.context_bytes, "encode"
+            ).device_bytes
+
+        # What is allocated is known without a replay, and no more than is reserved.
+        least = max((encoding.only.peak_bytes + encoding.split_bytes for encoding in cached), default=0)
+        if exceeds(device_bytes(least)):
+            return True
+        replays = (
+            replay_encoding(encoding, expandable).reserved_peak_bytes + encoding.split_bytes for encoding in cached
         )
-        reserved = max(peaks, default=0)
-        return facts.measurements.correction.peak(reserved, reserved, facts.gpu.context_bytes, "encode").device_bytes
+        return exceeds(device_bytes(max(replays, default=0)))
 
     def allocated_bytes(self, configuration: Configuration) -> int:
         """The peak that a quick estimate begins with, at the job's own shape: what tensors hold once loading has begun,
@@ -236,7 +256,7 @@ class Screen:
         allocated, in_optimizer = allocated_peak(run, self.run_cache.sizes(configuration, facts, where))
         correction, outside = facts.measurements.correction, outside_bytes(run)
         device = correction.peak(allocated, allocated, outside).device_bytes
-        encoding = max((entry.encoding_only.peak_bytes for entry in encoding_runs(run)), default=0)
+        encoding = max((entry.only.peak_bytes for entry in encodings(run)), default=0)
         if encoding > allocated:
             allocated, in_optimizer = encoding, False
         device = max(device, correction.peak(encoding, encoding, outside, "encode").device_bytes)

@@ -119,12 +119,17 @@ class Search:
         if job.method == "sample":  # its VAE decodes, with tiles or without: both are candidates
             return False
         if job not in self._tiled:
-            needed = 0  # asked of any that is allowed, and not where what is typed contradicts itself
+            needs_tiles = False
+            # Asked of any that is allowed, and not where what is typed contradicts itself.
             any_plain = next(iter(self.space.strategies(job, False)))
             with contextlib.suppress(NotEstimatedError):  # of another precision, say: `candidates` notes why
-                needed = self.screen.encoding_bytes(question.candidate(job, any_plain))
-            self._tiled[job] = margin.interval(needed, sides=question.sides)[1] > question.budget_bytes
+                needs_tiles = self.screen.exceeds_encoding(question.candidate(job, any_plain), self._above_budget)
+            self._tiled[job] = needs_tiles
         return self._tiled[job]
+
+    def _above_budget(self, device_bytes: int) -> bool:
+        """Whether so much may be more than the card gives, at the upper end of the margin."""
+        return margin.interval(device_bytes, sides=self.question.sides)[1] > self.question.budget_bytes
 
     def by_speed(
         self, job: Job, lossy: bool | None, verdict: str = "fits", below: Callable[[], float] = lambda: math.inf

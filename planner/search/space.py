@@ -26,6 +26,7 @@ class Space:
     def __init__(self, question: Question) -> None:
         self.question = question
         self._strategies: dict[tuple[Job, bool], dict[ResolvedStrategy, bool]] = {}
+        self._choices: dict[tuple[Job, bool], tuple[ResolvedStrategy, ...]] = {}
         self._baselines: dict[Job, ResolvedStrategy] = {}
 
     def baseline(self, job: Job) -> ResolvedStrategy:
@@ -38,8 +39,12 @@ class Space:
     def strategies(self, job: Job, tiled: bool) -> dict[ResolvedStrategy, bool]:
         """Strategy -> whether it is lossy, of all that nothing forbids. ``tiled``: as for `strategies`."""
         if (job, tiled) not in self._strategies:
-            question = self.question
-            allowed = strategies(job, question.strategy, question.machine, question.fixed, tiled)
+            question, of_any_shape = self.question, shapeless(job)
+            if (of_any_shape, tiled) not in self._choices:
+                self._choices[of_any_shape, tiled] = choices(
+                    of_any_shape, question.strategy, question.machine, question.fixed, tiled
+                )
+            allowed = uncontradicted(job, question.machine, self._choices[of_any_shape, tiled])
             self._strategies[job, tiled] = {strategy: bool(strategy.lossy_fields(job)) for strategy in allowed}
         return self._strategies[job, tiled]
 
@@ -90,11 +95,32 @@ def strategies(
     ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises a ContradictionError where what the user
     fixed leaves nothing.
     """
+    return uncontradicted(job, machine, choices(shapeless(job), strategy, machine, fixed, tiled))
+
+
+def shapeless(job: Job) -> Job:
+    """The job at the smallest shape there is: what is worth trying does not depend on the shape, so a search for the
+    longest clip lists it once."""
+    return job.replace(frames=1, height=1, width=1, batch_size=1, buckets=())
+
+
+def choices(
+    job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str], tiled: bool
+) -> tuple[ResolvedStrategy, ...]:
+    """Combinations of the searched fields that make sense together, as strategies; some may contradict the job, and
+    some come again."""
     base = typed_only(job.method, strategy, fixed)
-    choices = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))
+    listed = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))
+    return tuple(listed)
+
+
+def uncontradicted(job: Job, machine: Machine, listed: Collection[ResolvedStrategy]) -> tuple[ResolvedStrategy, ...]:
+    """Those of the listed strategies that nothing contradicts. A ContradictionError where that leaves none of some."""
     found: dict[ResolvedStrategy, None] = {}
     refused: list[ResolvedStrategy] = []
-    for candidate in choices:
+    for candidate in listed:
+        if candidate in found:
+            continue
         if next(contradictions(Configuration(job, candidate, machine)), None):
             refused.append(candidate)
         else:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.catalog import lookup
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.errors import VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
-from planner.layout.inputs import load_facts
+from planner.layout.inputs import Library, load_facts
 from planner.layout.run import Facts
 from planner.search.objectives import chosen_objective, frames, largest, least, one_gpu, other_kind, relaxed
 from planner.search.policy import Policy
@@ -40,6 +40,8 @@ class Suggester:
         self.trainer = trainer
         self.prefer = prefer
         self.screen = Screen(self._facts, trainer)
+        self._library = Library()
+        self._models: dict[str, ModelProfile] = {}
         self._cards: dict[str, GpuProfile] = {}
         self._measurements: dict[tuple[str, str], ModelMeasurements] = {}
 
@@ -116,7 +118,10 @@ class Suggester:
         return largest(search, objective, explain)
 
     def _facts(self, configuration: Configuration) -> Facts:
-        facts = load_facts(configuration, None, self._cards[configuration.machine.gpu])
+        name, card = configuration.job.model, self._cards[configuration.machine.gpu]
+        if name not in self._models:
+            self._models[name] = lookup.model(name)
+        facts = load_facts(configuration, self._models[name], card, self._library)
         return facts._replace(measurements=self._measurements_of(facts.model.name, facts.gpu))
 
     def _measurements_of(self, model: str, gpu: GpuProfile) -> ModelMeasurements:
@@ -133,7 +138,7 @@ class Suggester:
             if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - question.machine.reserve:
                 continue
             there = replace(plan.configuration, machine=question.machine.replace(gpu=card.name))
-            facts = load_facts(there, question.model, card)
+            facts = load_facts(there, question.model, card, self._library)
             # Most cards of a class allocate the very same: the replay of the one before is used again.
             assessment = assess(there, facts, self.trainer, self.screen.run_cache.lay_out, like=assessment)
             if assessment.estimate.verdict != plan.verdict:

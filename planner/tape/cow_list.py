@@ -54,7 +54,8 @@ class CowList(Sequence[T]):
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
             return list(self)[index]
-        index = range(len(self))[index]
+        if index < 0:
+            index = range(len(self))[index]
         return self._shared[index] if index < self._count else self._own[index - self._count]
 
     def __len__(self) -> int:

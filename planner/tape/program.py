@@ -191,6 +191,7 @@ class _Unfolding:
         """index in the program's sizes of the tape's first"""
         self.counts = counts
         self.part = part
+        self.values = tape.values(part.grid) if part else []
         self.kinds = [f"{kind} of {part.name}" if part else kind for kind in CATEGORIES]
         """per category: under which key of ``Program.named`` its tensors are"""
         self.sections: list[Section] = []
@@ -260,7 +261,7 @@ class _Unfolding:
         """Index in the program's sizes of a growing size at a block."""
         size = self.tape.sizes[index]
         assert self.part and isinstance(size, Growing), "only the chunks of a VAE grow"
-        self.program.sizes.append(size.value(self.tape.values(self.part.grid), block) * self.part.batch)
+        self.program.sizes.append(size.value(self.values, block) * self.part.batch)
         return len(self.program.sizes) - 1
 
     def _prefix(self, mode: int, number: int, target: int, block: int) -> str:

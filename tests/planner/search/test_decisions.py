@@ -37,8 +37,8 @@ class Weighed(Screen):
         self.swapped.append(configuration.strategy.swap_blocks)
         return self.ram(configuration.strategy.swap_blocks)
 
-    def encoding_bytes(self, configuration: Configuration) -> int:
-        return self.encoding
+    def exceeds_encoding(self, configuration: Configuration, exceeds: Callable[[int], bool]) -> bool:
+        return exceeds(self.encoding)
 
 
 def most_in_ram(ram: Callable[[int], int], host_ram: int) -> tuple[int, list[int]]:
