@@ -432,6 +432,10 @@ def _other_card(text: str, other: other_cards.OtherCard) -> VplanError:
     maker = other_cards.MAKERS[other.maker]
     size = f"--gpu {group.name if group else f'{other.memory_gb}GiB'}" if other.memory_gb else "its size, as --gpu 24GB"
     fault = f"{quoted(text)} is a card of {maker}, and vplan knows what PyTorch takes on NVIDIA's alone"
+    # Radeon's and Strix Halo's are experimental (pytorch#166397, aotriton's isArchExperimentallySupported): without
+    # TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 torch takes the math path, which is not estimated.
+    if other.maker == "amd":
+        fault = f"{quoted(text)} is a card of AMD for which torch's fast attention is experimental or missing"
     return VplanError(fault, f"to compare memory with an NVIDIA card, use {size}; speed and kernels are not the same")
 
 

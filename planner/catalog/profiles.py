@@ -264,6 +264,7 @@ class GpuProfile(Record):
     name: Text
     title: Text
     aliases: tuple[Text, ...] = ()
+    vendor: Literal["nvidia", "amd"] = "nvidia"
     architecture: Text
     compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
     multiprocessors: Count

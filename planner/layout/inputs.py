@@ -73,7 +73,7 @@ def load_facts(configuration: Configuration, model: ModelProfile | None = None, 
     batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     model = model or lookup.model(job.model)
     card = gpu or lookup.parse_gpus(machine.gpu)[1]
-    refuse_on_card(configuration, card)
+    refuse_on_card(configuration, card, model)
     side_by_side = together(model, job.guided)
     if job.method == "sample":
         sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch)

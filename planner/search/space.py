@@ -171,7 +171,9 @@ def _in_fp16(job: Job, axes: Mapping[str, tuple[object, ...]]) -> dict[str, tupl
     (`planner.spec.fp16`)."""
     trained = "weights_dtype" if job.method == "full" else "adapter_dtype"
     return {
-        field: tuple("fp16" if value == "bf16" else value for value in axes[field] if (field, value) != (trained, "bf16"))
+        field: tuple(
+            "fp16" if value == "bf16" else value for value in axes[field] if (field, value) != (trained, "bf16")
+        )
         for field in ("weights_dtype", "adapter_dtype", "autocast")
         if field in axes
     }

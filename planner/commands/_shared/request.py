@@ -178,8 +178,13 @@ class TypedQuestion(NamedTuple):
         return machine
 
 
-def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) -> dict[str, str]:
-    """The fields of the strategy that the card decides where nobody said them: 16 bits are fp16 before Ampere."""
+def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The fields of the strategy that the card decides where nobody said them: 16 bits are fp16 before Ampere, and
+    segments do not grow on AMD."""
+    if card.vendor == "amd":
+        notes.append("no run on AMD was compared with an estimate: the range is wider")
+        notes.append("the VAE without MIOpen's workspaces")
+        return {} if "expandable_segments" in said else {"expandable_segments": False}
     if card.capability >= BF16_ATTENTION_FROM or {"autocast", "compute_dtype"} & said.keys():
         return {}
     notes.append(f"fp16, because {card.title} has no bf16")
