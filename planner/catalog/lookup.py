@@ -329,7 +329,7 @@ def gpu_class(name: str) -> GpuClass | None:
 
 def gpu(name: str) -> GpuProfile:
     """The card of a name, a class (`24GB`, `24G` or `24`: its smallest reference card), an exact budget (`23.5GiB`), or
-    a start that only one card has (`5060ti`). A laptop's card is its class."""
+    a start that only one card has (`4070ti-s`)."""
     text = name.strip()
     if len(text) > _LONGEST_NAME:
         raise VplanError(f"--gpu {quoted(name)} is not known", "`vplan gpus` lists all cards")
@@ -346,7 +346,7 @@ def gpu(name: str) -> GpuProfile:
     if len(starts) == 1 and len(_squash(text)) > 3:
         return gpu(starts[0])
     if other := other_cards.find(text):
-        return _other_card(text, other)
+        raise _other_card(text, other)
     raise _unknown_gpu(text, starts)
 
 
@@ -354,12 +354,7 @@ def card_taken_for(name: str, card: GpuProfile) -> str:
     """How a card's name that is not its own was understood, in words."""
     text = re.sub(r"^\s*\d+\s*[x×*]\s*", "", name, flags=re.IGNORECASE)
     _, unit = split_quantity(text) or ("", None)
-    if _named_card(text) or unit in (*UNITS, "g", ""):
-        return ""
-    laptop = other_cards.find(text) is not None
-    return f"{quoted(text)} taken for {card.name}" + (
-        ", by its memory; a laptop's takes longer a step" if laptop else ""
-    )
+    return "" if _named_card(text) or unit in (*UNITS, "g", "") else f"{quoted(text)} taken for {card.name}"
 
 
 def parse_gpus(text: str) -> tuple[int, GpuProfile]:
@@ -427,19 +422,21 @@ def _starting_so(text: str) -> list[str]:
     return [name for key, name in keys if key.startswith(typed_key) or key.removeprefix("rtx").startswith(typed_key)]
 
 
-def _other_card(text: str, other: other_cards.OtherCard) -> GpuProfile:
-    """A laptop's card as its class; any other is refused, with the size to compare with."""
+def _other_card(text: str, other: other_cards.OtherCard) -> VplanError:
+    """The refusal of a card that is not in `profiles/gpus.toml`, with the size to compare with."""
     group = gpu_class(f"{other.memory_gb}GB")
-    if other.maker == "laptop" and group:
-        return _class_card(group)
     if other.maker == "laptop":
         assert other.memory_gb is not None
         fault = f"{quoted(text)} has {other.memory_gb} GB, less than any card that vplan prices"
-        raise VplanError(fault, f"for memory alone, use --gpu {other.memory_gb - 0.5:g}GiB")
+        return VplanError(fault, f"for memory alone, use --gpu {other.memory_gb - 0.5:g}GiB")
     maker = other_cards.MAKERS[other.maker]
     size = f"--gpu {group.name if group else f'{other.memory_gb}GiB'}" if other.memory_gb else "its size, as --gpu 24GB"
     fault = f"{quoted(text)} is a card of {maker}, and vplan knows what PyTorch takes on NVIDIA's alone"
-    raise VplanError(fault, f"to compare memory with an NVIDIA card, use {size}; speed and kernels are not the same")
+    # Radeon's and Strix Halo's are experimental (pytorch#166397, aotriton's isArchExperimentallySupported): without
+    # TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 torch takes the math path, which is not estimated.
+    if other.maker == "amd":
+        fault = f"{quoted(text)} is a card of AMD for which torch's fast attention is experimental or missing"
+    return VplanError(fault, f"to compare memory with an NVIDIA card, use {size}; speed and kernels are not the same")
 
 
 def _unknown_gpu(text: str, starts: list[str]) -> VplanError:

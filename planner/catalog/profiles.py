@@ -264,6 +264,7 @@ class GpuProfile(Record):
     name: Text
     title: Text
     aliases: tuple[Text, ...] = ()
+    vendor: Literal["nvidia", "amd"] = "nvidia"
     architecture: Text
     compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
     multiprocessors: Count
@@ -278,11 +279,13 @@ class GpuProfile(Record):
     context_mib: Positive
     """CUDA context of one process, inside what it gives"""
     bf16_tflops: NotNegative
-    """0: emulated (Volta, Turing)"""
+    """0: emulated (Pascal, Volta, Turing)"""
     fp16_tflops: Positive
     fp8_tflops: NotNegative = 0.0
     """0: no fp8 matrix units"""
     fp32_tflops: Positive
+    matmul_tflops: Positive | None = None
+    """best of torch's matrix products in 16 bits, where this card was measured; else published shares are taken"""
     bandwidth_gbs: Positive
     """of its memory, GB/s (10**9)"""
     link: Text
@@ -321,7 +324,7 @@ class GpuProfile(Record):
         Compute Capability")."""
         if self.capability == (7, 5):
             return 1024
-        return 2048 if self.capability[1] == 0 and self.capability[0] < 12 else 1536
+        return 1536 if self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] >= 11 else 2048
 
 
 class GpuClass(Record):

@@ -224,7 +224,10 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
     at_most, most = _most(played, correction, outside)
     splitting = _splitting(at_most, most - peak.device_bytes)
     breakdown = breakdown_at(top, peak, correction)
-    sides = fragmentation.peak_sides(played, correction, where, peak.device_bytes, most)
+    sides = margin.on_card(
+        fragmentation.peak_sides(played, correction, where, peak.device_bytes, most),
+        facts.gpu,
+    )
     ram = host_ram.host_ram(run, machine)
     disk_bytes = host_ram.disk_bytes(run)
     unrecorded = phases.unrecorded_components(run)

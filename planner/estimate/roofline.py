@@ -49,6 +49,10 @@ of 2250 TFLOP/s (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS compari
 MATMUL_GEFORCE = 0.96
 """GeForce cards run above their quoted clock: RTX 4090 159 to 167 of 165.2 TFLOP/s (mli/transformers-benchmarks#4)."""
 
+MATMUL_LAPTOP = 0.79
+"""The middle of the three measured GeForce cards of laptops with up to 150 W, 0.73 to 0.92, which that limit holds
+below their clocks (RTX 4080, 5090 and 5080 in zzc0721/torch-performance-test-data@9d82737, over profiles/gpus.toml)."""
+
 DEFAULT_EFFICIENCY = 0.75
 """Where nobody published one, and for convolutions: what torch's own RuntimeEstimator assumes of every operator
 (torch/distributed/_tools/runtime_estimator.py, pytorch#134243)."""
@@ -79,6 +83,10 @@ times faster than cuDNN 9.13 (its abstract); backward, and small heads, in H100'
 EFFICIENT = (0.82, 0.53)
 """Memory-efficient attention over FlashAttention-2: 43.4 of 53.1 and 27.4 of 51.9 TFLOP/s on one card
 (Dao-AILab/flash-attention#416, 4096 tokens)."""
+
+AOTRITON = (0.328, 0.294)
+"""AMD's kernels for flash and memory-efficient attention: not published for training, taken as FlashAttention-2's on
+H100 for small heads, where it uses the matrix units least well."""
 
 EFFICIENT_KERNELS = ("efficient", "xformers")
 
@@ -372,6 +380,8 @@ def _attention_passes(gpu: GpuProfile, attention: Attention, half: int) -> tuple
     flash = FLASH_2.get(major, FLASH_2_MMA)[size]
     if attention.kernel == "math":
         return MATH
+    if gpu.vendor == "amd":
+        return AOTRITON
     if not half or attention.kernel in EFFICIENT_KERNELS:
         return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
     if gpu.attention_tflops and attention.kernel == attention.plain:
@@ -386,6 +396,12 @@ def _attention_passes(gpu: GpuProfile, attention: Attention, half: int) -> tuple
 
 def matmul_efficiency(gpu: GpuProfile) -> float:
     """The part of the peak rate that the best matrix products in 16 bits reach."""
+    if gpu.matmul_tflops:
+        return gpu.matmul_tflops / (gpu.bf16_tflops or gpu.fp16_tflops)
+    if "Laptop" in gpu.title:
+        return MATMUL_LAPTOP
+    if gpu.vendor == "amd":
+        return DEFAULT_EFFICIENCY
     return MATMUL_GEFORCE if "GeForce" in gpu.title else MATMUL.get(gpu.capability, DEFAULT_EFFICIENCY)
 
 

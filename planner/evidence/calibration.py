@@ -104,7 +104,7 @@ def read(gpu: str, driver: str, torch: str) -> Calibration | None:
 
 def calibrated(card: GpuProfile, calibration: Calibration) -> GpuProfile:
     """A card with what was measured of it: memory, context, rates. Rates of other formats keep their proportion."""
-    rates = calibration.rates
+    card, rates = card.replace(matmul_tflops=None), calibration.rates  # what others measured of such a card gives way
     matmul = rates.matmul_flops_per_second / matmul_efficiency(card) / 1e12
     share = matmul / card.bf16_tflops if card.bf16_tflops else 1.0
     changes: dict[str, object] = {

@@ -160,8 +160,10 @@ def gpus_page() -> str:
         "what `nvidia-smi` shows; *context* is what one process takes beside its tensors. Rates are dense, never",
         "sparse: bf16 and fp16 with fp32 accumulation. The link is to host RAM, one direction, as measured. *W* is the",
         "power limit as shipped: NVIDIA's total power of the card, on AWS what `nvidia-smi` shows (A10G), with the CPU",
-        "where it is one module (GH200, GB10). But for A10G, A6000, V100 and A100 PCIe, these limits have not been",
-        "checked a second time. For any other card name the memory itself, as `--gpu 23.5GiB`.",
+        "where it is one module (GH200, GB10), and the most that a laptop's maker may set. But for A10G, A6000, V100",
+        "and A100 PCIe, these limits have not been checked a second time. Of AMD's Instinct, *total* is what",
+        "`rocm-smi` shows, and no run on one was compared with an estimate: their ranges are 5 % wider both ways. For",
+        "any other card name the memory itself, as `--gpu 23.5GiB`.",
         "",
         *_table(
             (

@@ -91,7 +91,7 @@ def _card(card: Facts) -> Iterator[Finding]:
         yield Finding(NOTE, f"{name}: this card is not known", f"pass its memory: {budget}")
     capability = card["compute_capability"]
     if capability and tuple(map(int, capability.split("."))) < (8, 0):
-        fix = "plan with --autocast fp16 --weights-dtype fp16"
+        fix = "plan with --compute-dtype fp16"
         yield Finding(WARNING, f"{name}: bf16 is emulated on compute capability {capability}", fix)
 
 

@@ -179,7 +179,7 @@ def _catalog_name(name: str, total_bytes: int | None, ecc: bool | None) -> str |
     NVML's name leaves the memory out where a card is sold with two sizes, and error correction always.
     """
     with_memory = f"{name} {round((total_bytes or 0) / GIB)}GB"
-    for text in (name, with_memory):
+    for text in (with_memory, name):
         with contextlib.suppress(VplanError):
             name_of_ours = lookup.gpu(text).name
             with_ecc = f"{name_of_ours}-ecc"

@@ -37,7 +37,10 @@ def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Col
 
 
 def plain_kernel(machine: Machine, gpu: GpuProfile) -> str:
-    """The kernel that torch chooses where there is no mask."""
+    """The kernel that torch chooses where there is no mask. On AMD both flash and memory-efficient are AOTriton's, and
+    save what CUDA's do (ATen/native/transformers/hip)."""
+    if gpu.vendor == "amd":
+        return "flash"
     if gpu.capability[0] in (9, 10):
         return "cudnn"
     return "efficient" if gpu.capability < FLASH_FROM or machine.os == "windows" else "flash"

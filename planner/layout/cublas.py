@@ -32,6 +32,11 @@ FUSED_BYTES = MIB
 """cuBLASLt's workspace, on every card (`mm`, `bmm` and `addmm` of torch 2.15 run on a virtual H100)."""
 
 
+HIPBLASLT_BYTES = 76 * MIB
+HIPBLAS_128_FROM = (9, 4)
+"""gfx942 and gfx950; older ones have 32 MiB."""
+
+
 class ProductBuffers(NamedTuple):
     """The workspaces of single products, as buffers of a program."""
 
@@ -45,7 +50,10 @@ class ProductBuffers(NamedTuple):
 
 
 def workspace_bytes(gpu: GpuProfile) -> int:
-    """The workspace of one cuBLAS handle on this card, bytes."""
+    """The workspace of one cuBLAS handle on this card, bytes. On AMD hipBLASLt has one of its own beside hipBLAS's, and
+    both come from the caching allocator (``parseChosenWorkspaceSize`` and ``parseCUDABlasLtWorkspaceSize``)."""
+    if gpu.vendor == "amd":
+        return (128 if gpu.capability >= HIPBLAS_128_FROM else 32) * MIB + HIPBLASLT_BYTES
     return 32 * MIB if gpu.capability[0] >= 9 else (4096 * 2 + 16 * 8) * KIB
 
 

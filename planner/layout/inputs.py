@@ -12,6 +12,7 @@ from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import coded_frames
 from planner.errors import NotRecordedError
+from planner.layout.card_limits import refuse_on_card
 from planner.layout.run import Facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Strategy
@@ -113,12 +114,14 @@ def load_facts(
 ) -> Facts:
     """The facts (tapes, model, card, measurements) that an estimate of this job, strategy and machine needs. ``model``
     and ``gpu`` save looking them up by name, ``library`` the recordings that were read before. Raises a
-    NotRecordedError where a tape is missing."""
+    NotRecordedError where a tape is missing, and a NotEstimatedError for what the card runs in another way than it was
+    recorded."""
     library = library or Library()
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     model = model or lookup.model(job.model)
     card = gpu or lookup.parse_gpus(machine.gpu)[1]
+    refuse_on_card(configuration, card, model)
     side_by_side = together(model, job.guided)
     if job.method == "sample":
         sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch)

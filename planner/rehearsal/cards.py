@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from planner.catalog.profiles import GpuProfile
+from planner.errors import VplanError
 from planner.units import MIB
 
 TABLE = "cards"
@@ -104,7 +105,10 @@ def _holders(table: _Table) -> Iterator[Holder]:
 
 
 def card_environment(card: GpuProfile, count: int, nccl_bytes: int) -> Mapping[str, str]:
-    """The variables that make the virtual GPU this card, `count` times (virtual_gpu/virtual_gpu.h lists them)."""
+    """The variables that make the virtual GPU this card, `count` times (virtual_gpu/virtual_gpu.h lists them). Raises a
+    VplanError for a card of another maker: the virtual GPU is CUDA's."""
+    if card.vendor != "nvidia":
+        raise VplanError(f"{card.title} cannot be rehearsed: the virtual GPU is NVIDIA's", "use vplan estimate")
     major, minor = card.compute_capability.split(".")
     reserved = max(0, card.nvml_total_mib * MIB - card.allocatable_bytes)
     facts = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.layout import margin
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.margin import Sides
 from planner.spec.combinations.contradictions import check
@@ -41,7 +42,7 @@ class Question(NamedTuple):
     @property
     def sides(self) -> Sides:
         """(low, high): by what shares the truth may lie below and above an estimate."""
-        return self.learned.correction.sides
+        return margin.on_card(self.learned.correction.sides, self.gpu)
 
     def configuration(self) -> Configuration:
         """The question with its strategy resolved, where nothing is searched. Raises a ContradictionError."""

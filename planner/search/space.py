@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import ContradictionError
@@ -164,6 +164,8 @@ def _choices(
     """Combinations of the searched fields that make sense together, as fields to replace."""
     excluded = [row.applies for row in exclusions(job, fixed)]
     axes = _axes(job, machine, tiled)
+    if base.compute_dtype == "fp16":
+        axes.update(_in_fp16(job, axes))
     axes.update({field: (getattr(base, field),) for field in axes if field in fixed})
     for combination in itertools.product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
@@ -192,6 +194,19 @@ def _axes(job: Job, machine: Machine, tiled: bool) -> dict[str, tuple[object, ..
         if values:
             axes[field] = values
     return axes
+
+
+def _in_fp16(job: Job, axes: Mapping[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
+    """The axes of dtypes where 16 bits are fp16. What is trained stays in fp32, or its gradients could not be scaled
+    (`planner.spec.fp16`)."""
+    trained = "weights_dtype" if job.method == "full" else "adapter_dtype"
+    return {
+        field: tuple(
+            "fp16" if value == "bf16" else value for value in axes[field] if (field, value) != (trained, "bf16")
+        )
+        for field in ("weights_dtype", "adapter_dtype", "autocast")
+        if field in axes
+    }
 
 
 _OUTERMOST = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from planner.spec.job import SPLIT, Job, Machine, Strategy, WeightsDtype
+from planner.spec.job import SPLIT, FloatDtype, Job, Machine, Strategy, WeightsDtype
 from planner.spec.rules import ResolvedStrategy, resolve
 
 
@@ -57,6 +57,16 @@ class Configuration:
         """Whether autocast runs. Engines that split have 16 bits already: DeepSpeed's whole module is stored in them,
         and FSDP2 gathers its weights in them."""
         return self.strategy.autocast != "none" and not self.splits
+
+    @property
+    def computes_in(self) -> FloatDtype:
+        """The dtype of the matrix products and of attention: autocast's, else that of the weights; 16 bits of the
+        compute dtype where engines gather the weights or where they are quantised."""
+        if self.strategy.autocast != "none" and not self.splits:
+            return self.strategy.autocast
+        if self.weights in ("fp32", "bf16", "fp16") and self.strategy.sharding != "fsdp":
+            return self.weights
+        return self.strategy.compute_dtype
 
     @property
     def both_experts(self) -> bool:

@@ -149,7 +149,7 @@ class Strategy(Record):
     """how the weights are stored: the frozen base in lora (bf16 by default), the trained weights in full (fp32)"""
     # The step's inputs have autocast's dtype (without autocast the weights'), as in the published trainers.
     compute_dtype: Annotated[FloatDtype, Note(trained=ALL)] = "bf16"
-    """dtype of the model's inputs and outputs"""
+    """dtype of the model's inputs and outputs; fp16 is also autocast's and a frozen base's, where they are not typed"""
     master_weights: Annotated[
         Literal["none", "fp32"],
         Note(trained=("none", "fp32"), searched=Searched(7, lora=("none", "fp32"), full=("none", "fp32"))),

@@ -30,7 +30,10 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Res
         if changes.get(trained, getattr(strategy, trained)) == "fp32":  # said so; a master of it is no second thing
             changes.pop("master_weights", None)
     elif strategy.weights_dtype is None:
-        changes["weights_dtype"] = strategy.weights(job.method)
+        frozen = "fp16" if strategy.compute_dtype == "fp16" else "bf16"
+        changes["weights_dtype"] = "fp32" if job.method == "full" else frozen
+    if strategy.compute_dtype == "fp16" and "autocast" not in strategy.model_fields_set and "autocast" not in changes:
+        changes["autocast"] = "fp16"
     if job.method == "sample" and "autocast" not in strategy.model_fields_set and strategy.weights_dtype != "fp32":
         changes["autocast"] = "none"  # diffusers' pipelines compute in the weights' own dtype
     if strategy.sharding == "fsdp" and "autocast" not in strategy.model_fields_set:

@@ -29,6 +29,7 @@ from planner.commands._shared.options import (
 from planner.commands._shared.verb import Function
 from planner.errors import VplanError
 from planner.layout import trainer_terms
+from planner.layout.card_limits import BF16_ATTENTION_FROM
 from planner.layout.experts import expert_assumption
 from planner.schema import Record
 from planner.search.question import Question
@@ -105,7 +106,7 @@ class TypedQuestion(NamedTuple):
         if self.trainer != "vplan":
             known = self.trainer.partition("@")[0] in (*dialects.TRAINERS, *dialects.FURTHER, *trainer_terms.NAMES)
             notes.append(f"as {self.trainer} trains" if known else f"{self.trainer} is priced like vplan's own trainer")
-        strategy = Strategy.read(self.strategy)
+        strategy = Strategy.read({**_of_the_card(card, self.strategy, notes), **self.strategy})
         check_blocks(profile, strategy)
         if machine.reserve >= card.allocatable_bytes:
             fault = f"--reserve {format_gib(machine.reserve)} leaves no memory on {card.title}"
@@ -175,6 +176,19 @@ class TypedQuestion(NamedTuple):
             of_all = f" of {installed / GIB:.0f}" if usable < installed else ""
             notes.append(f"{usable / GIB:.0f}{of_all} GiB of host RAM usable (--host-ram)")
         return machine
+
+
+def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The fields of the strategy that the card decides where nobody said them: 16 bits are fp16 before Ampere, and
+    segments do not grow on AMD."""
+    if card.vendor == "amd":
+        notes.append("no run on AMD was compared with an estimate: the range is wider")
+        notes.append("the VAE without MIOpen's workspaces")
+        return {} if "expandable_segments" in said else {"expandable_segments": False}
+    if card.capability >= BF16_ATTENTION_FROM or {"autocast", "compute_dtype"} & said.keys():
+        return {}
+    notes.append(f"fp16, because {card.title} has no bf16")
+    return {"compute_dtype": "fp16"}
 
 
 def request_options(*, searched: bool = False, own_card: bool = False) -> Callable[[Function], Function]:

@@ -278,7 +278,7 @@ def test_there_are_enough_cards_and_they_make_sense() -> None:
         assert 0.85 * card.class_gb * 10**9 <= card.allocatable_bytes <= card.class_gb * GIB, card.name
         assert card.context_bytes < GIB
         assert card.bf16_tflops in (0.0, card.fp16_tflops), card.name
-        assert card.capability >= (7, 0)
+        assert card.capability >= (6, 0)
     classes = lookup.gpu_classes()
     assert (classes[0].gb, classes[-1].gb) == (8, 192)
     for group in classes:
@@ -306,6 +306,15 @@ def test_there_are_enough_cards_and_they_make_sense() -> None:
         ("23.5GiB", "23.5GiB"),
         ("23.5 gib", "23.5GiB"),
         ("24564MiB", "24564MiB"),
+        ("4090 48GB", "rtx4090-48gb"),
+        ("rtx 4090 laptop", "rtx4090-laptop"),
+        ("5070 Ti Laptop GPU 12GB", "rtx5070ti-laptop"),
+        ("3080 ti max-q", "rtx3080ti-laptop"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "rtx5090-laptop"),
+        ("3080 12GB", "rtx3080-12gb"),
+        ("gb200", "gb200"),
+        ("H20", "h20"),
+        ("Tesla P100-PCIE-16GB", "p100"),
     ],
 )
 def test_card_names_as_people_type_them(typed: str, name: str) -> None:
@@ -320,6 +329,19 @@ def test_a_class_is_the_smallest_of_its_reference_cards() -> None:
     assert gpu("80GB").allocatable_bytes == round(79.1 * GIB)
     assert {"l4", "a10g"} <= {card.name for card in lookup.smaller_cards(gpu("24GB"))}
     assert lookup.smaller_cards(gpu("rtx4090")) == ()
+
+
+def test_a_laptops_card_has_its_own_rates_and_power() -> None:
+    for name in ("rtx3070", "rtx4060", "rtx4080", "rtx4090", "rtx5070", "rtx5080", "rtx5090"):
+        desktop, laptop = gpu(name), gpu(f"{name}-laptop")
+        assert laptop.power_watts <= desktop.power_watts and laptop.bf16_tflops < desktop.bf16_tflops, name
+        assert laptop.allocatable_bytes <= desktop.allocatable_bytes and not laptop.reference, name
+
+
+def test_threads_of_a_multiprocessor() -> None:
+    threads = {name: gpu(name).threads_per_multiprocessor for name in ("gtx1080ti", "t4", "rtx3090", "h20", "b300")}
+    assert threads == {"gtx1080ti": 2048, "t4": 1024, "rtx3090": 1536, "h20": 2048, "b300": 2048}
+    assert gpu("rtx5090").threads_per_multiprocessor == gpu("gb10").threads_per_multiprocessor == 1536
 
 
 def test_an_exact_budget_is_exactly_that_with_a_real_cards_facts() -> None:
@@ -358,7 +380,8 @@ def test_several_cards() -> None:
         ("4900", "neither a card nor a size", "did you mean rtx4090? Else"),
         ("a100", "matches several cards", "a100-40gb, a100-80gb"),
         ("4060ti", "matches several cards", "rtx4060ti-8gb, rtx4060ti-16gb"),
-        ("4090 48GB", "neither a card nor a size", "from `vplan gpus`"),
+        ("4090 96GB", "neither a card nor a size", "from `vplan gpus`"),
+        ("5060ti", "matches several cards", "rtx5060ti-8gb, rtx5060ti-16gb"),
         ("25GB", "is not a card class", "use 24GB, or 23.283GiB"),
         ("0GB", "is smaller than any card", "24GB"),
         ("0GiB", "is smaller than any card", "23.5GiB"),

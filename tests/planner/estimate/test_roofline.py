@@ -410,7 +410,7 @@ def test_every_card_has_a_finite_time(name):
     everything = StepWork({(kind, half): Work(10**15, 10**12) for kind in KINDS[:-1] for half in (0, 1)})
     assert 0 < seconds(everything, card).total < 3600
     for kind, half in everything.passes:
-        assert 0 < efficiency(card, kind, half) < 1
+        assert 0 < efficiency(card, kind, half) < 1.1  # GeForce cards may run above their quoted clocks
     for kernel in ("cudnn", "flash", "efficient", "math"):
         assert all(0 < attention_reaches(card, kernel, half=half) < 1 for half in (0, 1))
 

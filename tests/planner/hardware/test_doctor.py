@@ -169,7 +169,7 @@ RTX = {
         (RTX, {}, "warning", "2.0 GiB are already in use", "--reserve 2.0GiB"),
         ({**H100, "MigMode": (1, 1)}, {}, "note", "MIG slices", "--gpu 79.1GiB"),
         ({**H100, "Name": "NVIDIA X1"}, {}, "note", "this card is not known", "--gpu 79.10GiB"),
-        ({**H100, "CudaComputeCapability": (7, 5)}, {}, "warning", "bf16 is emulated", "--autocast fp16"),
+        ({**H100, "CudaComputeCapability": (7, 5)}, {}, "warning", "bf16 is emulated", "--compute-dtype fp16"),
         (
             H100,
             {"host_ram": {"total_bytes": 64 * GIB, "available_bytes": GIB, "limit_bytes": None}},

@@ -1,0 +1,78 @@
+"""What torch cannot do on a card whatever its memory: formats, kernels and versions made for newer ones.
+
+A search leaves these out; who types one is told.
+"""
+
+from __future__ import annotations
+
+from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.errors import NotEstimatedError
+from planner.layout.attention_kernel import FLASH_FROM
+from planner.spec.configuration import Configuration
+
+BF16_ATTENTION_FROM = (8, 0)
+"""Before it memory-efficient attention takes fp16 and fp32 alone, and there is no other kernel but the math path
+(ATen/native/transformers/cuda/sdp_utils.cpp, ``less_than_sm80_mem_efficient_dtypes``)."""
+
+TRITON_FROM = (7, 0)
+"""Inductor's kernels are Triton's ("too old to be supported by the triton GPU compiler", vllm-project/vllm#13255)."""
+
+CUDA_13_FROM = (7, 5)
+"""CUDA 13 has no older cards, and wheels of CUDA 12.8 and later none of Pascal (pytorch#157517)."""
+
+LAST_OF_CUDA_12 = (2, 14)
+"""The last torch with wheels of CUDA 12.6, which alone are built for Pascal and Volta (pytorch#190385)."""
+
+
+EXPANDABLE_ON_AMD_FROM = (2, 12)
+"""pytorch#177974. Off where nobody asks for it: a copy may hang (pytorch#192259)."""
+
+
+def refuse_on_card(configuration: Configuration, gpu: GpuProfile, model: ModelProfile) -> None:
+    """Raises a NotEstimatedError for what runs on this card in another way than it was recorded, or not at all."""
+    if gpu.vendor == "amd":
+        _refuse_on_amd(configuration, gpu, model)
+        return
+    strategy, torch = configuration.strategy, configuration.machine.torch
+    if gpu.capability < BF16_ATTENTION_FROM and configuration.computes_in == "bf16":
+        fault = f"{gpu.title} has no bf16: torch computes attention in it by the math path, which is not estimated"
+        raise NotEstimatedError(fault, "use --compute-dtype fp16")
+    if gpu.capability < FLASH_FROM and strategy.attention in ("flash", "cudnn"):
+        fault = f"{gpu.title} has no {strategy.attention} attention, which needs Ampere or newer"
+        raise NotEstimatedError(fault, "use --attention sdpa")
+    if gpu.capability < TRITON_FROM and strategy.compile != "none":
+        raise NotEstimatedError(f"{gpu.title} is too old for torch.compile", "use --compile none")
+    version = tuple(int(part) for part in torch.split(".")[:2]) if torch else LAST_OF_CUDA_12
+    if gpu.capability < CUDA_13_FROM and version > LAST_OF_CUDA_12:
+        fault = f"torch {torch} is not built for {gpu.title}"
+        raise NotEstimatedError(fault, "use torch 2.14 or older, of CUDA 12.6")
+
+
+def _refuse_on_amd(configuration: Configuration, gpu: GpuProfile, model: ModelProfile) -> None:
+    """What has another library on AMD's cards, whose memory nobody has published: bitsandbytes' blocks of 128 in place
+    of 64, RCCL's buffers, MIOpen's workspaces, Inductor's choices."""
+    strategy, machine = configuration.strategy, configuration.machine
+    version = tuple(int(part) for part in machine.torch.split(".")[:2]) if machine.torch else EXPANDABLE_ON_AMD_FROM
+    refusals = (
+        (machine.os != "linux", f"{gpu.title} runs under Linux alone", "use --os linux"),
+        (machine.world > 1, "RCCL's buffers between AMD's cards are not estimated", "use --gpus 1"),
+        ("UNet" in model.diffusers_class, "MIOpen's workspaces for a U-Net's convolutions are not estimated", ""),
+        (configuration.weights in ("int8", "nf4", "int4"), f"{configuration.weights} on AMD is not estimated", _FP8),
+        (strategy.optimizer in _BITSANDBYTES, f"{strategy.optimizer} on AMD is not estimated", "use --optimizer adamw"),
+        (strategy.compile != "none", "torch.compile on AMD is not estimated", "use --compile none"),
+        (strategy.attention not in ("sdpa", "flash"), f"AMD has no {strategy.attention} attention", _SDPA),
+        (
+            strategy.expandable_segments and version < EXPANDABLE_ON_AMD_FROM,
+            f"torch {machine.torch} has no expandable segments on AMD",
+            "use --no-expandable-segments",
+        ),
+    )
+    for applies, fault, fix in refusals:
+        if applies:
+            size = f"--gpu {gpu.allocatable_gib:g}GiB"
+            raise NotEstimatedError(fault, fix or f"to compare memory with an NVIDIA card, use {size}")
+
+
+_SDPA = "use --attention sdpa"
+_FP8 = "use --weights-dtype bf16 or fp8"
+_BITSANDBYTES = ("adamw-8bit", "adamw-8bit-paged", "lion")
