@@ -64,7 +64,8 @@ def _hollow(row: Row) -> tuple[str, ...]:
 
 
 def _published(row: Row) -> dict[str, tuple[str, str]]:
-    return {row.id + end: (moment, "max_memory_reserved") for moment, end in PRINTED.items()}
+    run = row.id.removesuffix(PRINTED["after_validation"])  # named by either of its rows, it printed both
+    return {run + end: (moment, "max_memory_reserved") for moment, end in PRINTED.items()}
 
 
 def _command(row: Row, folders: Folders) -> list[str]:
