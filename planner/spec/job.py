@@ -241,7 +241,7 @@ class Strategy(Record):
     (zero-2), weights too (zero-3, fsdp)"""
     # torch calls it hybrid sharding (HSDP): a device mesh of replicas x shards.
     fsdp_replicas: Annotated[Count, Note(trained=ALL, searched=Searched(20, lora=(), full=()))] = 1
-    """copies of the model that fsdp shards, each over neighbouring GPUs, with gradients averaged over the copies (hybrid
+    """copies of the model that fsdp shards, each over neighbouring GPUs, with gradients averaged over copies (hybrid
     sharding); as many as nodes gather weights inside nodes only"""
     grad_buckets: Annotated[Literal["copy", "view"], Note(trained=ALL)] = "view"
     """DDP's communication buckets: a second copy of all gradients, or the gradients themselves (view)"""

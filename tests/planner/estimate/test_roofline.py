@@ -277,7 +277,7 @@ def test_a_ring_over_nodes_has_the_adapters_of_all_its_gpus():
     assert transfer(H100, gpus=8, nodes=2, links=Links(node_gbs=12.5)) == pytest.approx(1 / 100)
     assert transfer(H100, gpus=8, nodes=2, links=Links(node_gbs=50.0)) == pytest.approx(1 / (NVLINK * 450))
     assert transfer(H100, gpus=1, nodes=2) == pytest.approx(1 / 25)
-    assert transfer(RTX4090, gpus=2, nodes=2) == pytest.approx(1 / 12.5)  # one adapter, through which each ring goes once
+    assert transfer(RTX4090, gpus=2, nodes=2) == pytest.approx(1 / 12.5)  # they have one adapter together
 
 
 def test_copies_of_a_model_gather_inside_nodes_and_sum_between_them():
