@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import GpuProfile
+from planner.estimate.links import Ring, gpu_rate, node_rate
 from planner.estimate.work import KERNELS, Attention, Kind, StepWork, Work
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
@@ -93,21 +94,6 @@ EFFICIENT_KERNELS = ("efficient", "xformers")
 MATH = (0.15, 0.18)
 """Standard attention: H100 0.14 and 0.18 (arXiv 2407.08608), RTX A5000 0.17 and 0.18 (gpu-mode/ring-attention#10)."""
 
-NVLINK = 0.8
-"""NCCL over NVLink: 20 % protocol overhead, 370 of 450 GB/s (a NCCL developer in NVIDIA/nccl-tests#212)."""
-
-PCIE_BETWEEN_GPUS = 0.5
-"""Without peer access each byte goes through host RAM: RTX 4090 25.8 GB/s for both directions together, where one copy
-to the host alone reaches 25 (tinygrad/open-gpu-kernel-modules#6)."""
-
-NODE_BYTES_PER_SECOND = 12.5e9
-"""Between nodes when nobody says: 100 Gbit/s Ethernet, shared by the node's GPUs; beside NVLink twice that for each GPU
-(DGX A100: one 200 Gbit/s adapter per GPU).
-
-A ring that has several GPUs of a node sends over all of their adapters: NCCL lays one ring through each, and the speed
-it reports is that of the adapters together (a NCCL developer in NVIDIA/nccl-tests#160: 80 GB/s over 4 of them; #252: 95
-GB/s, "~24 GB/s per NIC"; NVIDIA/nccl#495: 75 GB/s over 8 of 100 Gbit/s)."""
-
 HOST_ADAM_SECONDS = 0.26e-9
 """Per parameter, DeepSpeed's CPU Adam: 1e9 in 0.22 s, 10e9 in 2.57 s (ZeRO-Offload, arXiv 2101.06840, table 4)."""
 
@@ -138,11 +124,6 @@ class Traffic(NamedTuple):
     """parameters whose optimizer step the CPU does"""
     disk_bytes: int = 0
     """to and from an NVMe drive"""
-
-
-def all_reduced(nbytes: int, ranks: int) -> int:
-    """Bytes that each rank of a ring sends to all-reduce so many."""
-    return 2 * nbytes * (ranks - 1) // ranks
 
 
 class Seconds(NamedTuple):
@@ -289,29 +270,8 @@ def _waiting_rate(configuration: Configuration, gpu: GpuProfile) -> float:
     machine, parts = configuration.machine, configuration.strategy.context_parallel
     if parts == 1:
         return Ring(configuration.shards).rate(gpu, machine)
-    within = _gpu_rate(gpu, machine)
-    return min(within, _node_rate(gpu, machine)) if Ring(parts).crosses(machine) else within
-
-
-class Ring(NamedTuple):
-    """GPUs that a collective runs over: so many, ``stride`` ranks apart."""
-
-    ranks: int
-    stride: int = 1
-
-    def crosses(self, machine: Machine) -> bool:
-        """Whether it, or another like it, has GPUs of several nodes."""
-        return machine.gpus % (self.ranks * self.stride) != 0
-
-    def rate(self, gpu: GpuProfile, machine: Machine) -> float:
-        """Bytes per second that one GPU sends in it; the slowest link decides, that between nodes with the adapters of
-        all GPUs that it has on one."""
-        within = _gpu_rate(gpu, machine)
-        if not self.crosses(machine):
-            return within
-        members = max(1, min(self.ranks, machine.gpus // self.stride))
-        between = members * _node_rate(gpu, machine)
-        return between if members == 1 else min(within, between)
+    within = gpu_rate(gpu, machine)
+    return min(within, node_rate(gpu, machine)) if Ring(parts).crosses(machine) else within
 
 
 def _kernel_seconds(
@@ -412,17 +372,3 @@ def host_rate(gpu: GpuProfile, machine: Machine) -> float:
     if gpu.unified or machine.unified:  # the same memory reads and writes every byte
         return COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9 / 2
     return gpu.link_gbs * 1e9
-
-
-def _gpu_rate(gpu: GpuProfile, machine: Machine) -> float:
-    """Bytes per second that one GPU sends to another of its node."""
-    if machine.links and machine.links.gpu_gbs:
-        return machine.links.gpu_gbs * 1e9
-    return NVLINK * gpu.nvlink_gbs * 1e9 if gpu.nvlink_gbs else PCIE_BETWEEN_GPUS * gpu.link_gbs * 1e9
-
-
-def _node_rate(gpu: GpuProfile, machine: Machine) -> float:
-    """Bytes per second that one GPU sends to another node, while all GPUs of its own do."""
-    if machine.links and machine.links.node_gbs:
-        return machine.links.node_gbs * 1e9
-    return 2 * NODE_BYTES_PER_SECOND if gpu.nvlink_gbs else NODE_BYTES_PER_SECOND / machine.gpus

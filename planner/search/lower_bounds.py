@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
-from planner.estimate.roofline import Traffic, all_reduced
+from planner.estimate.links import all_reduced
+from planner.estimate.roofline import Traffic
 from planner.layout.attention_kernel import padded_masks
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS

@@ -149,7 +149,7 @@ class Strategy(Record):
     """how the weights are stored: the frozen base in lora (bf16 by default), the trained weights in full (fp32)"""
     # The step's inputs have autocast's dtype (without autocast the weights'), as in the published trainers.
     compute_dtype: Annotated[FloatDtype, Note(trained=ALL)] = "bf16"
-    """dtype of the model's inputs and outputs; fp16 is also autocast's and a frozen base's, where they are not typed"""
+    """dtype of the model's inputs and outputs"""
     master_weights: Annotated[
         Literal["none", "fp32"],
         Note(trained=("none", "fp32"), searched=Searched(7, lora=("none", "fp32"), full=("none", "fp32"))),
@@ -241,8 +241,8 @@ class Strategy(Record):
     (zero-2), weights too (zero-3, fsdp)"""
     # torch calls it hybrid sharding (HSDP): a device mesh of replicas x shards.
     fsdp_replicas: Annotated[Count, Note(trained=ALL, searched=Searched(20, lora=(), full=()))] = 1
-    """copies of the model that fsdp shards, each over neighbouring GPUs, with gradients averaged over the copies
-    (hybrid sharding); as many as nodes gather weights inside nodes only"""
+    """copies of the model that fsdp shards, each over neighbouring GPUs, with gradients averaged over copies (hybrid
+    sharding); as many as nodes gather weights inside nodes only"""
     grad_buckets: Annotated[Literal["copy", "view"], Note(trained=ALL)] = "view"
     """DDP's communication buckets: a second copy of all gradients, or the gradients themselves (view)"""
     # What an adapter's optimizer holds is small enough to stay.

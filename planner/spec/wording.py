@@ -29,6 +29,8 @@ def words(strategy: Strategy, lossy: Sequence[str]) -> str:
         said.append(f"{strategy.weights_dtype} weights")
     if strategy.gradient_checkpointing == "partial":
         said.append(f"{plural(strategy.checkpointed_blocks or 0, 'block')} checkpointed")
+    if strategy.fsdp_replicas > 1:
+        said.append(f"{strategy.fsdp_replicas} copies sharded")
     if strategy.swap_blocks:
         said.append(f"{plural(strategy.swap_blocks, 'block')} swapped")
     return ", ".join(said) or "no memory options"

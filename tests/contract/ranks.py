@@ -1,4 +1,5 @@
-"""Two ranks on the CPU, or four: the real engine is given a tiny model, built as our step does, and its bytes are read.
+"""Two ranks on the CPU, or four: a tiny model, built as our step does, is given to the real engine, trained, and its
+bytes read.
 
 What runs in a rank is at module level: a fork server starts it. Nothing of the engines is replaced; where they free a
 buffer before a step is over, a method of theirs is wrapped to look first.

@@ -276,9 +276,7 @@ def test_fsdp(asked: Case) -> None:
     agree(ranks, expected)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"weights_dtype": "bf16"}, {"gradient_accumulation": 2}], ids=("bf16", "accumulated")
-)
+@pytest.mark.parametrize("fields", [{"weights_dtype": "bf16"}, {"gradient_accumulation": 2}], ids=str)
 def test_fsdp_of_two_copies(fields: dict[str, Any]) -> None:
     """Four ranks, two to a copy of the model: shares are halves, and gradients are summed over the copies once a
     step, behind the last micro-batch."""

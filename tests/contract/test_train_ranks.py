@@ -83,12 +83,9 @@ def test_two_ranks_train_what_one_does_and_go_on_from_a_checkpoint(
 
 def across(place: runs.Place, output: Path, strategy: dict[str, Any], ranks: int, **said: Any) -> dict[str, Any]:
     """A request of a full training with four samples a step, on so many ranks, in two micro-batches or more."""
-    plan = place.plan(
-        {**strategy, "gradient_accumulation": 2 if ranks == 1 else 1},
-        gpus=ranks,
-        method="full",
-        batch_size=1 if ranks == 4 else 2,
-    )
+    batch_size = said.pop("batch_size", 1 if ranks == 4 else 2)
+    fields = {**strategy, "gradient_accumulation": 4 // (ranks * batch_size)}
+    plan = place.plan(fields, gpus=ranks, method="full", batch_size=batch_size)
     return place.request(output, plan, **{"steps": STEPS, "checkpoint_every": 3, **said}).to_json()
 
 
@@ -110,13 +107,15 @@ def test_other_numbers_of_ranks_go_on_from_a_checkpoint(
         compare(taken_up(place, tmp_path, 2, strategy, ranks), tmp_path / "2")
 
 
-def taken_up(place: runs.Place, folder: Path, writers: int, strategy: dict[str, Any], ranks: int) -> Path:
+def taken_up(
+    place: runs.Place, folder: Path, writers: int, strategy: dict[str, Any], ranks: int, **said: Any
+) -> Path:
     """What so many ranks make of a checkpoint that so many writers left in the folder under their number."""
     output = folder / f"{ranks}-again"
     shutil.copytree(folder / str(writers), output)
     shutil.rmtree(output / "final")
     resume = str(output / "checkpoints" / "step-00000003")
-    check(training.train(across(place, output, strategy, ranks, resume=resume), world=ranks))
+    check(training.train(across(place, output, strategy, ranks, resume=resume, **said), world=ranks))
     return output
 
 
@@ -127,7 +126,7 @@ def test_two_copies_of_a_sharded_model_train_what_one_rank_does(place: runs.Plac
     check(training.train(across(place, tmp_path / "4", copies, 4), world=4))
     alike = taken_up(place, tmp_path, 4, copies, 4)
     assert runs.losses(alike) == runs.losses(tmp_path / "4")
-    compare(taken_up(place, tmp_path, 4, strategy, 1), alike)
+    compare(taken_up(place, tmp_path, 4, strategy, 1, batch_size=1), alike)
     (checkpoint,) = (tmp_path / "4" / "checkpoints").glob("step-00000003")
     written = {path.name.split("-")[1] for path in (checkpoint / "state").glob("rank-*.safetensors")}
     assert written == {"00000", "00001"}  # of the first copy alone

@@ -147,7 +147,7 @@ def check_alike(trainable: dict[str, nn.Parameter], device: torch.device, copies
     model is split over neighbouring ranks. All ranks call it together, and all of them raise the VplanError."""
     weights = (parameter.detach() for parameter in trainable.values())
     shares = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
-    total = torch.stack([share.double().abs().sum() for share in shares]).sum().to(device)
+    total = torch.stack([share.double().abs().sum() for share in shares]).sum().to(device).reshape(1)
     totals = total.new_empty(dist.get_world_size())
     dist.all_gather_into_tensor(totals, total)
     by_copy = totals.view(copies, -1)

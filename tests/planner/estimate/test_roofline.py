@@ -42,6 +42,7 @@ WORK = StepWork(
     {POINTWISE: Work(0, 10**11), LAUNCHES: Work(100, 0)},
 )
 FOLDER = Path(__file__).parents[3] / "profiles" / "tapes"
+TAPES = sorted(FOLDER.glob("*/*.json.gz"))
 
 
 def seconds(work=WORK, gpu=H100, machine=ONE, traffic=STILL, job=JOB, **strategy):
@@ -83,30 +84,24 @@ def test_a_short_stack_uses_every_template_once():
     assert work_of(tiny_tape(3), "step", GRID)[MATMUL].flops == 111 + 1
 
 
-@pytest.mark.parametrize("model", sorted(path.name for path in FOLDER.iterdir() if path.is_dir()))
-def test_shipped_tapes_sum_to_what_their_blocks_do_one_by_one(model):
-    """One test a model: a test a tape would be half the suite."""
-    for path in sorted((FOLDER / model).glob("*.json.gz")):
-        tape = read_tape(path)
-        grid = {**GRID, "B": 2, **tape.regime}
-        for piece, sections in tape.pieces.items():
-            assert work_of(tape, piece, grid) == block_by_block(tape, sections, grid), path.name
-
-
-def block_by_block(tape, sections, grid):
+@pytest.mark.parametrize("path", TAPES, ids=lambda path: f"{path.parent.name}-{path.name.partition('.')[0]}")
+def test_shipped_tapes_sum_to_what_their_blocks_do_one_by_one(path):
+    tape = read_tape(path)
+    grid = {**GRID, "B": 2, **tape.regime}
     atoms = tape.values(grid)
-    found = {}
-    for section in sections:
-        depth = tape.runs[section.run].count if section.step else 1
-        for block in range(depth):
-            for work in section.templates[kept_template(section, block, depth) if section.step else 0].work:
-                factor = 1
-                for atom, power in zip(atoms, work.exponents, strict=True):
-                    factor *= atom**power
-                cell = found.setdefault((KINDS[work.kind], work.half), [0, 0])
-                cell[0] += work.flops * factor
-                cell[1] += work.nbytes * factor
-    return {kind: Work(*cell) for kind, cell in found.items()}
+    for piece, sections in tape.pieces.items():
+        slow = {}
+        for section in sections:
+            depth = tape.runs[section.run].count if section.step else 1
+            for block in range(depth):
+                for work in section.templates[kept_template(section, block, depth) if section.step else 0].work:
+                    factor = 1
+                    for atom, power in zip(atoms, work.exponents, strict=True):
+                        factor *= atom**power
+                    cell = slow.setdefault((KINDS[work.kind], work.half), [0, 0])
+                    cell[0] += work.flops * factor
+                    cell[1] += work.nbytes * factor
+        assert work_of(tape, piece, grid) == {kind: Work(*cell) for kind, cell in slow.items()}
 
 
 def test_wan_flops_are_those_of_the_architecture():
@@ -282,7 +277,7 @@ def test_a_ring_over_nodes_has_the_adapters_of_all_its_gpus():
     assert transfer(H100, gpus=8, nodes=2, links=Links(node_gbs=12.5)) == pytest.approx(1 / 100)
     assert transfer(H100, gpus=8, nodes=2, links=Links(node_gbs=50.0)) == pytest.approx(1 / (NVLINK * 450))
     assert transfer(H100, gpus=1, nodes=2) == pytest.approx(1 / 25)
-    assert transfer(RTX4090, gpus=2, nodes=2) == pytest.approx(1 / 12.5)  # one adapter: each ring once
+    assert transfer(RTX4090, gpus=2, nodes=2) == pytest.approx(1 / 12.5)  # they have one adapter together
 
 
 def test_copies_of_a_model_gather_inside_nodes_and_sum_between_them():
@@ -410,7 +405,7 @@ def test_every_card_has_a_finite_time(name):
     everything = StepWork({(kind, half): Work(10**15, 10**12) for kind in KINDS[:-1] for half in (0, 1)})
     assert 0 < seconds(everything, card).total < 3600
     for kind, half in everything.passes:
-        assert 0 < efficiency(card, kind, half) < 1.1  # GeForce cards may run above their quoted clocks
+        assert 0 < efficiency(card, kind, half) < 1
     for kernel in ("cudnn", "flash", "efficient", "math"):
         assert all(0 < attention_reaches(card, kernel, half=half) < 1 for half in (0, 1))
 

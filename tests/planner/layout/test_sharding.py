@@ -364,6 +364,18 @@ def test_fsdp_adds_micro_batches_to_the_first() -> None:
     assert peaks(twice)["step"] == peaks(once)["step"] + reduced
 
 
+def test_copies_of_a_sharded_model_take_what_one_takes_on_their_gpus() -> None:
+    two = laid_out(EIGHT, sharding="fsdp", fsdp_replicas=2)
+    one = laid_out(EIGHT.replace(gpus=4), sharding="fsdp")
+    assert after(two) == after(one) and peaks(two) == peaks(one)
+    assert communicators(two) == communicators(one) + 2
+    assert traffic(two) == traffic(one)._replace(replica_bytes=4 * TRAINED // 4)  # half of its fp32 shares out, and in
+    assert disk_bytes(two) == disk_bytes(one)
+    often = [laid_out(EIGHT, sharding="fsdp", fsdp_replicas=2, gradient_accumulation=steps) for steps in (1, 4)]
+    assert len({traffic(run).replica_bytes for run in often}) == 1  # behind the last micro-batch alone
+    assert after(often[0]) == after(often[1])
+
+
 # ---- a moving average
 
 
