@@ -22,7 +22,7 @@ from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Strategy
-from planner.tape.format import CATEGORIES, Growing, Tape
+from planner.tape.format import CATEGORIES, Growing, Tape, values_of
 from planner.tape.program import Program
 from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
 
@@ -357,7 +357,7 @@ class _Walk:
         self.bare = bare
         values = tape.values(grid)
         assert not tape.growing, "only the chunks of a VAE grow"
-        self.sizes = [size.value(values) for size in tape.sizes if not isinstance(size, Growing)]
+        self.sizes = values_of((size for size in tape.sizes if not isinstance(size, Growing)), values)
         self.whole: Sizes = np.array([_whole(size) for size in self.sizes], dtype=np.int64)
         self.trained: set[tuple[int, str]] = set()
         """(run, name in its block)"""
