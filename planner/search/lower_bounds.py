@@ -7,11 +7,15 @@ only swap, offloaded checkpoints and the optimizer's states are counted.
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.allocator.caching import BLOCK_ROUND_BYTES
+from planner.errors import VplanError
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
 from planner.layout.attention_kernel import padded_masks
@@ -19,7 +23,7 @@ from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Strategy
-from planner.tape.format import CATEGORIES, Growing, Section, Tape, Template
+from planner.tape.format import CATEGORIES, Growing, Tape, values_of
 from planner.tape.program import Program
 from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
 
@@ -203,8 +207,13 @@ def walked(tape: Tape, grid: Mapping[str, int], bare: bool = False) -> Walked:
         gradients += stretch.made.gradients
         step_peak = max(step_peak, level + stretch.did.most)
         level += stretch.did.rise
-    blocks = [loaded[block] for block in forward]
-    frozen = [[nbytes for run, leaf, nbytes in block if (run, leaf) not in walk.trained] for block in blocks]
+    alike: dict[int, list[int]] = {}
+    frozen = []
+    for block in forward:
+        weights = loaded[block]
+        if id(weights) not in alike:
+            alike[id(weights)] = [nbytes for run, leaf, nbytes in weights if (run, leaf) not in walk.trained]
+        frozen.append(alike[id(weights)])
     inputs = [sum(part.inputs for part in parts) for parts in backward.values()]
     offloaded = 0
     for at, parts in enumerate(backward.values()):
@@ -246,11 +255,13 @@ class Backward(NamedTuple):
     inputs: int
 
 
+Sizes = NDArray[np.int64]
+
+
 class Made(NamedTuple):
     """What a template allocates, bytes: all buffers, weights and gradients."""
 
-    columns: TemplateColumns
-    sizes: list[int]
+    sizes: Sizes
     """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels, nor for a mask
     beside its padded copy"""
     weights: list[Weight]
@@ -277,6 +288,71 @@ class Stretch(NamedTuple):
     did: Did
 
 
+class _Frees(NamedTuple):
+    """A template with those whose buffers it frees, as blocks that are alike have them."""
+
+    columns: TemplateColumns
+    others: tuple[TemplateColumns, ...]
+    places: NDArray[np.intp]
+    """per event: where its size stands among those of ``columns`` and, negated, of ``others``, with a 0 behind all for
+    what is freed by name"""
+    inputs: NDArray[np.intp]
+    """events that free what other blocks made in forward, but for weights"""
+
+    @classmethod
+    def of(cls, columns: TemplateColumns, freed: Sequence[tuple[TemplateColumns, bool]]) -> _Frees:
+        """``freed``: the template that made it, and whether in another block's forward."""
+        others = tuple(other for other, _ in freed)
+        starts = np.cumsum([0, *(len(each.sizes) for each in (columns, *others))])
+        origins, positions = np.array(columns.origins, dtype=np.intp), np.array(columns.positions, dtype=np.intp)
+        places = starts[origins] + positions
+        by_name = [at for tensors in columns.named.values() for at, position, _ in tensors if position < 0]
+        places[by_name] = starts[-1]
+        inputs = [
+            event
+            for event, (origin, position) in enumerate(zip(columns.origins, columns.positions, strict=True))
+            if origin and freed[origin - 1][1] and others[origin - 1].categories[position] != "weight"
+        ]
+        return cls(columns, others, places, np.array(inputs, dtype=np.intp))
+
+
+Steps = tuple[tuple[str, tuple[int, int] | None, _Frees], ...]
+"""(passes, (run, block), template and what it frees) of every stretch"""
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(tape: Tape, piece: str) -> Steps:
+    """A piece of a tape in order, at whatever shape. A VplanError where its events free what is not there."""
+    sections, counts = sections_of(tape, piece), [run.count for run in tape.runs]
+    known: dict[tuple[object, ...], _Frees] = {}
+    there: list[dict[int, TemplateColumns]] = []
+    steps: list[tuple[str, tuple[int, int] | None, _Frees]] = []
+    try:
+        for section in sections:
+            run = section.run
+            here: dict[int, TemplateColumns] = {}
+            there.append(here)
+            for block, template in in_order(section, counts):
+                columns = here[block] = columns_of(template, tape)
+                freed = []
+                for number, mode, to in columns.bases:
+                    other = sections[number]
+                    at = target_block(mode, to, other.run, block, counts)
+                    is_input = other.passes == "forward" and other.run is not None and (other.run, at) != (run, block)
+                    freed.append((there[number][at], is_input))
+                key = (id(columns), *((id(other), is_input) for other, is_input in freed))
+                if key not in known:
+                    known[key] = _Frees.of(columns, freed)
+                steps.append((section.passes, None if run is None else (run, block), known[key]))
+    except (KeyError, IndexError) as error:
+        raise _not_there(tape, piece, error) from None
+    return tuple(steps)
+
+
+def _not_there(tape: Tape, piece: str, error: LookupError) -> VplanError:
+    return tape.damaged(f"{piece} refers to {error.args[0]}, which is not there")
+
+
 class _Walk:
     """A tape at a shape, with what each of its templates was found to do."""
 
@@ -285,44 +361,27 @@ class _Walk:
         self.bare = bare
         values = tape.values(grid)
         assert not tape.growing, "only the chunks of a VAE grow"
-        self.sizes = [size.value(values) for size in tape.sizes if not isinstance(size, Growing)]
-        self.whole = list(map(_whole, self.sizes))
-        self.counts = [run.count for run in tape.runs]
+        self.sizes = values_of((size for size in tape.sizes if not isinstance(size, Growing)), values)
+        self.whole: Sizes = np.array([_whole(size) for size in self.sizes], dtype=np.int64)
         self.trained: set[tuple[int, str]] = set()
         """(run, name in its block)"""
         self._made: dict[int, Made] = {}
-        self._did: dict[tuple[object, ...], Did] = {}
+        self._did: dict[int, Did] = {}
         self._named: dict[tuple[int, int, str], int] = {}
         """(category, run, name in its block) -> bytes: the blocks of a run are alike."""
 
     def stretches(self, piece: str) -> Iterator[Stretch]:
         """A piece in order; a VplanError for a tape whose events free what is not there."""
         try:
-            yield from self._stretches(sections_of(self.tape, piece))
-        except (KeyError, IndexError) as error:
-            raise self.tape.damaged(f"{piece} refers to {error.args[0]}, which is not there") from None
+            for passes, block, frees in _steps(self.tape, piece):
+                made = self._made_by(frees.columns)
+                yield Stretch(passes, block, made, self._did_by(frees))
+        except KeyError as error:
+            raise _not_there(self.tape, piece, error) from None
 
-    def _stretches(self, sections: Sequence[Section]) -> Iterator[Stretch]:
-        there: list[dict[int, Made]] = []
-        for section in sections:
-            run = section.run
-            here: dict[int, Made] = {}
-            there.append(here)
-            for block, template in in_order(section, self.counts):
-                made = here[block] = self._made_by(template)
-                freed = []
-                for number, mode, to in made.columns.bases:
-                    other = sections[number]
-                    at = target_block(mode, to, other.run, block, self.counts)
-                    is_input = other.passes == "forward" and other.run is not None and (other.run, at) != (run, block)
-                    freed.append((there[number][at], is_input))
-                where = None if run is None else (run, block)
-                yield Stretch(section.passes, where, made, self._did_by(made, freed))
-
-    def _made_by(self, template: Template) -> Made:
-        columns = columns_of(template, self.tape)
+    def _made_by(self, columns: TemplateColumns) -> Made:
         if id(columns) not in self._made:
-            sizes = list(map(self.whole.__getitem__, columns.sizes))
+            sizes = self.whole[columns.sizes] if columns.sizes else np.empty(0, dtype=np.int64)
             for position, _ in columns.kernels:
                 sizes[position] = 0
             for mask, copy in padded_masks(columns.ops):  # which the mask itself may stand for
@@ -341,29 +400,23 @@ class _Walk:
                     elif category == GRADIENT:
                         self.trained.add((run, leaf))
                         gradients += nbytes
-            self._made[id(columns)] = Made(columns, sizes, weights, gradients)
+            self._made[id(columns)] = Made(sizes, weights, gradients)
         return self._made[id(columns)]
 
-    def _did_by(self, made: Made, freed: Sequence[tuple[Made, bool]]) -> Did:
-        """What a template does that frees what others made, each with whether it is another block's forward."""
-        columns = made.columns
-        key = (id(columns), *((id(other), is_input) for other, is_input in freed))
-        if key not in self._did:
-            # What is freed by name stands at the first place of what is made, which may be nothing.
-            rows = [made.sizes or [0], *([-size for size in other.sizes] for other, _ in freed)]
-            changes = [rows[row][at] for row, at in zip(columns.origins, columns.positions, strict=True)]
-            for (category, _, run, _), tensors in columns.named.items():
+    def _did_by(self, frees: _Frees) -> Did:
+        """What a template does that frees what others made."""
+        if id(frees) not in self._did:
+            own = self._made[id(frees.columns)].sizes
+            others = (-self._made[id(other)].sizes for other in frees.others)
+            changes = np.concatenate([own, *others, [0]])[frees.places]
+            for (category, _, run, _), tensors in frees.columns.named.items():
                 for at, position, leaf in tensors:
                     if position < 0:
                         changes[at] = -_whole(self._named[category, run, leaf])
-            inputs = 0
-            for row, (other, is_input) in enumerate(freed, start=1):
-                if is_input:
-                    kinds = other.columns.categories
-                    gone = (at for origin, at in zip(columns.origins, columns.positions, strict=True) if origin == row)
-                    inputs += sum(other.sizes[at] for at in gone if kinds[at] != "weight")
-            self._did[key] = Did(sum(changes), max(itertools.accumulate(changes), default=0), inputs)
-        return self._did[key]
+            levels = np.cumsum(changes)
+            rise, most = (int(levels[-1]), int(levels.max())) if len(levels) else (0, 0)
+            self._did[id(frees)] = Did(rise, most, -int(changes[frees.inputs].sum()))
+        return self._did[id(frees)]
 
 
 def _whole(nbytes: int) -> int:

@@ -72,6 +72,21 @@ class Growing(NamedTuple):
         return self.base.value(atoms) + index * self.slope.value(atoms)
 
 
+def values_of(sizes: Iterable[Monomial], atoms: Sequence[int]) -> list[int]:
+    """`Monomial.value` of each: a tape has hundreds of sizes, and a few dozen products of atoms among them."""
+    products: dict[tuple[int, ...], int] = {}
+    values = []
+    for size in sizes:
+        if size.multiple:
+            values.append(size.value(atoms))
+            continue
+        exponents = size.exponents
+        if exponents not in products:
+            products[exponents] = _product(atoms, exponents)
+        values.append(size.coefficient * products[exponents])
+    return values
+
+
 def _product(atoms: Sequence[int], exponents: Sequence[int]) -> int:
     return math.prod(atom**exponent for atom, exponent in zip(atoms, exponents, strict=True) if exponent)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from planner.tape.cow_list import CowList
-from planner.tape.format import CATEGORIES, Growing, Monomial, Section, Tape, Template
+from planner.tape.format import CATEGORIES, Growing, Monomial, Section, Tape, Template, values_of
 from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
 
 Block = tuple[str, int]
@@ -85,17 +85,14 @@ class Program:
 
     def bytes_of(self, grid: Mapping[str, int]) -> list[int]:
         """The size of every buffer in bytes, by number, at a shape. ``grid``: values of the atoms by name."""
-        values: dict[int, list[int]] = {}
-        table = []
-        for size in self.sizes:
-            if isinstance(size, int):
-                table.append(size)
-            else:
-                tape, monomial = size
-                if id(tape) not in values:
-                    values[id(tape)] = tape.values(grid)
-                table.append(monomial.value(values[id(tape)]))
-        return [table[index] for index in self.buffers]
+        table = [size if isinstance(size, int) else 0 for size in self.sizes]
+        symbolic = [(index, *size) for index, size in enumerate(self.sizes) if not isinstance(size, int)]
+        for tape in {id(tape): tape for _, tape, _ in symbolic}.values():
+            own = [(index, monomial) for index, of, monomial in symbolic if of is tape]
+            values = values_of((monomial for _, monomial in own), tape.values(grid))
+            for (index, _), nbytes in zip(own, values, strict=True):
+                table[index] = nbytes
+        return list(map(table.__getitem__, self.buffers))
 
     def plain_bytes(self, buffer: int) -> int:
         """The size in bytes of a buffer that has the same size at every shape; only for such a buffer."""
