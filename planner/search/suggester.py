@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile
-from planner.errors import VplanError
+from planner.errors import NotEstimatedError, VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
+from planner.layout.card_limits import BF16_ATTENTION_FROM, in_fp16
 from planner.layout.correction import ModelMeasurements
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts
@@ -102,7 +103,12 @@ class Suggester:
             if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - question.machine.reserve:
                 continue
             there = replace(plan.configuration, machine=question.machine.replace(gpu=card.name))
-            facts = load_facts(there, question.model, card)
+            if card.capability < BF16_ATTENTION_FROM:
+                there = replace(there, strategy=in_fp16(there.strategy))
+            try:
+                facts = load_facts(there, question.model, card)
+            except NotEstimatedError:  # it runs another kernel, which the answer for that card by name says
+                continue
             # Most cards of a class allocate the very same: the replay of the one before is used again.
             assessment = assess(there, facts, self.trainer, self.screen.run_cache.lay_out, like=assessment)
             if assessment.estimate.verdict != plan.verdict:

@@ -92,6 +92,12 @@ def test_an_amd_card_is_priced_with_its_own_workspaces_and_a_wider_range() -> No
         assert away[0] - away[1] == pytest.approx(0.05, abs=0.005), side
 
 
+def test_a_smaller_card_of_a_class_without_bf16_has_the_plan_in_fp16() -> None:
+    result = CliRunner().invoke(cli, ["suggest", "z-image", "--gpu", "16GB", "--json"])
+    assert result.exit_code == 0, result.output
+    assert {"gpu": "t4", "verdict": "tight"} in json.loads(result.output)["smaller_cards"]
+
+
 def test_workspaces_by_the_generation_of_amd() -> None:
     assert {name: workspace_bytes(lookup.gpu(name)) // MIB for name in ("mi210", "mi250x", "mi325x", "mi355x")} == {
         "mi210": 108,
