@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.catalog import lookup
+from planner.catalog.card_limits import BF16_ATTENTION_FROM, in_fp16
 from planner.catalog.profiles import GpuProfile
 from planner.errors import NotEstimatedError, VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
-from planner.layout.card_limits import BF16_ATTENTION_FROM, in_fp16
 from planner.layout.correction import ModelMeasurements
 from planner.layout.inputs import load_facts
 from planner.layout.run import Facts

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from planner.catalog import lookup
+from planner.catalog.card_limits import refuse_on_card
 from planner.catalog.shapes import job_for
 from planner.commands import cli
 from planner.errors import NotEstimatedError
 from planner.estimate.estimate import estimate
-from planner.layout.card_limits import refuse_on_card
 from planner.layout.cublas import workspace_bytes
 from planner.layout.inputs import load_facts
 from planner.spec.configuration import Configuration

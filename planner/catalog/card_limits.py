@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.errors import NotEstimatedError
-from planner.layout.attention_kernel import FLASH_FROM
 from planner.spec.configuration import Configuration
 from planner.spec.rules import ResolvedStrategy
+
+FLASH_FROM = (8, 0)
+"""FlashAttention-2 needs Ampere or newer (torch SDPA: sm80 or later)."""
 
 BF16_ATTENTION_FROM = (8, 0)
 """Before it memory-efficient attention takes fp16 and fp32 alone, and there is no other kernel but the math path
