@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 
+from planner.catalog.card_limits import FLASH_FROM
 from planner.catalog.profiles import GpuProfile
 from planner.errors import NotEstimatedError
 from planner.layout.run import Run
 from planner.spec.job import Machine, Strategy
 
 FLASH = "_scaled_dot_product_flash_attention"
-FLASH_FROM = (8, 0)
-"""FlashAttention-2 needs Ampere or newer (torch SDPA: sm80 or later)."""
 
 
 def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Collection[str]) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import profiles
 from planner.catalog import lookup, user_data
+from planner.catalog.card_limits import refuse_on_card
 from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import coded_frames
 from planner.errors import NotRecordedError
-from planner.layout.card_limits import refuse_on_card
 from planner.layout.run import Facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Strategy

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.catalog import lookup
+from planner.catalog.card_limits import BF16_ATTENTION_FROM, in_fp16
 from planner.catalog.profiles import GpuProfile, ModelProfile
-from planner.errors import VplanError
+from planner.errors import NotEstimatedError, VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
@@ -138,7 +139,12 @@ class Suggester:
             if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - question.machine.reserve:
                 continue
             there = replace(plan.configuration, machine=question.machine.replace(gpu=card.name))
-            facts = load_facts(there, question.model, card, self._library)
+            if card.capability < BF16_ATTENTION_FROM:
+                there = replace(there, strategy=in_fp16(there.strategy))
+            try:
+                facts = load_facts(there, question.model, card, self._library)
+            except NotEstimatedError:  # it runs another kernel, which the answer for that card by name says
+                continue
             # Most cards of a class allocate the very same: the replay of the one before is used again.
             assessment = assess(there, facts, self.trainer, self.screen.run_cache.lay_out, like=assessment)
             if assessment.estimate.verdict != plan.verdict:

@@ -15,6 +15,7 @@ import click
 
 from planner import dialects
 from planner.catalog import lookup
+from planner.catalog.card_limits import BF16_ATTENTION_FROM
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, how_read, job_for, parse_resolution
 from planner.commands import USAGE
@@ -29,7 +30,6 @@ from planner.commands._shared.options import (
 from planner.commands._shared.verb import Function
 from planner.errors import VplanError
 from planner.layout import trainer_terms
-from planner.layout.card_limits import BF16_ATTENTION_FROM
 from planner.layout.experts import expert_assumption
 from planner.schema import Record
 from planner.search.question import Question

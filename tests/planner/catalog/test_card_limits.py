@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from planner.catalog import lookup
+from planner.catalog.card_limits import refuse_on_card
 from planner.catalog.shapes import job_for
 from planner.commands import cli
 from planner.errors import NotEstimatedError
 from planner.estimate.estimate import estimate
-from planner.layout.card_limits import refuse_on_card
 from planner.layout.cublas import workspace_bytes
 from planner.layout.inputs import load_facts
 from planner.spec.configuration import Configuration
@@ -90,6 +90,12 @@ def test_an_amd_card_is_priced_with_its_own_workspaces_and_a_wider_range() -> No
     for side in ("low_bytes", "high_bytes"):
         away = [abs(getattr(one, side) / one.peak.device_bytes - 1) for one in (amd, nvidia)]
         assert away[0] - away[1] == pytest.approx(0.05, abs=0.005), side
+
+
+def test_a_smaller_card_of_a_class_without_bf16_has_the_plan_in_fp16() -> None:
+    result = CliRunner().invoke(cli, ["suggest", "z-image", "--gpu", "16GB", "--json"])
+    assert result.exit_code == 0, result.output
+    assert {"gpu": "t4", "verdict": "tight"} in json.loads(result.output)["smaller_cards"]
 
 
 def test_workspaces_by_the_generation_of_amd() -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.errors import NotEstimatedError
-from planner.layout.attention_kernel import FLASH_FROM
 from planner.spec.configuration import Configuration
+from planner.spec.rules import ResolvedStrategy
+
+FLASH_FROM = (8, 0)
+"""FlashAttention-2 needs Ampere or newer (torch SDPA: sm80 or later)."""
 
 BF16_ATTENTION_FROM = (8, 0)
 """Before it memory-efficient attention takes fp16 and fp32 alone, and there is no other kernel but the math path
@@ -26,6 +29,13 @@ LAST_OF_CUDA_12 = (2, 14)
 
 EXPANDABLE_ON_AMD_FROM = (2, 12)
 """pytorch#177974. Off where nobody asks for it: a copy may hang (pytorch#192259)."""
+
+
+def in_fp16(strategy: ResolvedStrategy) -> ResolvedStrategy:
+    """The strategy with fp16 for the bf16 in which it computes: as many bytes."""
+    fields = ("weights_dtype", "compute_dtype", "autocast")
+    changes = {field: "fp16" for field in fields if getattr(strategy, field) == "bf16"}
+    return ResolvedStrategy(strategy.replace(**changes))
 
 
 def refuse_on_card(configuration: Configuration, gpu: GpuProfile, model: ModelProfile) -> None:
