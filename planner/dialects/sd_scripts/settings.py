@@ -82,7 +82,7 @@ def _model(settings: Settings) -> Fields:
 def _write_model(fields: Fields) -> Settings:
     if fields["model"] not in MODELS:
         raise InexpressibleError(
-            UnsupportedValue("model", fields["model"], "flux.1-dev", "its scripts are known here for FLUX.1")
+            UnsupportedValue("model", fields["model"], "flux.1-dev", "of its scripts those for FLUX.1 are written; of SDXL and SD 1.5 `vplan check` reads commands")
         )
     return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
 
