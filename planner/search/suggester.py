@@ -71,7 +71,7 @@ class Suggester:
         if relax:
             return suggestion._replace(relaxed=relax)
         reached = least(search, search.question.job)
-        if reached is not None and reached.verdict == "no" and reached.peak.device_bytes >= plan.peak.device_bytes:
+        if reached and reached.verdict == "no" and reached.peak.device_bytes >= plan.peak.device_bytes:
             reached = None
         return suggestion._replace(relaxed=(), least=reached, larger_card=self._on_a_larger_card(search, plan))
 

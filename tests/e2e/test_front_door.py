@@ -234,8 +234,13 @@ def test_cards_as_people_name_them(typed: str, card: str, note: str) -> None:
     assert [said for said in found["assumptions"] if "taken for" in said] == ([note] if note else [])
 
 
-def test_a_card_of_another_maker_has_a_size_to_compare_with() -> None:
-    assert "use --gpu 24GB; speed and kernels are not the same" in said("suggest sdxl --gpu 7900xtx", 1)
+@pytest.mark.parametrize(
+    ("card", "maker", "size"),
+    [("7900xtx", "AMD", "--gpu 24GB"), ("m3max", "Apple", "its size"), ("arc-a770", "Intel", "its size")],
+)
+def test_a_card_of_another_maker_has_a_size_to_compare_with(card: str, maker: str, size: str) -> None:
+    page = prose(f"suggest sdxl --gpu {card}", 1)
+    assert f"is a card of {maker}" in page and size in page and "speed and kernels are not the same" in page
 
 
 def test_host_ram_may_be_typed_without_its_unit() -> None:
@@ -296,6 +301,31 @@ def test_an_image_model_is_asked_about_images() -> None:
 def test_swap_names_the_link_it_hides_behind(question: str, words: str) -> None:
     page = prose(f"suggest {question} --host-ram 64 --gradient-checkpointing full")
     assert words in page
+
+
+# ---- JSON
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message", "fix"),
+    [
+        ("suggest --json --nonsense", 2, "no such option --nonsense", "--help"),
+        ("estimate sdxl --gpu 24GB --frames many --json", 1, "many", ""),
+        ("estimate nosuch --gpu 24GB --json", 1, "nosuch", "vplan models"),
+        ("suggest sdxl --gpu 7900xtx --json", 1, "AMD", "--gpu 24GB"),
+    ],
+)
+def test_errors_of_use_are_json_with_a_schema(line: str, code: int, message: str, fix: str) -> None:
+    """What is wrong in how it is called, too, and nothing beside it on stdout."""
+    done = CliRunner().invoke(cli, line.split(), prog_name="vplan", env=HERE)
+    found = json.loads(done.stdout)
+    assert done.exit_code == code and found["schema"] == 1 and set(found["error"]) == {"message", "fix"}
+    assert message in found["error"]["message"] and fix in found["error"]["fix"]
+
+
+@pytest.mark.parametrize("line", ["models", "gpus", "models sdxl", "gpus 4090", "estimate sdxl --gpu 24GB", "doctor"])
+def test_every_answer_has_its_schema(line: str) -> None:
+    assert answer(line)["schema"] == 1
 
 
 # ---- torch

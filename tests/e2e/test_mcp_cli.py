@@ -21,6 +21,11 @@ mcp = pytest.importorskip("mcp")
 
 SKILL = Path(vplan.HOME) / "docs" / "skill" / "SKILL.md"
 
+FLUX = (
+    "accelerate launch train_dreambooth_lora_flux.py --pretrained_model_name_or_path x/FLUX.1-dev"
+    " --mixed_precision bf16 --gradient_checkpointing"
+)
+
 CHEAP = {"gradient_checkpointing": "full", "resolution": "512x512"}
 
 
@@ -43,7 +48,7 @@ def asked(folder: Path, *calls: tuple[str, dict[str, Any]]) -> list[Any]:
 
 
 def test_an_agent_plans_prices_checks_exports_and_reports(tmp_path: Path) -> None:
-    names, plan, refused, priced, checked, explained, exported, report = asked(
+    names, plan, refused, priced, unknown, checked, explained, exported, report = asked(
         tmp_path,
         (
             "suggest",
@@ -52,6 +57,7 @@ def test_an_agent_plans_prices_checks_exports_and_reports(tmp_path: Path) -> Non
         ("suggest", {"model": "flux.1-dev", "gpu": "24GB", "options": CHEAP, "save": "p.toml"}),
         ("estimate", {"model": "sdxl", "gpu": "24GB", "options": CHEAP}),
         ("check", {"command": ["python", "train.py", "--model", "x"], "gpu": "24GB"}),
+        ("check", {"command": shlex.split(FLUX), "gpu": "48GB"}),
         ("check", {"error": "RuntimeError: CUDA error: out of memory"}),
         ("export", {"plan": "p.toml", "trainer": "sd-scripts", "into": "out"}),
         ("report", {"plans": ["p.toml"], "page": "p.html"}),
@@ -61,7 +67,9 @@ def test_an_agent_plans_prices_checks_exports_and_reports(tmp_path: Path) -> Non
     assert "is there already" in refused, "and nothing is overwritten"
     line = "estimate sdxl --gpu 24GB --gradient-checkpointing full --resolution 512x512 --json"
     assert priced == json.loads(CliRunner().invoke(cli, shlex.split(line)).stdout)
-    assert isinstance(checked, str) and checked, "an unknown script is refused in words"
+    assert isinstance(unknown, str) and unknown, "an unknown script is refused in words"
+    words = ["check", "--json", "--gpu", "48GB", "--", *shlex.split(FLUX)]
+    assert checked == json.loads(CliRunner().invoke(cli, words).stdout)
     assert explained["cause"] == "driver"
     assert exported["files"] and (tmp_path / "out").is_dir()
     assert report["page"] == "p.html" and "<html" in (tmp_path / "p.html").read_text()

@@ -280,7 +280,8 @@ def _beyond(found: Suggestion) -> Iterator[str]:
         ]
         lossy = f" (lossy: {', '.join(least.lossy)})" if least.lossy else ""
         does = "still needs" if least.verdict == "no" else f"together: {VERDICTS[least.verdict][0]},"
-        yield f"{' '.join(smaller)} {does} {gib(least.peak.device_bytes):.1f} GiB{lossy}"
+        ram = f" and {gib(least.host_ram_bytes):.1f} GiB of host RAM" if least.limit == "host" else ""
+        yield f"{' '.join(smaller)} {does} {gib(least.peak.device_bytes):.1f} GiB{ram}{lossy}"
     if (larger := found.larger_card) is not None:
         more = larger.machine.host_ram if larger.machine.host_ram != found.plan.machine.host_ram else None
         yield f"unchanged it fits --gpu {larger.machine.gpu}{f' --host-ram {more // GIB}GiB' if more else ''}"

@@ -81,9 +81,8 @@ def _model(settings: Settings) -> Fields:
 
 def _write_model(fields: Fields) -> Settings:
     if fields["model"] not in MODELS:
-        raise InexpressibleError(
-            UnsupportedValue("model", fields["model"], "flux.1-dev", "its scripts are known here for FLUX.1")
-        )
+        why = "its scripts are written here for FLUX.1 alone; of SDXL and SD 1.5 `vplan check` reads commands"
+        raise InexpressibleError(UnsupportedValue("model", fields["model"], "flux.1-dev", why))
     return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
 
 
