@@ -247,7 +247,7 @@ def estimate(options: Mapping[str, Any], words: Words) -> EstimateAnswer:
     question, found, _ = estimate_command.estimated(said["asked"])
 
     def show(console: Console) -> None:
-        render.headline(console, question, found)
+        render.print_answer(console, question, found)
         render.print_estimate(console, found)
         render.print_assumptions(console, question, found)
 

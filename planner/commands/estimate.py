@@ -9,7 +9,7 @@ import click
 
 from planner.commands._shared.data_options import asked_length, whole_job_options, with_proposed_shapes
 from planner.commands._shared.render import (
-    headline,
+    print_answer,
     print_assumptions,
     print_estimate,
     print_next,
@@ -88,7 +88,7 @@ def command(
         write_report(report, [(output or "plan.toml", Plan.of(found, trainer=asked.trainer))])
 
     def render(console: Console) -> None:
-        headline(console, question, found)
+        print_answer(console, question, found)
         print_estimate(console, found, whole)
         print_assumptions(console, question, found)
         if even:

@@ -1,6 +1,7 @@
-"""The look of an answer in the terminal: how the question was understood, the verdict, the bar, the phases.
+"""The look of one answer in the terminal: first the answer in a line, then the bar, then the plan, then the rest.
 
-It holds at 80 columns: tables keep their numbers and wrap their words. Rich leaves colours out when nobody looks.
+It holds at 80 columns: tables keep their numbers and wrap their words, and what is to be typed is broken between its
+options. Rich leaves colours out when nobody looks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from planner.catalog.shapes import in_words
 from planner.commands._shared.verb import table, typed_line
 from planner.dialects.base import cli_words
 from planner.estimate.pinned_ram import HALVED
-from planner.spec.job import Job, Machine, Strategy
+from planner.spec.job import Machine, Strategy
 from planner.spec.plan import Estimate, Plan
 from planner.spec.wording import ways
 from planner.units import GIB, format_gib, format_seconds, gib
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from planner.catalog.profiles import ModelProfile
+    from planner.catalog.profiles import GpuProfile, ModelProfile
     from planner.estimate.bucket_batches import EvenedPlan
     from planner.estimate.roofline import Span
     from planner.estimate.whole_job import WholeJob
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
 BAR_WIDTH = 48
+NUMBERED = 32
+"""Cells of a bar whose numbers stand beside it, in 80 columns."""
+AS = ", as "
+"""Between a class of cards and the card that it is priced as."""
+INDENT = " " * 6
+"""Before what continues the line of a plan."""
 
 
 def counted(machine: Machine) -> str:
@@ -43,28 +50,44 @@ def counted(machine: Machine) -> str:
     return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
 
 
-def headline(console: Console, question: Question, found: Estimate | None = None) -> None:
-    """Prints the first lines of an answer: the job, card and budget, what names and sizes were taken for, and the shape
-    of `found` where a search chose it."""
-    gpu, job = question.gpu, question.job
-    chosen = found is not None and found.job != job
-    title = f"{question.model.title}, {job.method}" + (f" rank {job.lora_rank}" if job.method == "lora" else "")
-    words = in_words(question.model, job).removesuffix(", batch 1").removeprefix("1 frames of ")
-    shape = "" if chosen else f", {words}"
-    text = f"{title}{shape}, on {counted(question.machine)}{gpu.title}: {gpu.allocatable_gib:.2f} GiB usable"
-    if question.machine.reserve:
-        text += f", {format_gib(question.machine.reserve)} of it kept free"
-    console.print(text)
-    if taken := [note for note in _assumed(question, found) if _is_reading(note)]:
+def print_answer(console: Console, question: Question, found: Estimate) -> None:
+    """Prints the first two lines of an answer: the verdict on what was asked, as it was understood, and the bar."""
+    words = in_words(question.model, found.job).removesuffix(", batch 1").removeprefix("1 frames of ")
+    print_verdict(console, found, f"{_trained(question.model.title, found)}, {words}", question.gpu)
+    if taken := [note for note in found.assumptions if _is_reading(note)]:
         console.print("; ".join(taken), style="yellow")
-    if found is not None and chosen:
-        console.print(f"chosen: {in_words(question.model, found.job)}", style="bold")
+
+
+def _trained(title: str, found: Estimate) -> str:
+    job = found.job
+    return f"{title}, {job.method}" + (f" rank {job.lora_rank}" if job.method == "lora" else "")
+
+
+def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile) -> None:
+    """Prints the verdict on a job and a card in a line, and the bar. ``what``: the job in words."""
+    from rich.text import Text
+
+    word, style = VERDICTS[found.verdict]
+    line = Text(word, style)
+    title, is_class, _ = card.title.partition(AS)
+    count = counted(found.machine) or (("an " if title.startswith("8") else "a ") if is_class else "")
+    line.append(f": {what}, on {count}{title}", "default")
+    console.print(line)
+    console.print(bar(console, found))
+    if found.limit == "host":
+        where = f" ({found.host.phase}: {format_gib(found.host_ram_bytes)})" if found.host is not None else ""
+        console.print(f"not enough host RAM{where}", style=style)
 
 
 def print_assumptions(console: Console, question: Question, found: Estimate | None = None) -> None:
     """Prints the defaults that were filled in (those of `found`, where a search chose some of them)."""
-    if assumed := [note for note in _assumed(question, found) if not _is_reading(note)]:
-        console.print(f"assumed: {'; '.join(assumed)}", style="dim")
+    notes = [note for note in _assumed(question, found) if not _is_reading(note)]
+    if AS in question.gpu.title:
+        notes.insert(0, question.gpu.title.replace(AS, " as "))
+    if question.machine.reserve:
+        notes.append(f"{format_gib(question.machine.reserve)} of the card kept free")
+    if notes:
+        console.print(f"assumed: {'; '.join(notes)}", style="dim")
 
 
 def _assumed(question: Question, found: Estimate | None) -> tuple[str, ...]:
@@ -98,26 +121,9 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
     console.print(f"next: {said}", style="bold", markup=False, soft_wrap=True)
 
 
-def verdict_line(found: Estimate) -> Text:
-    """The verdict, the need, the budget and the basis of an estimate, in one line."""
-    from rich.text import Text
-
-    word, style = VERDICTS[found.verdict]
-    line = Text(word, style)
-    low, high = gib(found.low_bytes), gib(found.high_bytes)
-    need = f": needs {gib(found.peak.device_bytes):.2f} GiB ({low:.1f} to {high:.1f}, {found.basis})"
-    line.append(f"{need} of {gib(found.budget_bytes):.2f}", "default")
-    if found.limit == "host":
-        line.append("; not enough host RAM", "default")
-        if found.host is not None:
-            line.append(f" ({found.host.phase}: {format_gib(found.host_ram_bytes)})", "default")
-    return line
-
-
 def print_estimate(console: Console, found: Estimate, whole: WholeJob | None = None) -> None:
-    """Prints one estimate: verdict, bar, seconds, phases and breakdown."""
-    console.print(verdict_line(found))
-    console.print(bar(console, found))
+    """Prints one estimate below its verdict and bar: options, seconds, phases and breakdown."""
+    console.print(f"plan: {ways(found)}", style="bold")
     console.print(f"{_step(found)}, {_ram(found)}, attention: {found.attention_kernel}")
     if whole:
         console.print(whole_words(whole), style="bold")
@@ -161,19 +167,29 @@ def print_windows(console: Console, found: Estimate) -> None:
 
 
 def bar(console: Console, found: Estimate) -> Text:
-    """A bar of the device memory that is needed, against the budget."""
-    return memory_bar(console, found.peak.device_bytes, found.budget_bytes, VERDICTS[found.verdict][1])
+    """A bar of the device memory that is needed, against the budget, with both and the range in numbers."""
+    low, high = gib(found.low_bytes), gib(found.high_bytes)
+    need = f"{gib(found.peak.device_bytes):.2f} of {gib(found.budget_bytes):.2f} GiB"
+    words = f"{need} ({low:.1f} to {high:.1f}, {found.basis})"
+    return _bar(console, found.peak.device_bytes, found.budget_bytes, VERDICTS[found.verdict][1], words, NUMBERED)
 
 
 def memory_bar(console: Console, nbytes: int, whole: int, style: str, words: str = "of the budget") -> Text:
     """A part of some memory, as wide as all of it: one cell per 1/48."""
+    return _bar(console, nbytes, whole, style, f"{nbytes / max(whole, 1):.0%} {words}", BAR_WIDTH)
+
+
+def _bar(console: Console, nbytes: int, whole: int, style: str, words: str, width: int) -> Text:
     from rich.text import Text
 
-    share = nbytes / max(whole, 1)
-    filled = min(BAR_WIDTH, round(share * BAR_WIDTH))
-    full, empty = "█░" if console.encoding.startswith("utf") else "#."
-    text = Text(full * filled + empty * (BAR_WIDTH - filled), style)
-    text.append(f" {share:.0%} {words}", "default")
+    full, empty, beyond = "█░▒" if console.encoding.startswith("utf") else "#.!"
+    if nbytes <= whole:
+        filled = round(nbytes / max(whole, 1) * width)
+        text = Text(full * filled + empty * (width - filled), style)
+    else:  # as wide as what is needed: what there is, and what is beyond it
+        there = round(whole / nbytes * width)
+        text = Text(full * there + beyond * (width - there), style)
+    text.append(f" {words}", "default")
     return text
 
 
@@ -181,13 +197,14 @@ def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
     """Prints how a run of a plan begins: what it trains on which card, the verdict, the bar and the options."""
 
     count, card = lookup.parse_gpus(plan.machine.gpu)
-    many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
-    title = lookup.model(plan.job.model).title
-    console.print(f"{title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB usable")
-    if found is not None:
-        console.print(verdict_line(found))
-        console.print(bar(console, found))
-        console.print(f"plan: {ways(found)}", style="bold")
+    model = lookup.model(plan.job.model)
+    if found is None:
+        many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
+        console.print(f"{model.title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB usable")
+        return
+    words = in_words(model, found.job).removesuffix(", batch 1").removeprefix("1 frames of ")
+    print_verdict(console, found, f"{_trained(model.title, found)}, {words}", card)
+    console.print(f"plan: {ways(found)}", style="bold")
 
 
 # ---- suggest
@@ -197,14 +214,11 @@ def print_suggestion(console: Console, question: Question, found: Suggestion, wh
     """Prints the chosen plan, why it was chosen, the runners-up, and what to do when nothing fits. What is asked first
     stands first: the verdict, what to switch on, how long a step takes, and the host RAM."""
     plan = found.plan
-    headline(console, question, plan)
-    console.print(verdict_line(plan))
+    print_answer(console, question, plan)
     if plan.verdict == "no":
         _print_relaxed(console, plan, found.relaxed)
-    console.print(bar(console, plan))
-    console.print(f"plan: {ways(plan)}", style="bold", soft_wrap=False)
-    if flags := typed_out(found.switches):
-        console.print(f"      {flags}")
+    console.print(f"plan: {ways(plan)}", style="bold")
+    print_flags(console, found.switches)
     swap = next((switch.step_seconds for switch in found.switches if switch.field == "swap_blocks"), None)
     console.print(f"{_step(plan, swap)}, {_ram(plan)}")
     if whole:
@@ -236,12 +250,19 @@ def print_suggestion(console: Console, question: Question, found: Suggestion, wh
 
 def runners_up(plans: Iterable[Estimate]) -> Table:
     """A table with one line for each plan that was not chosen."""
-    return table(("runners-up", "verdict", ">GiB", ">s/step", ">host RAM GiB"), map(_plan_row, plans))
+    return table(("runners-up", "verdict", ">GiB", ">s/step", ">RAM GiB"), map(_plan_row, plans))
 
 
-def typed_out(switches: Iterable[Switch]) -> str:
-    """The options that give `vplan estimate` the same plan, as one string."""
-    return " ".join(_flag(switch) for switch in switches)
+def print_flags(console: Console, switches: Iterable[Switch]) -> None:
+    """Prints the options that give `vplan estimate` the same plan, broken between options as a shell reads them."""
+    lines: list[str] = []
+    for flag in map(_flag, switches):
+        if lines and len(INDENT) + len(lines[-1]) + len(flag) + 3 <= console.width:
+            lines[-1] += f" {flag}"
+        else:
+            lines.append(flag)
+    for place, line in enumerate(lines):
+        console.print(INDENT + line + (" \\" if place < len(lines) - 1 else ""), markup=False, soft_wrap=True)
 
 
 def _flag(switch: Switch) -> str:
@@ -312,37 +333,18 @@ def _switch_row(switch: Switch) -> tuple[str, str, str]:
 
 
 def _plan_row(found: Estimate) -> tuple[str, ...]:
-    lossy = f" (lossy: {', '.join(found.lossy)})" if found.lossy else ""
+    lossy = " (lossy)" if found.lossy else ""
     return (
         ways(found) + lossy,
         VERDICTS[found.verdict][0],
         f"{gib(found.peak.device_bytes):.2f}",
-        _seconds(found.step_seconds),
+        seconds_words(found.step_seconds),
         f"{gib(found.host_ram_bytes):.1f}",
     )
 
 
 def _need(found: Estimate) -> str:
     return f"{VERDICTS[found.verdict][0]}, {gib(found.peak.device_bytes):.1f} GiB"
-
-
-class TableRow:
-    """One line of an answer for many models or many cards: a plan, or the reason why there is none."""
-
-    def __init__(
-        self, name: str, plan: Estimate | None, reason: str, considered: int, whole: WholeJob | None = None
-    ) -> None:
-        self.name = name
-        self.plan = plan
-        self.reason = reason
-        self.considered = considered
-        self.whole = whole
-
-    def to_json(self, kind: str) -> dict[str, object]:
-        """The line as `vplan suggest --json` prints it. ``kind``: "models" or "cards"."""
-        plan = self.plan.to_json() if self.plan else None
-        whole = {"whole_job": self.whole.to_json()} if self.whole else {}
-        return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None, **whole}
 
 
 def print_data(console: Console, model: ModelProfile) -> None:
@@ -352,88 +354,7 @@ def print_data(console: Console, model: ModelProfile) -> None:
         console.print(f"{fault}, and takes encoded samples only", style="yellow")
 
 
-def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]) -> None:
-    """Prints a first line, what the rows come to, then a table with one line for each model or card."""
-    console.print(first)
-    console.print(_models_that_fit(rows) if kind == "models" else _smallest_card(rows), style="bold")
-    if kind == "classes":
-        print_best(console, rows)
-    console.print()
-    name = "model" if kind == "models" else "card"
-    narrow = console.width < NARROW
-    data = ("data",) if kind == "models" else ()
-    whole = whole_columns(rows, narrow)
-    shape = ">clip" if any(row.plan and row.plan.job.frames > 1 for row in rows) else ">image"
-    shapes = {_shape(row.plan.job) for row in rows if row.plan}
-    apart = len(shapes) > 1 or not (narrow and whole)
-    found = table((name, *([shape] if apart else []), "verdict", ">GiB", ">s/step", *whole, *data, "with"), [])
-    found.columns[0].no_wrap, found.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
-    for row in rows:
-        named, clip, *cells, last = _row(row)
-        cells += whole_cells(row.whole, whole)
-        found.add_row(
-            named, *([clip] if apart else []), *cells, *([lookup.model(row.name).train_data] if data else []), last
-        )
-    console.print(found)
-    for profile in (lookup.model(row.name) for row in rows if data):
-        print_data(console, profile)
-    notes = {note: None for row in rows if row.plan for note in row.plan.assumptions if "longer" in note}
-    for note in notes:
-        names = ", ".join(row.name for row in rows if row.plan and note in row.plan.assumptions)
-        console.print(f"{names}: {note}", style="dim")
-
-
-def _row(row: TableRow) -> tuple[str | Text, ...]:
-    from rich.text import Text
-
-    if row.plan is None:
-        return row.name, "-", Text("no", VERDICTS["no"][1]), "-", "-", row.reason
-    found, clip = row.plan, _shape(row.plan.job)
-    word = Text(found.verdict, VERDICTS[found.verdict][1])
-    need = f"{gib(found.peak.device_bytes):.1f}"
-    lossy = " (lossy)" if found.lossy else ""
-    return row.name, clip, word, need, _seconds(found.step_seconds), ways(found) + lossy
-
-
-NARROW = 100
-"""Columns below which a table of whole jobs leaves out what can be read elsewhere."""
-
-
-def _shape(job: Job) -> str:
-    length = f"{job.frames}x" if job.frames > 1 else ""
-    return f"{length}{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
-
-
-def _models_that_fit(rows: Sequence[TableRow]) -> str:
-    """Which models of a table fit, lossless and lossy, and how many do not."""
-    fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
-    kinds = {
-        "": [row.name for row in fits if row.plan and not row.plan.lossy],
-        "lossy: ": [row.name for row in fits if row.plan and row.plan.lossy],
-        "tight: ": [row.name for row in rows if row.plan and row.plan.verdict == "tight"],
-    }
-    words = [f"{kind}{', '.join(names)}" for kind, names in kinds.items() if names]
-    return f"{len(fits)} of {len(rows)} models fit" + (f": {'; '.join(words)}" if words else "")
-
-
-def _smallest_card(rows: Sequence[TableRow]) -> str:
-    """The smallest card of a table that fits, those below it that are tight, and the smallest without loss."""
-    fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
-    if not fits:
-        return "no card fits it"
-    least = fits[0]
-    assert least.plan is not None
-    below = [row.name for row in rows[: rows.index(least)] if row.plan]
-    tight = f" ({', '.join(below)}: tight)" if below else ""
-    lossless = next((row.name for row in fits if row.plan and not row.plan.lossy), None)
-    kind = " (lossy)" if least.plan.lossy else ""
-    text = f"smallest card that fits: {least.name}{kind}{tight}"
-    if lossless == least.name:
-        return text
-    return f"{text}; lossless: {lossless or 'none'}"
-
-
-def _seconds(seconds: float) -> str:
+def seconds_words(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"
 
 
@@ -448,75 +369,19 @@ def print_whole_job(console: Console, found: WholeJob) -> None:
     ]
     console.print(table(("part", ">number", ">time", ">at most"), rows))
     if found.sample_seconds is not None:
-        console.print(f"encoding not counted: {_span(found.sample_seconds)} s a sample (--data DIR)", style="dim")
+        console.print(f"encoding not counted: {span_words(found.sample_seconds)} s a sample (--data DIR)", style="dim")
 
 
 def whole_words(found: WholeJob) -> str:
     """Hours, energy and money of a whole job, in a line."""
     epochs = f" ({found.epochs:.3g} epochs)" if found.epochs is not None else ""
-    words = [f"{_span(found.hours)} hours", f"{_span(found.kwh)} kWh at {found.power_watts:g} W"]
+    words = [f"{span_words(found.hours)} hours", f"{span_words(found.kwh)} kWh at {found.power_watts:g} W"]
     if found.money is not None:
-        words.append(f"{_span(found.money)} at {found.price:g} per GPU-hour")
+        words.append(f"{span_words(found.money)} at {found.price:g} per GPU-hour")
     return f"{found.steps} steps{epochs}: {', '.join(words)}"
 
 
-def whole_columns(rows: Iterable[TableRow], narrow: bool) -> tuple[str, ...]:
-    """The columns that whole jobs have in a table of them; none where there are none. ``narrow``: one beside hours."""
-    found = [row.whole for row in rows if row.whole]
-    if not found:
-        return ()
-    priced = any(whole.money for whole in found)
-    if narrow:
-        return (">hours", ">price") if priced else (">hours", ">kWh")
-    return (">hours", ">kWh", ">price") if priced else (">hours", ">kWh")
-
-
-def whole_cells(whole: WholeJob | None, columns: Sequence[str]) -> list[str]:
-    """A row's cells in the columns of `whole_columns`."""
-    if whole is None:
-        return ["-"] * len(columns)
-    cells = {">hours": whole.hours, ">kWh": whole.kwh, ">price": whole.money}
-    return ["-" if (span := cells[column]) is None else _span(span) for column in columns]
-
-
-def best_rows(rows: Sequence[TableRow]) -> dict[str, str | None]:
-    """The names of the fastest row and of the cheapest, by money where anything has a price, else by energy."""
-    found = [row for row in rows if row.whole]
-    priced = [row for row in found if row.whole and row.whole.money]
-    by = "money" if priced else "kwh"
-
-    def cost(row: TableRow) -> float:
-        assert row.whole is not None
-        return (row.whole.money or row.whole.kwh).low
-
-    def hours(row: TableRow) -> float:
-        assert row.whole is not None
-        return row.whole.hours.low
-
-    fastest, cheapest = min(found, key=hours, default=None), min(priced or found, key=cost, default=None)
-    return {
-        "fastest": fastest.name if fastest else None,
-        "cheapest": cheapest.name if cheapest else None,
-        "cheapest_by": by if cheapest else None,
-    }
-
-
-def print_best(console: Console, rows: Sequence[TableRow]) -> None:
-    """Prints which row is the fastest and which the cheapest."""
-    best = best_rows(rows)
-    by_name = {row.name: row.whole for row in rows if row.whole}
-    fastest, cheapest = (by_name.get(best[word] or "") for word in ("fastest", "cheapest"))
-    if not fastest or not cheapest:
-        return
-    console.print(f"fastest: {best['fastest']}, {_span(fastest.hours)} hours", style="bold")
-    if best["cheapest_by"] == "money" and cheapest.money:
-        console.print(f"cheapest: {best['cheapest']}, {_span(cheapest.money)}", style="bold")
-    else:
-        words = f"cheapest in energy: {best['cheapest']}, {_span(cheapest.kwh)} kWh (--price gives money)"
-        console.print(words, style="bold")
-
-
-def _span(span: Span) -> str:
+def span_words(span: Span) -> str:
     low, high = (_number(value) for value in span)
     return low if low == high else f"{low} to {high}"
 
@@ -533,7 +398,7 @@ def print_shapes(console: Console, even: EvenedPlan) -> None:
     rows = []
     for shape, seconds, _, nbytes in even.shapes:
         name = f"{shape.frames}x{shape.height}x{shape.width}"
-        rows.append((name, shape.batch_size or 1, _seconds(seconds), f"{gib(nbytes):.1f}"))
+        rows.append((name, shape.batch_size or 1, seconds_words(seconds), f"{gib(nbytes):.1f}"))
     console.print()
     console.print(table(("shape of the data", ">batch", ">s/step", ">GiB alone"), rows))
     flags = ",".join(f"{name}x{batch}" for name, batch, *_ in rows)
