@@ -13,9 +13,8 @@ from planner.commands._shared.render import (
     print_assumptions,
     print_estimate,
     print_next,
-    print_shapes,
-    print_whole_job,
 )
+from planner.commands._shared.render_job import print_shapes, print_whole_job
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     Verb,

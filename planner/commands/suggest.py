@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from planner.catalog import lookup
 from planner.commands import USAGE
-from planner.commands._shared import render, render_rows
+from planner.commands._shared import render, render_job, render_rows
 from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options, with_proposed_shapes
 from planner.commands._shared.gpu_count import (
     CountedGpus,
@@ -195,9 +195,9 @@ def _for_one(
     def print_one(console: Console) -> None:
         render.print_suggestion(console, question, suggestion, whole)
         if even:
-            render.print_shapes(console, even)
+            render_job.print_shapes(console, even)
         if whole:
-            render.print_whole_job(console, whole)
+            render_job.print_whole_job(console, whole)
         if counted:
             counted.print(console)
         render.print_next(console, suggestion.plan, to.output)
