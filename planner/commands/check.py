@@ -15,7 +15,7 @@ from planner.commands import USAGE
 from planner.commands._shared.fixes import print_fixes, print_helps, print_least, print_smaller
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
-from planner.commands._shared.render import print_verdict, print_windows
+from planner.commands._shared.rendering.render import print_verdict, print_windows
 from planner.commands._shared.verb import (
     PathText,
     Verb,

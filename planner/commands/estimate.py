@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner.commands._shared.data_options import asked_length, whole_job_options, with_proposed_shapes
-from planner.commands._shared.render import (
+from planner.commands._shared.rendering.render import (
     print_answer,
     print_assumptions,
     print_estimate,
     print_next,
 )
-from planner.commands._shared.render_job import print_shapes, print_whole_job
+from planner.commands._shared.rendering.render_job import print_shapes, print_whole_job
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     Verb,

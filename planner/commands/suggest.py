@@ -13,7 +13,6 @@ from click.shell_completion import CompletionItem
 
 from planner.catalog import lookup
 from planner.commands import USAGE
-from planner.commands._shared import render, render_job, render_rows
 from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options, with_proposed_shapes
 from planner.commands._shared.gpu_count import (
     CountedGpus,
@@ -23,6 +22,7 @@ from planner.commands._shared.gpu_count import (
     limit_options,
     refuse_limits,
 )
+from planner.commands._shared.rendering import render, render_job, render_rows
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,

@@ -15,8 +15,8 @@ import click
 from planner.catalog import lookup, user_data
 from planner.catalog.plan_id import row_id
 from planner.commands import USAGE
-from planner.commands._shared import render
 from planner.commands._shared.progress import Progress
+from planner.commands._shared.rendering import render
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from planner.commands._shared.render import memory_bar
+from planner.commands._shared.rendering.render import memory_bar
 from planner.commands._shared.verb import table
 from planner.spec.wording import ways
 from planner.terminal import console

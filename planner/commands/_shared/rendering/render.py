@@ -15,7 +15,7 @@ import click
 
 from planner.catalog import lookup
 from planner.catalog.shapes import in_words
-from planner.commands._shared.render_job import seconds_words, whole_words
+from planner.commands._shared.rendering.render_job import seconds_words, whole_words
 from planner.commands._shared.verb import table, typed_line
 from planner.dialects.base import cli_words
 from planner.estimate.pinned_ram import HALVED
