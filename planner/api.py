@@ -22,7 +22,7 @@ from planner.commands import as_ours
 from planner.commands import check as check_command
 from planner.commands import estimate as estimate_command
 from planner.commands import suggest as suggest_command
-from planner.commands._shared import render
+from planner.commands._shared.rendering import render
 from planner.commands._shared.request import question_of
 from planner.errors import VplanError
 from planner.foreign import export as exports
@@ -247,7 +247,7 @@ def estimate(options: Mapping[str, Any], words: Words) -> EstimateAnswer:
     question, found, _ = estimate_command.estimated(said["asked"])
 
     def show(console: Console) -> None:
-        render.headline(console, question, found)
+        render.print_answer(console, question, found)
         render.print_estimate(console, found)
         render.print_assumptions(console, question, found)
 

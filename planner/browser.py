@@ -23,7 +23,7 @@ from planner.catalog.shapes import in_words
 from planner.commands import cli
 from planner.commands._shared.fixes import MOST_FIXES
 from planner.commands._shared.oom import explained
-from planner.commands._shared.render import VERDICTS
+from planner.commands._shared.rendering.render import VERDICTS
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError

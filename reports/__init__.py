@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.launch.run_history import RunHistory
     from planner.rehearsal.answer import RehearsalAnswer
     from planner.spec.plan import Plan
+    from reports import data
 
 RUN_REPORT = "report.html"
 """In a run's folder."""
@@ -58,7 +59,7 @@ def write(
                 data.Builder(name, plan, measured, probes, points).data(share.shared, progress) for name, plan in plans
             )
     content = page.Page(
-        title=_title(plans),
+        title=_title(plan_pages),
         plans=plan_pages,
         compared=tuple(compared),
         summary=accuracy.summary(compared) if compared else {},
@@ -105,6 +106,8 @@ def run_html(history: RunHistory) -> str:
     return page.render(run_page(history, live=True))
 
 
-def _title(plans: Sequence[tuple[str, Plan]]) -> str:
-    models = ", ".join(dict.fromkeys(plan.job.model for _, plan in plans))
-    return f"Capacity of {models}" if models else "How near the estimates come"
+def _title(plans: Sequence[data.PlanData]) -> str:
+    if len(plans) == 1:
+        return plans[0].title
+    models = ", ".join(dict.fromkeys(plan.estimate.job.model for plan in plans))
+    return f"{len(plans)} plans for {models}" if plans else "How near the estimates come"

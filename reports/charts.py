@@ -1,8 +1,6 @@
 """Geometry of the charts: where on a chart a number of the data lies. Pure, and without any number of its own.
 
-Charts are inline SVG drawn by the macros of `templates/charts.html`. Why no chart library: the page must work from a
-mail attachment, without network and without JavaScript, print, follow the reader's theme (CSS variables) and stay
-small; plotly is 3 to 5 MB a file, and a picture from matplotlib has neither themes nor text a screen reader knows.
+Charts are inline SVG drawn by the macros of `templates/`; docs/report.md says why no chart library is used.
 Widths are in per cent of the chart and heights in pixels, so that a page fits a phone without its text shrinking.
 """
 
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from planner.estimate.timeline import Timeline
+from planner.estimate.timeline import Point, Timeline
 
 if TYPE_CHECKING:
     from planner.launch.run_course import MemoryBin
@@ -24,6 +22,10 @@ T = TypeVar("T")
 
 SIDE = 1000
 """Units of a chart's inner box, to each side."""
+LONG = 10_000
+"""The same from left to right, of a chart that can be zoomed."""
+RADIUS = 100
+"""Of the gauge, in its own units."""
 HEADROOM = 1.06
 FEWEST = 2
 """Round numbers of a logarithmic axis; where there are no more, evenly spread ones say more."""
@@ -84,27 +86,109 @@ def top(*values: int) -> int:
 
 
 def areas(timeline: Timeline, highest: int) -> list[Area]:
-    """The parts of a step stacked on what is outside torch, from below; ``highest``: bytes at the upper edge."""
-    points = timeline.points
-    floor = [timeline.outside_bytes] * len(points)
-    parts = [Area("context", _between(timeline, [0] * len(points), floor, highest))]
+    """The parts of a step stacked on what is outside torch, from below, each from the bottom to its upper edge: to be
+    drawn from the last to the first. ``highest``: bytes at the upper edge of the chart."""
+    totals = [timeline.outside_bytes] * len(timeline.points)
+    parts = [Area("context", _filled(timeline, totals, highest))]
     for place, name in enumerate(timeline.parts):
-        ceiling = [below + point.parts[place] for below, point in zip(floor, points, strict=True)]
-        parts.append(Area(name, _between(timeline, floor, ceiling, highest)))
-        floor = ceiling
+        totals = [total + point.parts[place] for total, point in zip(totals, timeline.points, strict=True)]
+        parts.append(Area(name, _filled(timeline, totals, highest)))
     return parts
 
 
 def reserved(timeline: Timeline, highest: int) -> str:
     """The SVG path of device bytes by the allocator's reserved segments, with what is outside torch."""
-    device_bytes = [timeline.outside_bytes + point.reserved_bytes for point in timeline.points]
-    return "M" + "L".join(_spots(timeline, device_bytes, highest))
+    return _edge(timeline, _device_bytes(timeline), highest)
+
+
+def reserved_area(timeline: Timeline, highest: int) -> str:
+    """The area below `reserved`: drawn behind the parts, what is seen of it is fragmentation."""
+    return _filled(timeline, _device_bytes(timeline), highest)
+
+
+def _device_bytes(timeline: Timeline) -> list[int]:
+    return [timeline.outside_bytes + point.reserved_bytes for point in timeline.points]
+
+
+def _filled(timeline: Timeline, values: Sequence[int], highest: int) -> str:
+    return f"{_edge(timeline, values, highest)}V{SIDE}H0Z"
+
+
+def _edge(timeline: Timeline, values: Sequence[int], highest: int) -> str:
+    """A line through bytes at each of a step's points, in relative moves: they are half as long to write."""
+    last = max(timeline.events, 1)
+    return relative(
+        [
+            (round(LONG * point.at / last), round(SIDE * (1 - value / highest)))
+            for point, value in zip(timeline.points, values, strict=True)
+        ]
+    )
+
+
+def relative(spots: Sequence[tuple[int, int]]) -> str:
+    """A line through places in a chart's own units."""
+    moves = [f"{x - before_x} {y - before_y}" for (before_x, before_y), (x, y) in itertools.pairwise(spots)]
+    return f"M{spots[0][0]} {spots[0][1]}" + (f"l{' '.join(moves)}" if moves else "")
+
+
+def aligned(timeline: Timeline, reference: Timeline) -> list[int]:
+    """Where a step's points lie over another step: each pass as wide as the other's, else the step as a whole."""
+    ends = [*(mark.at for mark in timeline.marks[1:]), max(timeline.events, 1)]
+    wide = [*(mark.at for mark in reference.marks[1:]), max(reference.events, 1)]
+    if [mark.name for mark in timeline.marks] != [mark.name for mark in reference.marks]:
+        ends, wide = ends[-1:], wide[-1:]
+    places, at = [], 0
+    for point in timeline.points:
+        while at < len(ends) - 1 and point.at >= ends[at]:
+            at += 1
+        first, left = (ends[at - 1], wide[at - 1]) if at else (0, 0)
+        share = (point.at - first) / max(ends[at] - first, 1)
+        places.append(round(LONG * (left + share * (wide[at] - left)) / wide[-1]))
+    return places
+
+
+def over(timeline: Timeline, places: Sequence[int], highest: int) -> str:
+    """The line of a step's allocated device bytes at such places."""
+    values = [round(SIDE * (1 - device_bytes(timeline, point) / highest)) for point in timeline.points]
+    return relative(list(zip(places, values, strict=True)))
+
+
+def device_bytes(timeline: Timeline, point: Point) -> int:
+    """What is allocated at a point, with what is outside torch."""
+    return timeline.outside_bytes + sum(point.parts)
+
+
+def seconds_ticks(timeline: Timeline, seconds: Sequence[float]) -> list[tuple[float, int]]:
+    """(seconds, events since the step began) of round times in a step; ``seconds``: of its points."""
+    if not seconds or seconds[-1] <= 0:
+        return []
+    ticks = []
+    for tick in Axis(0, seconds[-1]).ticks(6):
+        place = next(index for index, at in enumerate(seconds) if at >= tick)
+        ticks.append((tick, timeline.points[place].at))
+    return ticks
+
+
+def arc(first: float, last: float) -> str:
+    """A stretch of the gauge's half circle, from and to shares of it."""
+    ends = []
+    for share in (first, last):
+        angle = math.pi * (1 - min(max(share, 0.0), 1.0))
+        ends.append(f"{RADIUS * math.cos(angle):.1f} {-RADIUS * math.sin(angle):.1f}")
+    return f"M{ends[0]}A{RADIUS} {RADIUS} 0 0 1 {ends[1]}"
+
+
+def spoke(share: float, inner: float, outer: float) -> tuple[float, float, float, float]:
+    """(x1, y1, x2, y2) of a line across the gauge at a share of it, between two parts of its radius."""
+    angle = math.pi * (1 - min(max(share, 0.0), 1.0))
+    x, y = RADIUS * math.cos(angle), -RADIUS * math.sin(angle)
+    return round(inner * x, 1), round(inner * y, 1), round(outer * x, 1), round(outer * y, 1)
 
 
 def spots(timeline: Timeline, points: Sequence[tuple[float, int]], highest: int) -> str:
     """The SVG path of a line through (events since the step began, bytes). ``highest``: bytes at the upper edge."""
     last = max(timeline.events, 1)
-    return polyline([(100 * at / last, 100 * value / highest) for at, value in points])
+    return relative([(round(LONG * at / last), round(SIDE * (1 - value / highest))) for at, value in points])
 
 
 def course_area(course: MemoryCourse, outside_bytes: int, highest: int) -> str:
@@ -132,19 +216,6 @@ def course_phases(course: MemoryCourse) -> list[tuple[float, float, str]]:
     ends = [*(start for start, _ in course.phases[1:]), last]
     spans = zip(course.phases, ends, strict=True)
     return [(100 * start / last, 100 * end / last, name) for (start, name), end in spans if end > start]
-
-
-def _between(timeline: Timeline, below: Sequence[int], above: Sequence[int], highest: int) -> str:
-    upper, lower = _spots(timeline, above, highest), _spots(timeline, below, highest)
-    return "M" + "L".join([*upper, *reversed(lower)]) + "Z"
-
-
-def _spots(timeline: Timeline, values: Sequence[int], highest: int) -> list[str]:
-    last = max(timeline.events, 1)
-    return [
-        f"{round(SIDE * point.at / last)} {round(SIDE * (1 - value / highest))}"
-        for point, value in zip(timeline.points, values, strict=True)
-    ]
 
 
 def line(xs: Sequence[float], ys: Sequence[float | None], x: Axis, y: Axis) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -11,9 +12,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import planner
 from planner.catalog import lookup
 from planner.catalog.profiles import GpuProfile
+from planner.catalog.shapes import grid
 from planner.dialects.base import cli_words
 from planner.estimate import timeline as step_timeline
-from planner.estimate.estimate import after_step_bytes, assess, estimate
+from planner.estimate.estimate import after_step_bytes, assess, estimate, run_seconds
+from planner.estimate.step_moments import StepMoment, moments
 from planner.evidence import accuracy
 from planner.evidence.accuracy import Comparison, Prediction
 from planner.evidence.published import Row
@@ -58,6 +61,38 @@ class RunnerUp:
     has_ram: bool
 
 
+class CardReach(NamedTuple):
+    """What one class of card takes: its longest clip, and the plan's own clip."""
+
+    longest: Longest
+    seconds: float | None
+    """of a step of the plan's own clip by the best plan for that card; None where none fits"""
+    words: str
+    """that plan's options"""
+    lossy: bool
+
+
+class Steps(NamedTuple):
+    """The plan's own run: its phases, and one steady step."""
+
+    phases: tuple[step_timeline.PhaseParts, ...]
+    timeline: step_timeline.Timeline
+    moments: tuple[StepMoment, ...]
+    """one for each point of the timeline"""
+
+
+class CapacityMap(NamedTuple):
+    """The capacity map, with what else is known of its cells."""
+
+    capacity: Capacity
+    seconds: Mapping[Shape, float]
+    """of a step, where something fits"""
+    commands: Mapping[Shape, str]
+    """that ask for the cell's plan, where flags can say it"""
+    short_of_ram: frozenset[Shape]
+    """where something fits the card that the host has not the RAM for"""
+
+
 @dataclass(frozen=True)
 class PlanData:
     """Everything that the page shows about one plan."""
@@ -69,11 +104,25 @@ class PlanData:
     estimate: Estimate
     words: str
     note: str
+    title: str
+    """what is trained, in a few words"""
+    next_command: str
+    """that writes the plan on the reader's computer, or looks for one that fits"""
+    after_command: str
+    """to type after that one; empty where nothing fits"""
     phases: tuple[step_timeline.PhaseParts, ...]
     timeline: step_timeline.Timeline
+    moments: tuple[StepMoment, ...]
+    """one for each point of the timeline"""
     overlay: Overlay | None
     """a probe's trace over the timeline"""
     capacity: Capacity
+    cell_seconds: Mapping[Shape, float]
+    """of a step, for the shapes of the map at which something fits"""
+    cell_commands: Mapping[Shape, str]
+    """that ask for the plan of a cell, where flags can say it"""
+    short_of_ram: frozenset[Shape]
+    """shapes of the map that the card has room for, and the host has not the RAM"""
     ladder: tuple[str, ...]
     """in words, by rung of the capacity map"""
     measured: Mapping[Shape, tuple[str, ...]]
@@ -82,8 +131,8 @@ class PlanData:
     naive_bytes: int
     """the device peak before the first switch, by quick estimate"""
     candidates: tuple[RunnerUp, ...]
-    longest: tuple[Longest, ...]
-    longest_words: Mapping[str, tuple[str, str]]
+    cards: tuple[CardReach, ...]
+    """by rising budget"""
     compared: tuple[Comparison, ...]
     rows_known: int
     probes: tuple[Probe, ...]
@@ -144,23 +193,48 @@ class Builder:
         candidates = ladder.quick_estimates(self.search, plan.job)
         return tuple({quick.strategy: quick for quick in (*candidates, plan_quick)}.values())
 
-    def steps(self) -> tuple[tuple[step_timeline.PhaseParts, ...], step_timeline.Timeline]:
-        """(phases, timeline): every phase at its peak, and the memory of one steady step."""
+    def steps(self) -> Steps:
+        """Every phase at its peak, and the memory of one steady step."""
         plan = self.plan
         configuration = plan.configuration
         run = step_timeline.laid_out(configuration, self._facts(configuration), plan.trainer)
-        return step_timeline.phases(run), step_timeline.timeline(run, self.points)
+        timeline = step_timeline.timeline(run, self.points)
+        return Steps(step_timeline.phases(run), timeline, moments(run, [point.at for point in timeline.points]))
 
     def _forms(self) -> Forms:
         return Forms(self.screen, self.plan.job, capacity_axes.axis(self.model))
 
-    def map(self, rungs: Sequence[QuickEstimate]) -> Capacity:
+    def map(self, rungs: Sequence[QuickEstimate]) -> CapacityMap:
         """The capacity map of the plan's job on its machine, over a ladder."""
-        return Mapper(self.search, self._forms()).map(rungs)
+        forms = self._forms()
+        mapper = Mapper(self.search, forms)
+        capacity = mapper.map(rungs)
+        budget = self.search.question.budget_bytes
+        short_of_ram = frozenset(
+            cell.shape
+            for row in capacity.cells
+            for cell in row
+            if cell.rung is None and cell.device_bytes <= budget
+            if not all(mapper.has_ram(cell.shape, rung.strategy) for rung in rungs)
+        )
+        seconds, commands = {}, {}
+        for cell in (cell for row in capacity.cells for cell in row):
+            if cell.rung is None:
+                continue
+            strategy = capacity.ladder[cell.rung].strategy
+            strategy = strategy.replace(vae_tiling=True) if cell.tiled else strategy
+            job = forms.at(cell.shape)
+            candidate = self.search.question.candidate(job, strategy)
+            where = grid(self.model, job)
+            run = self.screen.run_cache.lay_out(candidate, self.screen.facts(candidate), where, self.plan.trainer)
+            seconds[cell.shape] = run_seconds(run)[0]
+            if self.plan.machine.links is None and job.validation is None:
+                commands[cell.shape] = cli_words.command("estimate", job, strategy, self.plan.machine)
+        return CapacityMap(capacity, seconds, commands, short_of_ram)
 
-    def longest(self, same_ram: bool) -> tuple[Longest, ...]:
-        """The longest clip of each of `CLIP_CARDS` and of the plan's own class, as `vplan suggest --frames max` answers
-        for it: of those with as much host RAM as the plan's, or of all others."""
+    def card_reaches(self, same_ram: bool) -> tuple[CardReach, ...]:
+        """What each of `CLIP_CARDS` and the plan's own class takes, as `vplan suggest` answers for it with `--frames
+        max` and without: of those with as much host RAM as the plan's, or of all others."""
         machines = []
         own_card = lookup.parse_gpus(self.plan.machine.gpu)[1]
         own_ram = lookup.default_host_ram(own_card, self.plan.machine.gpus, self.plan.machine.os)
@@ -175,7 +249,21 @@ class Builder:
                 machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram)
                 machines.append((card, machine))
         question = self.search.question._replace(job=self.plan.job.replace(buckets=()))
-        return tuple(longest(Suggester(self.plan.trainer), question, machines))
+        suggester = Suggester(self.plan.trainer)
+        return tuple(
+            self._reach(suggester, clip, question._replace(gpu=card, machine=machine))
+            for clip, (card, machine) in zip(longest(suggester, question, machines), machines, strict=True)
+        )
+
+    def _reach(self, suggester: Suggester, clip: Longest, question: Question) -> CardReach:
+        """``question``: about the plan's own clip on that card."""
+        if not max(clip.lossless, clip.lossy):  # not even the shortest clip
+            return CardReach(clip, None, "", False)
+        found = suggester.search(question).best(question.job, explain=False)
+        if found is None:
+            return CardReach(clip, None, "", False)
+        best = found.plan
+        return CardReach(clip, best.step_seconds, words(best.strategy, best.lossy), bool(best.lossy))
 
     def compared(self) -> tuple[Comparison, ...]:
         """The nearest measured rows of the model, and the plan's own evidence, each compared with its prediction."""
@@ -195,7 +283,8 @@ class Builder:
         """All data of the plan's page. ``share`` computes the slow parts, on several cores (`reports.share`) or by
         default in turn; ``progress`` is called with every finished part and returns it."""
         plan, answer = self.plan, self.estimate()
-        candidates, phases, timeline, table, reach, compared = (share or in_turn)(self, progress)
+        candidates, steps, mapped, cards, compared = (share or in_turn)(self, progress)
+        table, timeline = mapped.capacity, steps.timeline
         switches, naive_bytes = self._switches(answer)
         return PlanData(
             name=self.name,
@@ -205,19 +294,23 @@ class Builder:
             estimate=answer,
             words=words(plan.strategy, answer.lossy),
             note=f"as {plan.trainer} trains" if plan.trainer != "vplan" else "",
-            phases=phases,
+            title=title(self.model.title, answer),
+            next_command=next_command(self.name, plan, answer),
+            after_command=after_command(self.name, plan, answer),
+            phases=steps.phases,
             timeline=timeline,
+            moments=steps.moments,
             overlay=overlay(plan, self.probe_rows, timeline),
             capacity=table,
+            cell_seconds=mapped.seconds,
+            cell_commands=mapped.commands,
+            short_of_ram=mapped.short_of_ram,
             ladder=tuple(_rung(look.strategy, plan.job) for look in table.ladder),
             measured=measured(table, self.rows, plan.job),
             switches=switches,
             naive_bytes=naive_bytes,
             candidates=runners_up(candidates, plan, self.search),
-            longest=tuple(sorted(reach, key=lambda clip: clip.budget_bytes)),
-            longest_words={
-                clip.card: (_by(clip.lossless_by, plan.job), _by(clip.lossy_by, plan.job)) for clip in reach
-            },
+            cards=tuple(sorted(cards, key=lambda card: card.longest.budget_bytes)),
             compared=compared,
             rows_known=sum(row.job.model == plan.job.model for row in self.rows),
             probes=probes(self.plan, self.probe_rows),
@@ -238,10 +331,9 @@ class Parts(NamedTuple):
     """The parts of a page that take long to compute."""
 
     quick: tuple[QuickEstimate, ...]
-    phases: tuple[step_timeline.PhaseParts, ...]
-    timeline: step_timeline.Timeline
-    table: Capacity
-    longest: tuple[Longest, ...]
+    steps: Steps
+    mapped: CapacityMap
+    cards: tuple[CardReach, ...]
     """in any order"""
     compared: tuple[Comparison, ...]
 
@@ -261,10 +353,10 @@ def in_turn(builder: Builder, progress: PartDone) -> Parts:
     it."""
     quick = progress(builder.quick_estimates())
     rungs = ladder.ladder(builder.search, builder.plan.job, quick)
-    phases, timeline = progress(builder.steps())
-    longest = progress(builder.longest(same_ram=True))
-    longest_elsewhere, compared = progress((builder.longest(same_ram=False), builder.compared()))
-    return Parts(quick, phases, timeline, progress(builder.map(rungs)), (*longest, *longest_elsewhere), compared)
+    steps = progress(builder.steps())
+    cards = progress(builder.card_reaches(same_ram=True))
+    further, compared = progress((builder.card_reaches(same_ram=False), builder.compared()))
+    return Parts(quick, steps, progress(builder.map(rungs)), (*cards, *further), compared)
 
 
 # ---- sentences
@@ -286,6 +378,36 @@ def verdict(title: str, gpu: GpuProfile, answer: Estimate) -> str:
     return f"{title}, {activity} at {shape}{batch}, {word} on {count}{card}: {need}."
 
 
+def title(model: str, answer: Estimate) -> str:
+    """What is trained, in a few words."""
+    job = answer.job
+    method = (
+        f"LoRA rank {job.lora_rank}" if job.method == "lora" else {"full": "full", "sample": "sampling"}[job.method]
+    )
+    shape = f"{job.frames} frames of {job.height}x{job.width}" if job.frames > 1 else f"{job.height}x{job.width}"
+    return f"{model}, {method}, {shape}" + (f", batch {job.batch_size}" if job.batch_size > 1 else "")
+
+
+def next_command(name: str, plan: Plan, answer: Estimate) -> str:
+    """The command that writes this plan for whoever has only the page; or, where it does not fit, that looks for one
+    that does."""
+    if answer.verdict == "no":
+        return cli_words.command("suggest", plan.job, Strategy(), plan.machine, name)
+    asked = cli_words.command("estimate", plan.job, plan.strategy, plan.machine, name)
+    return asked if asked == shlex.join(["vplan", "estimate", name]) else f"{asked} -o {shlex.quote(name)}"
+
+
+def after_command(name: str, plan: Plan, answer: Estimate) -> str:
+    """What to do with the plan's file: probe it where it is tight, else export or train it."""
+    if answer.verdict == "no":
+        return ""
+    if plan.trainer != "vplan":
+        return shlex.join(["vplan", "export", name, "--to", plan.trainer, "-o", "DIR"])
+    if answer.verdict == "tight":
+        return shlex.join(["vplan", "probe", name])
+    return shlex.join(["vplan", "train", name]) + " --data DIR --weights DIR --output DIR"
+
+
 def understood(gpu: GpuProfile, answer: Estimate) -> str:
     """The budget of device memory and host RAM, in words."""
     text = f"{gpu.title} gives a process {gpu.allocatable_gib:.2f} GiB"
@@ -302,10 +424,6 @@ def _words(strategy: Strategy, job: Job) -> str:
 def _rung(strategy: Strategy, job: Job) -> str:
     """A way of the ladder: as many blocks as that are swapped where they must be."""
     return _words(strategy, job).replace(f"{strategy.swap_blocks} blocks", f"up to {strategy.swap_blocks} blocks")
-
-
-def _by(strategy: Strategy | None, job: Job) -> str:
-    return _words(strategy, job) if strategy else ""
 
 
 # ---- parts

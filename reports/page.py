@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from planner.evidence.accuracy import Comparison
 from planner.file_writing import write_file
 from planner.launch.run_history import BINS
 from planner.search.capacity_map import Cell
+from planner.search.question import Switch
 from planner.spec.plan import Breakdown
 from planner.units import GIB, format_seconds, gib
 from reports import charts, run_data
@@ -33,6 +35,13 @@ TEMPLATES = Path(__file__).with_name("templates")
 AXES = {"frames": "frames", "batch": "batch_size"}
 LETTERS = "ABCDEFGH"
 """Names of the ladder's ways in the cells of the capacity map."""
+HEADROOM_STEPS = (0.1, 0.25, 0.5)
+"""Shares of the budget from which more of it is left: a darker cell of the map."""
+STEPS = 1000
+"""Steps of which hours are told: nobody knows a plan's."""
+CUT = 2
+"""Budgets at which the axis of what options saved ends; what is beyond is drawn torn off."""
+SCRIPTS = ("page.js", "step.js", "map.js")
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ def render(page: Page | RehearsalPage | RunPage) -> str:
     """The HTML of a page, with style and script inside."""
     environment = _environment()
     style = environment.get_template("style.css").render()
-    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    script = "\n".join((TEMPLATES / name).read_text(encoding="utf-8") for name in SCRIPTS)
     # The page loads nothing, and of scripts runs only its own: names in it come from users' files, and the page may be
     # passed on.
     policy = "; ".join(
@@ -117,8 +126,13 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {"gib": _gib, "signed_gib": _signed, "seconds": format_seconds, "pct": _share, "at": _at}
-    environment.globals |= {"charts": charts, "letters": LETTERS, "gib": gib, "timeline": _spots}
+    environment.globals |= {"charts": charts, "letters": LETTERS, "gib": gib, "told": _told}
+    environment.globals |= {"told_over": _told_over, "map_cells": _cells, "headroom": _headroom, "hours": _hours}
+    environment.globals |= {"switch_words": _switch_words, "short_seconds": _short_seconds, "steps": STEPS, "cut": CUT}
+    environment.filters |= {"long": _long}
+    environment.globals |= {"cell_notes": _cell_notes, "is_first_of": _is_first_of}
     environment.globals |= {"front": _front, "ticks_gib": _ticks_gib, "used_parts": _parts_used, "is_own": _is_own}
     environment.globals |= {"agreement": _agreement, "seconds_agreement": _seconds, "halves_words": halves}
     environment.filters |= {"moment": run_data.moment, "share": _per_cent, "place": _place}
@@ -165,16 +179,130 @@ def _place(value: float, axis: charts.Axis) -> float:
     return round(axis.at(value), 2)
 
 
-def _spots(data: PlanData) -> dict[str, Sequence[Any]]:
-    """A timeline for the script that shows its exact numbers under the pointer: GiB by part, and the reserved."""
-    timeline = data.timeline
+def _told(data: PlanData) -> dict[str, Any]:
+    """A step for the script that reads it out under the cursor: MiB, seconds, and names by their places in lists."""
+    timeline, names = data.timeline, _Names()
     return {
-        "events": [timeline.events],
+        "outside": _mib(timeline.outside_bytes),
         "parts": timeline.parts,
-        "at": [point.at for point in timeline.points],
-        "gib": [[round(gib(part), 2) for part in point.parts] for point in timeline.points],
-        "reserved": [round(gib(point.reserved_bytes), 2) for point in timeline.points],
+        "at": [_long(point.at, max(timeline.events, 1)) for point in timeline.points],
+        "mib": [[_mib(part) for part in point.parts] for point in timeline.points],
+        "reserved": [_mib(point.reserved_bytes) for point in timeline.points],
+        "seconds": [round(moment.seconds, 2) for moment in data.moments],
+        "place": [names.place(moment.place) for moment in data.moments],
+        "operator": [names.place(moment.operator) for moment in data.moments],
+        "owners": [[[names.place(owner), _mib(nbytes)] for owner, nbytes in moment.owners] for moment in data.moments],
+        "names": names.all,
     }
+
+
+def _told_over(plans: Sequence[PlanData]) -> dict[str, Any]:
+    """Several plans' steps over each other, for the same script."""
+    names = _Names()
+    return {
+        "series": [
+            {
+                "name": data.name,
+                "at": charts.aligned(data.timeline, plans[0].timeline),
+                "mib": [_mib(charts.device_bytes(data.timeline, point)) for point in data.timeline.points],
+                "seconds": [round(moment.seconds, 2) for moment in data.moments],
+                "place": [names.place(moment.place) for moment in data.moments],
+            }
+            for data in plans
+        ],
+        "names": names.all,
+    }
+
+
+class _Names:
+    """Names that are said often, each once."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def place(self, name: str) -> int:
+        """Where a name stands in the list."""
+        if name not in self._places:
+            self._places[name] = len(self.all)
+            self.all.append(name)
+        return self._places[name]
+
+
+def _long(value: float, total: float) -> int:
+    """Where a place from the left is, in the units of a chart that can be zoomed."""
+    return round(charts.LONG * value / total)
+
+
+def _mib(nbytes: int) -> int:
+    return round(nbytes / 2**20)
+
+
+def _cells(data: PlanData) -> dict[str, Any]:
+    """The cells of the capacity map for the script that tells of the one that was clicked: row by row."""
+    capacity, templates = data.capacity, _Names()
+    return {
+        "ways": [
+            way + (" (lossy)" if look.strategy.lossy_fields(data.estimate.job) else "")
+            for way, look in zip(data.ladder, capacity.ladder, strict=True)
+        ],
+        "cells": [_cell(data, cell, templates) for row in capacity.cells for cell in row],
+        "commands": templates.all,
+    }
+
+
+SHAPE = "{shape}"
+"""Stands for the flags of a cell's shape in the command of its strategy, which many cells have in common."""
+
+
+def _cell(data: PlanData, cell: Cell, templates: _Names) -> dict[str, Any]:
+    seconds, command = data.cell_seconds.get(cell.shape), data.cell_commands.get(cell.shape, "")
+    frames = cell.shape[0] if data.capacity.axis == "frames" else data.estimate.job.frames
+    shape = f"--frames {frames} --height {cell.shape[1]} --width {cell.shape[2]}"
+    return {
+        "shape": " x ".join(map(str, cell.shape)),
+        "verdict": cell.verdict,
+        "way": cell.rung,
+        "need": _gib(cell.device_bytes),
+        "free": _gib(data.estimate.budget_bytes - cell.device_bytes),
+        "step": format_seconds(seconds) if seconds is not None else "",
+        "command": [templates.place(command.replace(shape, SHAPE)), shape],
+        "notes": _cell_notes(data, cell),
+    }
+
+
+def _cell_notes(data: PlanData, cell: Cell) -> str:
+    notes = ["encoded in tiles"] if cell.tiled else []
+    notes += ["with more host RAM it would fit the card"] if cell.shape in data.short_of_ram else []
+    notes += [f"measured: {', '.join(seen)}"] if (seen := data.measured.get(cell.shape)) else []
+    return "; ".join(notes)
+
+
+def _headroom(data: PlanData, cell: Cell) -> str:
+    """The class of a cell's colour: how much of the budget is left."""
+    if cell.verdict != "fits":
+        return cell.verdict
+    left = 1 - cell.device_bytes / max(data.estimate.budget_bytes, 1)
+    return f"fits room-{sum(left >= step for step in HEADROOM_STEPS)}"
+
+
+def _short_seconds(seconds: float) -> str:
+    """Seconds of a step in a cell: two digits, or three."""
+    return f"{seconds:.0f}" if seconds >= 9.95 else f"{seconds:.1f}" if seconds >= 0.995 else f"{seconds:.2f}"
+
+
+def _hours(seconds: float, high: float | None = None) -> str:
+    """The hours of `STEPS` steps, and up to how many."""
+    low, most = (f"{value * STEPS / 3600:.3g}" for value in (seconds, high or seconds))
+    return f"{low} to {most}" if low != most else low
+
+
+def _switch_words(switch: Switch) -> str:
+    """A switch as a row of the table says it."""
+    name = switch.field.replace("_", " ")
+    if isinstance(switch.after, bool):
+        return f"{name} {'on' if switch.after else 'off'}"
+    return f"{name} {switch.before} to {switch.after}"
 
 
 def _course(course: MemoryCourse) -> dict[str, Sequence[Any]]:
@@ -206,8 +334,20 @@ def _parts_used(phases: Sequence[PhaseParts]) -> list[str]:
 
 
 def _rungs_used(data: PlanData) -> list[int]:
-    """The ways of the ladder that are best somewhere on the map."""
-    return sorted({cell.rung for row in data.capacity.cells for cell in row if cell.rung is not None})
+    """The ways of the ladder that are best somewhere on the map, the most used first."""
+    used = Counter(cell.rung for row in data.capacity.cells for cell in row if cell.rung is not None)
+    return [rung for rung, _ in used.most_common()]
+
+
+def _is_first_of(plans: Sequence[PlanData], data: PlanData, of: str = "cards") -> bool:
+    """Whether no plan before it on the page says the same: of what other cards take, of the measured rows."""
+
+    def said(plan: PlanData) -> object:
+        if of == "compared":
+            return [entry.row.id for entry in plan.compared]
+        return plan.estimate.job, plan.estimate.machine.gpus, plan.estimate.machine.nodes, plan.note
+
+    return next(plan for plan in plans if said(plan) == said(data)) is data
 
 
 def _is_own(cell: Cell, data: PlanData) -> bool:

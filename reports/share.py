@@ -29,13 +29,13 @@ def shared(builder: Builder, progress: PartDone) -> Parts:
     steps = Aside(lambda: (builder.steps(), builder.compared()))
     quick = progress(builder.quick_estimates())
     rungs = ladder.ladder(builder.search, builder.plan.job, quick)
-    elsewhere = Aside(lambda: builder.longest(same_ram=False))
-    table = Aside(lambda: builder.map(rungs))
-    longest = progress(builder.longest(same_ram=True))
+    elsewhere = Aside(lambda: builder.card_reaches(same_ram=False))
+    mapped = Aside(lambda: builder.map(rungs))
+    cards = progress(builder.card_reaches(same_ram=True))
     page.prepare()
-    (phases, timeline), compared = progress(steps.result())
-    longest_elsewhere = progress(elsewhere.result())
-    return Parts(quick, phases, timeline, progress(table.result()), (*longest, *longest_elsewhere), compared)
+    told, compared = progress(steps.result())
+    further = progress(elsewhere.result())
+    return Parts(quick, told, progress(mapped.result()), (*cards, *further), compared)
 
 
 class Aside(Generic[T]):

@@ -15,7 +15,7 @@ from planner.commands import USAGE
 from planner.commands._shared.fixes import print_fixes, print_helps, print_least, print_smaller
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
-from planner.commands._shared.render import bar, counted, print_windows, verdict_line
+from planner.commands._shared.rendering.render import print_verdict, print_windows
 from planner.commands._shared.verb import (
     PathText,
     Verb,
@@ -130,12 +130,9 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
 def print_checked(console: Console, found: Checked) -> None:
     """Prints the verdict, where it is decided, and what to change."""
     case, estimate = found.case, found.outcome.estimate
-    job = in_words(case.model, case.job)
-    console.print(f"{case.dialect.title}: {case.model.title}, {case.job.method}, {job}", markup=False)
-    budget = f"{case.gpu.allocatable_gib:.2f} GiB usable"
-    console.print(f"on {counted(case.machine)}{case.gpu.title}: {budget}", markup=False)
-    console.print(verdict_line(estimate))
-    console.print(bar(console, estimate))
+    job = in_words(case.model, case.job).removesuffix(", batch 1")
+    print_verdict(console, estimate, f"{case.model.title}, {case.job.method}, {job}", case.gpu)
+    console.print(f"trainer: {case.dialect.title}", markup=False)
     word = "ends in" if estimate.verdict == "no" else "decided in"
     console.print(f"{word} {found.outcome.phase}: {found.outcome.moment}", markup=False)
     console.print(

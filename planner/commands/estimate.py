@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner.commands._shared.data_options import asked_length, whole_job_options, with_proposed_shapes
-from planner.commands._shared.render import (
-    headline,
+from planner.commands._shared.rendering.render import (
+    print_answer,
     print_assumptions,
     print_estimate,
     print_next,
-    print_shapes,
-    print_whole_job,
 )
+from planner.commands._shared.rendering.render_job import print_shapes, print_whole_job
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     Verb,
@@ -88,7 +87,7 @@ def command(
         write_report(report, [(output or "plan.toml", Plan.of(found, trainer=asked.trainer))])
 
     def render(console: Console) -> None:
-        headline(console, question, found)
+        print_answer(console, question, found)
         print_estimate(console, found, whole)
         print_assumptions(console, question, found)
         if even:

@@ -11,7 +11,7 @@ import click
 
 from planner.commands import USAGE
 from planner.commands._shared.data_options import data_options, typed_settings
-from planner.commands._shared.render import memory_bar, print_plan
+from planner.commands._shared.rendering.render import memory_bar, print_plan
 from planner.commands._shared.verb import DONE, SCHEMA, Verb, examples, json_option, show, table
 from planner.dataset.sources import sources
 from planner.errors import VplanError

@@ -10,7 +10,7 @@ from planner.catalog import lookup
 from planner.commands import USAGE
 from planner.commands._shared.fixes import print_checked
 from planner.commands._shared.live_memory_table import print_live
-from planner.commands._shared.render import VERDICTS, memory_bar
+from planner.commands._shared.rendering.render import VERDICTS, memory_bar
 from planner.commands._shared.verb import (
     Verb,
     check_report,

@@ -44,8 +44,11 @@ MARK = "manifest.json"
 @click.option(
     "--downloads", metavar="DIR", help="Where Pyodide and its packages are kept.  [default: vplan's data folder]"
 )
+@click.option("--address", metavar="URL", default="", help="Where the site will be, for the picture of a shared link.")
 @json_option
-def command(output: str, serve: bool, port: int, force: bool, downloads: str | None, as_json: bool) -> int:
+def command(
+    output: str, serve: bool, port: int, force: bool, downloads: str | None, address: str, as_json: bool
+) -> int:
     """Build a static site that answers `suggest` and `check` in the reader's browser, with nothing uploaded.
 
     Any file server can show it, and so can a static Space on Hugging Face. Building it takes Pyodide by npm and its
@@ -59,7 +62,7 @@ def command(output: str, serve: bool, port: int, force: bool, downloads: str | N
         raise VplanError(f"{quoted(output)} has a site", "pass --force to build it again, or --serve to show it", USAGE)
     if force or not is_site:
         kept = Path(downloads).expanduser().absolute() if downloads else user_data.folder() / "downloads"
-        nbytes = _build(folder, kept)
+        nbytes = _build(folder, kept, address)
         answer = {"folder": str(folder), "bytes": nbytes}
 
         def render(console: Console) -> None:
@@ -71,7 +74,7 @@ def command(output: str, serve: bool, port: int, force: bool, downloads: str | N
     return DONE
 
 
-def _build(folder: Path, downloads: Path) -> int:
+def _build(folder: Path, downloads: Path, address: str) -> int:
     """Builds the site beside its place, and then puts it there whole."""
     import reports.site
 
@@ -79,7 +82,7 @@ def _build(folder: Path, downloads: Path) -> int:
     try:
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
-        nbytes = reports.site.build(made, downloads)
+        nbytes = reports.site.build(made, downloads, address)
         if folder.exists():
             shutil.rmtree(folder)
         made.rename(folder)

@@ -13,7 +13,6 @@ from click.shell_completion import CompletionItem
 
 from planner.catalog import lookup
 from planner.commands import USAGE
-from planner.commands._shared import render
 from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options, with_proposed_shapes
 from planner.commands._shared.gpu_count import (
     CountedGpus,
@@ -23,6 +22,7 @@ from planner.commands._shared.gpu_count import (
     limit_options,
     refuse_limits,
 )
+from planner.commands._shared.rendering import render, render_job, render_rows
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
@@ -149,12 +149,12 @@ def command(
     rows = table.models() if kind == "models" else table.classes()
     answer = {
         kind: [row.to_json(kind) for row in rows],
-        **(render.best_rows(rows) if length and kind == "classes" else {}),
+        **(render_rows.best_rows(rows) if length and kind == "classes" else {}),
         "considered": sum(row.considered for row in rows),
         "seconds": round(time.perf_counter() - started, 3),
     }
 
-    show(answer, as_json, lambda console: render.print_rows(console, table.first_line(), kind, rows))
+    show(answer, as_json, lambda console: render_rows.print_rows(console, table.first_line(), kind, rows))
     verdicts = [row.plan.verdict for row in rows if row.plan]
     return min((verdict_exit_code(verdict, strict=strict) for verdict in verdicts), default=DOES_NOT_FIT)
 
@@ -195,9 +195,9 @@ def _for_one(
     def print_one(console: Console) -> None:
         render.print_suggestion(console, question, suggestion, whole)
         if even:
-            render.print_shapes(console, even)
+            render_job.print_shapes(console, even)
         if whole:
-            render.print_whole_job(console, whole)
+            render_job.print_whole_job(console, whole)
         if counted:
             counted.print(console)
         render.print_next(console, suggestion.plan, to.output)
@@ -254,7 +254,7 @@ class _Table:
         self.length = length
         self.suggester = Suggester(asked.trainer, prefer)
 
-    def models(self) -> list[render.TableRow]:
+    def models(self) -> list[render_rows.TableRow]:
         """A line for every model that can train at that length."""
         images_too = self.asked.job.get("frames") in (None, 1) and self.prefer != "frames"
         known = lookup.model_names()
@@ -263,13 +263,13 @@ class _Table:
         for name, found in zip(names, spread(_row_maker, self._typed, names, "models"), strict=True):
             if isinstance(found, VplanError):
                 refusals.append(found)
-                found = render.TableRow(name, None, found.message, 0)
+                found = render_rows.TableRow(name, None, found.message, 0)
             rows.append(found)
         if refusals and len(refusals) == len(rows):
             raise refusals[0]
         return rows
 
-    def classes(self) -> list[render.TableRow]:
+    def classes(self) -> list[render_rows.TableRow]:
         """A line for every class of card."""
         rows = []
         for found in spread(_row_maker, self._typed, [group.name for group in lookup.gpu_classes()], "cards"):
@@ -282,7 +282,7 @@ class _Table:
     def _typed(self) -> tuple[TypedQuestion, str, bool, tuple[str, ...], AskedLength | None]:
         return self.asked, self.prefer, self.allow_lossy, self.several, self.length
 
-    def row(self, name: str) -> render.TableRow | VplanError:
+    def row(self, name: str) -> render_rows.TableRow | VplanError:
         """The line for one model, or for one class of card of the model that was typed; or why there is none."""
         try:
             if self.asked.model is None or self.several:
@@ -303,21 +303,21 @@ class _Table:
             )
         return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every card class"
 
-    def _row(self, name: str, question: Question) -> render.TableRow:
+    def _row(self, name: str, question: Question) -> render_rows.TableRow:
         search = self.suggester.search(question._replace(allow_lossy=self.allow_lossy))
         suggestion = self.suggester.best(search, explain=False)
         plan = suggestion.plan if suggestion else search.tightest(question.job)
         if plan is None or plan.verdict == "no":
             reason = _shortage(search, plan) if plan else search.missing.message if search.missing else ""
-            return render.TableRow(name, None, reason, search.considered)
+            return render_rows.TableRow(name, None, reason, search.considered)
         plan = plan.replace(assumptions=assumptions(question, plan))
         whole = _whole_job(self.length, self.suggester, plan)
-        return render.TableRow(name, plan, "", search.considered, whole)
+        return render_rows.TableRow(name, plan, "", search.considered, whole)
 
 
 def _row_maker(
     asked: TypedQuestion, prefer: str, allow_lossy: bool, several: tuple[str, ...], length: AskedLength | None
-) -> Callable[[str], render.TableRow | VplanError]:
+) -> Callable[[str], render_rows.TableRow | VplanError]:
     return _Table(asked, prefer, allow_lossy, several, length).row
 
 

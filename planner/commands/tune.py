@@ -15,8 +15,8 @@ import click
 from planner.catalog import lookup, user_data
 from planner.catalog.plan_id import row_id
 from planner.commands import USAGE
-from planner.commands._shared import render
 from planner.commands._shared.progress import Progress
+from planner.commands._shared.rendering import render
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
@@ -350,15 +350,11 @@ class _Answer:
         return tuple(note for note in self.question.assumptions if " frames" not in note and " pixels" not in note)
 
     def _print(self, console: Console, found: Estimate, others: tuple[Estimate, ...], output: str | None) -> None:
-        render.headline(console, self.question, found)
-        if self.best is None:
-            console.print(render.verdict_line(found))
-        else:
+        render.print_answer(console, self.question, found)
+        if self.best is not None:
             console.print(self._proof(self.best), markup=True)  # of numbers alone
-        console.print(render.bar(console, found))
         console.print(f"plan: {wording.ways(found)}", style="bold")
-        if flags := render.typed_out(self._switches(found)):
-            console.print(f"      {flags}")
+        render.print_flags(console, self._switches(found))
         if found.lossy:
             console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
         count = len(self.tuning.probes)

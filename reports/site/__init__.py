@@ -7,8 +7,10 @@ build. The site itself loads nothing from anywhere else.
 from __future__ import annotations
 
 import hashlib
+import html
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +33,8 @@ from planner.foreign.export import SLURM, targets
 FILES = Path(__file__).with_name("files")
 REQUIREMENTS = FILES / "requirements.txt"
 PAGE = ("index.html", "style.css", "page.js", "worker.js")
+PREVIEW = "preview.png"
+"""What a forum or a chat shows of a link: 1200 x 630, an answer as the page gave it."""
 
 PYODIDE = "pyodide-314.0.7.tgz"
 """As `npm pack` names it. Its Python is 3.14, its platform pyemscripten_2026_0: what the requirements are built for."""
@@ -63,18 +67,18 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 """Of every file in an archive, so that the same sources make the same site."""
 
 
-def build(folder: Path, downloads: Path) -> int:
+def build(folder: Path, downloads: Path, address: str = "") -> int:
     """Writes the site into a folder and returns its bytes.
 
-    ``downloads``: where Pyodide and the packages are kept. Raises a VplanError where something cannot be downloaded or
-    is not what was pinned.
+    ``downloads``: where Pyodide and the packages are kept. ``address``: as for `page_file`. Raises a VplanError where
+    something cannot be downloaded or is not what was pinned.
     """
     models = [lookup.model(name) for name in profiles.model_names()]
     pyodide = _pyodide(downloads)
     libraries = _libraries(_wheels(downloads))
     for name in PAGE:
-        text = (FILES / name).read_text(encoding="utf-8")
-        _put(folder / name, text.replace("{{policy}}", POLICY).encode())
+        _put(folder / name, page_file(name, address).encode())
+    _put(folder / PREVIEW, (FILES / PREVIEW).read_bytes())
     for name, content in pyodide.items():
         _put(folder / "pyodide" / name, content)
     manifest = {
@@ -91,6 +95,15 @@ def build(folder: Path, downloads: Path) -> int:
     _put(folder / "manifest.json", json.dumps(manifest, separators=(",", ":")).encode())
     _put(folder / "README.md", SPACE.encode())
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def page_file(name: str, address: str = "") -> str:
+    """The text of one of `PAGE`. ``address``: where the site will be, by which a preview's picture has to be named."""
+    if address and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", address):
+        raise VplanError(f"{quoted(address)} is no address of a site", "pass one, as https://example.org/vplan/")
+    base = f"{address.rstrip('/')}/" if address else ""
+    text = (FILES / name).read_text(encoding="utf-8")
+    return text.replace("{{policy}}", POLICY).replace("{{address}}", html.escape(base))
 
 
 def _choices(models: Iterable[ModelProfile]) -> dict[str, Any]:

@@ -29,7 +29,11 @@ def main() -> int:
     asked = wrong = 0
     for model, (most, field) in MODELS.items():
         builder = Builder("plan.toml", vplan.estimate(model, gpu="24GB").to_plan())
-        shown = {each.card: each for same_ram in (True, False) for each in builder.longest(same_ram)}
+        shown = {
+            each.card: each
+            for same_ram in (True, False)
+            for each in (reach.longest for reach in builder.card_reaches(same_ram))
+        }
         for card, longest in shown.items():
             words = ["suggest", model, "--gpu", card, "--prefer", most, "--json"]
             found = json.loads(CliRunner().invoke(cli, words).stdout)

@@ -125,7 +125,8 @@ def test_the_page_and_the_command_line_say_the_same_longest_clip(model: str, tmp
     path = tmp_path / "plan.toml"
     CliRunner().invoke(cli, ["estimate", model, "--gpu", "24GB", "-o", str(path)], env=HERE)
     builder = Builder("plan.toml", read_plan(path))
-    shown = {each.card: each for same_ram in (True, False) for each in builder.longest(same_ram)}
+    reaches = [each.longest for same_ram in (True, False) for each in builder.card_reaches(same_ram)]
+    shown = {each.card: each for each in reaches}
     assert set(shown) == set(CLIP_CARDS)
     field, most = ("batch_size", "batch") if lookup.model(model).kind == "image" else ("frames", "frames")
     for card in CARDS[model]:

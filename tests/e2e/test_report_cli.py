@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.tools import browse_site
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
 ROOT = Path(__file__).parents[2]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NO_TORCH = "import sys, vplan; code = vplan.main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"
 
 
@@ -43,20 +48,114 @@ def test_two_plans_stand_side_by_side_without_torch(shown: Path) -> None:
     assert "naive.toml" in text and "full.toml" in text
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_a_browser_runs_the_page_without_a_complaint(shown: Path, tmp_path: Path) -> None:
-    assert CHROMIUM is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--window-size=360,800"]
-    done = subprocess.run(
-        [CHROMIUM, *flags, f"--user-data-dir={tmp_path}", "--dump-dom", shown.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
+@pytest.fixture(scope="module")
+def page(shown: Path) -> Iterator[Page]:
+    """The page in a browser, with the first of its plans opened. Nothing may complain, whatever is done to it."""
+    pytest.importorskip("playwright")
+    if browse_site.CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    with browse_site.chromium() as browser:
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        complaints: list[str] = []
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(shown.as_uri())
+        page.locator("#p1 > summary").click()
+        yield page
+        assert complaints == []
+
+
+def field(page: Page, name: str) -> str:
+    return page.locator(f'#p1-step-reading [data-field="{name}"]').inner_text()
+
+
+def chart(page: Page) -> Locator:
+    return page.locator('[data-step="p1-step-told"]')
+
+
+def view(page: Page) -> list[float]:
+    shown = page.locator('[data-step="p1-step-told"] svg.plot').get_attribute("viewBox")
+    assert shown is not None
+    return [float(number) for number in shown.split()]
+
+
+def test_the_cursor_tells_time_block_operator_and_owners(page: Page) -> None:
+    assert field(page, "when") == "At the peak"
+    plot = chart(page).locator("svg.plot")
+    box = plot.bounding_box()
+    assert box is not None
+    plot.hover(position={"x": box["width"] * 0.1, "y": 150}, force=True)
+    assert field(page, "when") == "Under the cursor"
+    assert field(page, "place").startswith("forward") and field(page, "operator")
+    assert re.fullmatch(r"about [\d.]+ m?s", field(page, "time"))
+    assert "weights" in field(page, "owners")
+    early = field(page, "time")
+    plot.hover(position={"x": box["width"] * 0.7, "y": 150}, force=True)
+    assert field(page, "place").startswith("backward") and field(page, "time") != early
+
+
+def test_the_step_is_zoomed_by_wheel_drag_and_keys_and_a_click_pins(page: Page) -> None:
+    plot, whole = chart(page).locator("svg.plot"), [0.0, 0.0, 10000.0, 1000.0]
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box is not None
+    middle = box["x"] + box["width"] / 2, box["y"] + 150
+    page.mouse.move(*middle)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -100)
+    page.keyboard.up("Control")
+    page.wait_for_function("document.querySelector('#p1 svg.plot').getAttribute('viewBox') !== '0 0 10000 1000'")
+    assert view(page)[2] == 8000 and view(page)[0] == pytest.approx(1000, abs=30)
+    chart(page).focus()
+    page.keyboard.press("0")
+    assert view(page) == whole
+    page.mouse.move(box["x"] + box["width"] * 0.2, middle[1])
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.4, middle[1], steps=3)
+    page.mouse.up()
+    assert view(page)[0] == pytest.approx(2000, abs=30) and view(page)[2] == pytest.approx(2000, abs=30)
+    page.keyboard.press("Escape")
+    assert view(page) == whole
+    page.mouse.click(*middle)
+    assert field(page, "when") == "Pinned" and page.locator("#p1 line.pin").get_attribute("visibility") == "visible"
+    page.keyboard.press("ArrowRight")
+    assert field(page, "when") == "Under the cursor" and "to the pin" in field(page, "allocated")
+    page.keyboard.press("Escape")
+    assert page.locator("#p1 line.pin").get_attribute("visibility") == "hidden"
+
+
+def test_two_plans_are_read_at_the_same_place(page: Page) -> None:
+    rows = page.locator("#over-reading tbody tr")
+    assert [text.split()[0] for text in rows.all_inner_texts()] == ["naive.toml", "full.toml"]
+    page.locator('[data-step="over-told"]').focus()
+    page.keyboard.press("Home")
+    first = rows.all_inner_texts()
+    page.keyboard.press("End")
+    assert first != rows.all_inner_texts() and all("optimizer" in text for text in rows.all_inner_texts())
+
+
+def test_a_cell_of_the_map_tells_its_plan_and_its_command(page: Page) -> None:
+    panel, command = page.locator("#p1-cell"), page.locator('#p1-cell [data-field="command"]')
+    assert command.is_hidden()
+    page.locator("#p1 table.map tbody tr").first.locator("button").first.click()
+    assert re.match(
+        r"vplan estimate wan2.1-t2v-1.3b --gpu 24GB --frames 1 --height \d+ --width \d+", command.inner_text()
     )
-    assert 'class="copy"' in done.stdout, "the page's script did not run"
-    assert 'class="copy"' not in shown.read_text(encoding="utf-8")
-    complaints = [line for line in done.stderr.splitlines() if re.search(r"CONSOLE|Content Security Policy", line)]
-    assert complaints == []
+    assert "GiB" in panel.inner_text() and "a step" in panel.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert re.search(r" --frames (?!1 )\d+ ", command.inner_text())
+
+
+def test_a_phone_shows_the_page_without_scrolling_sideways(page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    try:
+        sizes = page.evaluate("[document.documentElement.scrollWidth, document.querySelector('#p1').offsetHeight]")
+        assert sizes[0] == 390 and sizes[1] < 4000
+        cued = page.locator("#p1 .scroll.wider")
+        cued.first.wait_for()
+        assert cued.locator("table.map").count() == 1
+    finally:
+        page.set_viewport_size({"width": 1440, "height": 900})
 
 
 def test_what_is_neither_a_plan_nor_a_run_is_refused_with_what_both_are(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_answer_holds_its_width_and_has_no_colour_in_a_pipe(columns: int) ->
     page = run(*ONE, COLUMNS=str(columns)).stdout
     assert max(map(len, page.splitlines())) <= columns
     assert "\x1b" not in page
-    for word in ("CogVideoX 2B", "23.50 GiB usable", "fits", "peak:", "effect of each option"):
+    for word in ("CogVideoX 2B", " of 23.50 GiB (", "fits", "peak:", "effect of each option"):
         assert word in page
 
 

@@ -19,6 +19,7 @@ from planner.catalog.shapes import job_for
 from planner.commands import cli
 from planner.dialects.base import cli_words
 from planner.errors import VplanError
+from planner.estimate import step_moments
 from planner.estimate.estimate import estimate
 from planner.evidence.accuracy import compare
 from planner.evidence.published import read_rows
@@ -99,7 +100,7 @@ def test_the_map_agrees_with_estimates_at_its_edge(told: data.PlanData) -> None:
 
 
 def test_the_longest_clips_rise_with_the_card_and_the_plans_own_is_an_estimate(told: data.PlanData) -> None:
-    by_card = {each.card: each for each in told.longest}
+    by_card = {each.longest.card: each.longest for each in told.cards}
     plain = [by_card[name].lossless for name in ("8GB", "12GB", "16GB", "24GB", "48GB", "80GB")]
     assert plain == sorted(plain) and plain[0] > 0
     own = by_card["24GB"]
@@ -202,7 +203,63 @@ def test_areas_are_stacked_from_what_is_outside_torch(told: data.PlanData) -> No
     assert [area.name for area in found] == ["context", *told.timeline.parts]
     first = told.timeline.points[0]
     held = told.timeline.outside_bytes + first.parts[0]
-    assert found[1].path.startswith(f"M0 {round(1000 * (1 - held / highest))}L")
+    assert found[1].path.startswith(f"M0 {round(1000 * (1 - held / highest))}l") and found[1].path.endswith("V1000H0Z")
+    moves = [float(move) for move in re.split("[ lM]", found[-1].path.removesuffix("V1000H0Z")) if move]
+    last = told.timeline.points[-1]
+    level = 1 - (told.timeline.outside_bytes + sum(last.parts)) / highest
+    assert (sum(moves[::2]), sum(moves[1::2])) == (
+        round(charts.LONG * last.at / told.timeline.events),
+        round(1000 * level),
+    )
+
+
+def test_every_point_of_the_step_has_its_moment(told: data.PlanData) -> None:
+    points, moments = told.timeline.points, told.moments
+    assert len(moments) == len(points)
+    seconds = [moment.seconds for moment in moments]
+    assert seconds == sorted(seconds) and seconds[0] >= 0 and seconds[-1] <= told.estimate.step_seconds * 1.001
+    peak = moments[points.index(next(point for point in points if point.at == told.timeline.peak.at))]
+    assert re.match(r"(forward|recompute|backward) of blocks\.\d+$", peak.place)
+    for point, moment in zip(points, moments, strict=True):
+        sizes = [size for _, size in moment.owners]
+        assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= sum(point.parts)
+    whole = dict(zip(told.timeline.parts, points[0].parts, strict=True))["weights"]
+    assert dict(moments[0].owners)["weights"] == whole
+
+
+def test_hours_of_cards_are_those_of_their_plans(told: data.PlanData) -> None:
+    by_card = {each.longest.card: each for each in told.cards}
+    own = by_card[told.estimate.machine.gpu]
+    assert own.seconds is not None and own.words
+    for each in told.cards:
+        reaches = max(each.longest.lossless, each.longest.lossy) >= told.estimate.job.frames
+        assert (each.seconds is not None) == reaches, each
+
+
+def test_steps_over_each_other_keep_their_passes_together(told: data.PlanData) -> None:
+    line = told.timeline
+    assert charts.aligned(line, line) == [round(charts.LONG * point.at / line.events) for point in line.points]
+    later = dataclasses.replace(
+        line, events=2 * line.events, marks=tuple(dataclasses.replace(mark, at=2 * mark.at) for mark in line.marks)
+    )
+    assert charts.aligned(line, later) == pytest.approx(charts.aligned(line, line), abs=1)
+
+
+def test_cells_have_seconds_and_commands_that_price_them(told: data.PlanData) -> None:
+    fitting = [cell for row in told.capacity.cells for cell in row if cell.rung is not None]
+    assert {cell.shape for cell in fitting} == set(told.cell_seconds) == set(told.cell_commands)
+    words = shlex.split(told.cell_commands[fitting[-1].shape])
+    frames, height, width = fitting[-1].shape
+    assert words[:2] == ["vplan", "estimate"]
+    assert [words[words.index(flag) + 1] for flag in ("--frames", "--height", "--width")] == [
+        str(frames),
+        str(height),
+        str(width),
+    ]
+    cells = page._cells(told)
+    told_cell = cells["cells"][[cell.shape for row in told.capacity.cells for cell in row].index(fitting[-1].shape)]
+    template, shape = told_cell["command"]
+    assert cells["commands"][template].replace(page.SHAPE, shape) == told.cell_commands[fitting[-1].shape]
 
 
 # ---- the page
@@ -231,7 +288,13 @@ def hostile(told: data.PlanData) -> data.PlanData:
         estimate=found,
         words=HOSTILE,
         note=HOSTILE,
+        title=HOSTILE,
+        next_command=HOSTILE,
+        after_command=HOSTILE,
         ladder=(HOSTILE,) * len(told.ladder),
+        moments=tuple(step_moments.StepMoment(HOSTILE, HOSTILE, 0.0, ((HOSTILE, 1),)) for _ in told.moments),
+        cell_commands={shape: HOSTILE},
+        cards=tuple(reach._replace(words=HOSTILE) for reach in told.cards),
         measured={shape: (HOSTILE,)},
         timeline=dataclasses.replace(told.timeline, parts=(HOSTILE,) * len(told.timeline.parts), peak_moment=HOSTILE),
         candidates=tuple(dataclasses.replace(way, words=HOSTILE) for way in told.candidates),
@@ -246,10 +309,10 @@ def test_nothing_of_users_breaks_out_of_the_page(told: data.PlanData) -> None:
     read = _Tags()
     read.feed(shown)
     names = [tag for tag, _ in read.tags]
-    assert "img" not in names and names.count("script") == 3
+    assert "img" not in names and names.count("script") == 6
     assert not [(tag, attributes) for tag, attributes in read.tags if any(name.startswith("on") for name in attributes)]
     for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', shown, re.DOTALL):
-        assert HOSTILE in json.loads(text)["parts"]
+        assert HOSTILE in json.dumps(json.loads(text)).encode().decode("unicode_escape").replace('\\"', '"')
 
 
 def test_what_loses_nothing_is_drawn_over_what_does_at_the_same_place(told: data.PlanData) -> None:
@@ -261,7 +324,7 @@ def test_what_loses_nothing_is_drawn_over_what_does_at_the_same_place(told: data
 def test_the_page_loads_nothing_and_runs_only_its_own_script(told: data.PlanData) -> None:
     shown = page.render(page.Page("one", (told,), environment=data.environment("now"), command="vplan report"))
     assert len(shown.encode()) < 200_000
-    assert not re.search(r"https?://|@import|url\(|\bsrc=|<link", shown)
+    assert not re.search(r"https?://|@import|url\((?!#)|\bsrc=|<link", shown)
     policy = re.search(r'Security-Policy" content="([^"]*)"', shown)
     assert policy and "default-src &#39;none&#39;" in policy[1]
     for kind in ("style", "script"):
@@ -278,7 +341,7 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(told: data.PlanData
         str(attributes["aria-labelledby"]) for _, attributes in read.tags if "aria-labelledby" in attributes
     )
     assert set(named.split()) <= set(ids)
-    for words in (told.verdict, "How to read this page", "Longest clip by card class", "Speed against memory"):
+    for words in (told.verdict, "How to read this page", "What other cards take", "Speed against memory"):
         assert words in shown
 
 

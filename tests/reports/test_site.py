@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import vplan
+from planner.errors import VplanError
 from reports import site as builder
 from tests.planner.test_browser import COMMAND
 from tests.tools import browse_site
@@ -47,6 +48,16 @@ def test_a_download_that_is_not_as_pinned_is_refused(tmp_path: Path) -> None:
     done = run("-o", str(tmp_path / "site"), "--downloads", str(downloads))
     assert done.returncode == 1 and "is not Pyodide as it was pinned" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["downloads"]
+
+
+def test_a_shared_link_has_a_picture() -> None:
+    assert 'property="og:image" content="preview.png"' in builder.page_file("index.html")
+    shown = builder.page_file("index.html", "https://example.org/vplan")
+    assert 'property="og:image" content="https://example.org/vplan/preview.png"' in shown and "{{" not in shown
+    for wrong in ("example.org", "javascript:alert(1)", "https://a b/"):
+        with pytest.raises(VplanError, match="is no address of a site"):
+            builder.page_file("index.html", wrong)
+    assert (builder.FILES / builder.PREVIEW).read_bytes()[16:24] == (1200).to_bytes(4) + (630).to_bytes(4)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from planner.commands._shared.render import VERDICTS
+from planner.commands._shared.rendering.render import VERDICTS
 from planner.units import format_gib, format_seconds, gib
 
 if TYPE_CHECKING:

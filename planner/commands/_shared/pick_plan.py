@@ -9,7 +9,7 @@ from planner.catalog import lookup
 from planner.catalog.diffusers_folder import DENOISERS, has_name
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
-from planner.commands._shared.render import print_suggestion
+from planner.commands._shared.rendering.render import print_suggestion
 from planner.commands._shared.request import TypedQuestion
 from planner.commands._shared.verb import verdict_exit_code
 from planner.errors import VplanError, quoted

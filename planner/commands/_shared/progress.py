@@ -5,18 +5,19 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from planner.commands._shared.rendering.render import memory_bar
 from planner.commands._shared.verb import table
 from planner.spec.wording import ways
 from planner.terminal import console
 from planner.units import gib
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from planner.tune.study import StudyTrial
     from planner.tune.worker import Tuning
 
-COLUMNS = ("probe", "plan", ">estimated", ">took GiB", ">s/step", "outcome")
+COLUMNS = (">#", "plan", ">est. GiB", ">took", ">s/step", "outcome")
 
 
 class Progress:
@@ -45,7 +46,7 @@ class Progress:
         """Shows the probes so far and, as `now`, what happens at the moment."""
         rows = [_cells(tuning, number, trial) for number, trial in enumerate(tuning.study.trials(), start=1)]
         if self._live:
-            self._live.update(_page(rows, tuning, now), refresh=True)
+            self._live.update(_page(self._console, rows, tuning, now), refresh=True)
             return
         for number, cells in enumerate(rows, start=1):
             if (number, cells[-1]) not in self._said:
@@ -57,15 +58,24 @@ class Progress:
                 self._console.print(f"{line}{seen}: {cells[-1]}", soft_wrap=True, markup=False)
 
 
-def _page(rows: list[tuple[str, ...]], tuning: Tuning, now: str) -> RenderableType:
+def _page(console: Console, rows: list[tuple[str, ...]], tuning: Tuning, now: str) -> RenderableType:
+    """As every answer: the best plan so far, its bar, then what was probed."""
     from rich.console import Group
     from rich.text import Text
 
-    best = tuning.tuner.best
-    seconds = best.measured.step_seconds if best else None
-    so_far = f"best so far: {ways(best.estimate)}" if best else "no plan proved yet"
-    speed = f", {seconds:.2f} s/step" if seconds else ""
-    return Group(table(COLUMNS, rows), Text(f"{so_far}{speed}; next: {now}", style="dim"))
+    best, parts = tuning.tuner.best, []
+    if best is None:
+        parts.append(Text("no plan proved yet", style="bold"))
+    else:
+        seconds = best.measured.step_seconds
+        speed = f", {seconds:.2f} s/step" if seconds else ""
+        parts.append(Text(f"best so far: {ways(best.estimate)}{speed}", style="bold green"))
+        if best.measured.device_bytes is not None:
+            budget = best.estimate.budget_bytes
+            parts.append(
+                memory_bar(console, best.measured.device_bytes, budget, "bold green", f"of {gib(budget):.2f} GiB")
+            )
+    return Group(*parts, table(COLUMNS, rows), Text(f"now: {now}", style="dim"))
 
 
 def _cells(tuning: Tuning, number: int, trial: StudyTrial) -> tuple[str, ...]:

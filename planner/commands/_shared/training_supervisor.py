@@ -13,7 +13,7 @@ from planner.commands import USAGE
 from planner.commands._shared.batch import write_script
 from planner.commands._shared.data_options import typed_settings
 from planner.commands._shared.pick_plan import PLAN, weights_of
-from planner.commands._shared.render import memory_bar, print_plan
+from planner.commands._shared.rendering.render import memory_bar, print_plan
 from planner.commands._shared.run_progress import Follower, prepare
 from planner.commands._shared.run_report import ReportWriter
 from planner.commands._shared.verb import (

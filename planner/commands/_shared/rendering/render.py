@@ -1,0 +1,375 @@
+"""The look of one answer in the terminal: first the answer in a line, then the bar, then the plan, then the rest.
+
+It holds at 80 columns: tables keep their numbers and wrap their words, and what is to be typed is broken between its
+options. Rich leaves colours out when nobody looks.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from planner.catalog import lookup
+from planner.catalog.shapes import in_words
+from planner.commands._shared.rendering.render_job import seconds_words, whole_words
+from planner.commands._shared.verb import table, typed_line
+from planner.dialects.base import cli_words
+from planner.estimate.pinned_ram import HALVED
+from planner.spec.job import Machine, Strategy
+from planner.spec.plan import Estimate, Plan
+from planner.spec.wording import ways
+from planner.units import GIB, format_gib, format_seconds, gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from planner.catalog.profiles import GpuProfile, ModelProfile
+    from planner.estimate.whole_job import WholeJob
+    from planner.search.question import Question, Relaxed, Suggestion, Switch
+
+VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
+BAR_WIDTH = 48
+NUMBERED = 32
+"""Cells of a bar whose numbers stand beside it, in 80 columns."""
+AS = ", as "
+"""Between a class of cards and the card that it is priced as."""
+INDENT = " " * 6
+"""Before what continues the line of a plan."""
+
+
+def counted(machine: Machine) -> str:
+    """The number of cards in words, to stand before the card's name: "2 nodes of 8 x "; empty for one card."""
+    nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
+    return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
+
+
+def print_answer(console: Console, question: Question, found: Estimate) -> None:
+    """Prints the first two lines of an answer: the verdict on what was asked, as it was understood, and the bar."""
+    words = in_words(question.model, found.job).removesuffix(", batch 1").removeprefix("1 frames of ")
+    print_verdict(console, found, f"{_trained(question.model.title, found)}, {words}", question.gpu)
+    if taken := [note for note in found.assumptions if _is_reading(note)]:
+        console.print("; ".join(taken), style="yellow")
+
+
+def _trained(title: str, found: Estimate) -> str:
+    job = found.job
+    return f"{title}, {job.method}" + (f" rank {job.lora_rank}" if job.method == "lora" else "")
+
+
+def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile) -> None:
+    """Prints the verdict on a job and a card in a line, and the bar. ``what``: the job in words."""
+    from rich.text import Text
+
+    word, style = VERDICTS[found.verdict]
+    line = Text(word, style)
+    title, is_class, _ = card.title.partition(AS)
+    count = counted(found.machine) or (("an " if title.startswith("8") else "a ") if is_class else "")
+    line.append(f": {what}, on {count}{title}", "default")
+    console.print(line)
+    console.print(bar(console, found))
+    if found.limit == "host":
+        where = f" ({found.host.phase}: {format_gib(found.host_ram_bytes)})" if found.host is not None else ""
+        console.print(f"not enough host RAM{where}", style=style)
+
+
+def print_assumptions(console: Console, question: Question, found: Estimate | None = None) -> None:
+    """Prints the defaults that were filled in (those of `found`, where a search chose some of them)."""
+    notes = [note for note in _assumed(question, found) if not _is_reading(note)]
+    if AS in question.gpu.title:
+        notes.insert(0, question.gpu.title.replace(AS, " as "))
+    if question.machine.reserve:
+        notes.append(f"{format_gib(question.machine.reserve)} of the card kept free")
+    if notes:
+        console.print(f"assumed: {'; '.join(notes)}", style="dim")
+
+
+def _assumed(question: Question, found: Estimate | None) -> tuple[str, ...]:
+    return found.assumptions if found else question.assumptions
+
+
+def _is_reading(note: str) -> bool:
+    """Whether a note says what something typed was taken for: that stands where it is seen first."""
+    return re.search(r" taken for | read as | is height x width|^as .* trains", note) is not None
+
+
+def print_next(console: Console, found: Estimate, output: str | None) -> None:
+    """The next command to type: keep the plan, and train it; probe it first where it is tight. Only for people: what
+    is piped is the answer alone."""
+    context = click.get_current_context(silent=True)
+    if not console.is_terminal:
+        return
+    if found.verdict == "no":
+        if context is None or context.info_name != "estimate":  # others say themselves what would fit
+            return
+        said = cli_words.command("suggest", found.job, Strategy(), found.machine)
+    elif output is None:
+        said = typed_line("-o", "plan.toml")
+    elif found.verdict == "tight":
+        said = shlex.join(["vplan", "probe", output])
+    elif found.job.method == "sample":
+        said = shlex.join(["vplan", "report", output])
+    else:
+        said = shlex.join(["vplan", "train", output]) + " --data DIR --output DIR --weights DIR"
+    console.print()
+    console.print(f"next: {said}", style="bold", markup=False, soft_wrap=True)
+
+
+def print_estimate(console: Console, found: Estimate, whole: WholeJob | None = None) -> None:
+    """Prints one estimate below its verdict and bar: options, seconds, phases and breakdown."""
+    console.print(f"plan: {ways(found)}", style="bold")
+    console.print(f"{_step(found)}, {_ram(found)}, attention: {found.attention_kernel}")
+    if whole:
+        console.print(whole_words(whole), style="bold")
+    if found.lossy:
+        console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
+    print_windows(console, found)
+    console.print(f"peak: {found.peak.phase}, {found.peak.moment}")
+    rows = [
+        (name, *(f"{gib(value):.2f}" for value in (peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes)))
+        for name, peak in found.phases.items()
+    ]
+    console.print()
+    console.print(table(("phase", ">allocated GiB", ">reserved GiB", ">device GiB"), rows))
+    console.print()
+    parts = [(name, f"{gib(value):.2f}") for name, value in found.breakdown.__dict__.items() if value]
+    console.print(table(("at the peak", ">GiB"), parts))
+
+
+def _step(found: Estimate, swap_seconds: float | None = None) -> str:
+    """The seconds of a step in words. ``swap_seconds``: what swapped blocks add to it."""
+    step = "denoising step" if found.job.method == "sample" else "step"
+    swap = "" if swap_seconds is None else f"; swap adds {format_seconds(swap_seconds)}"
+    return f"{step} {format_seconds(found.step_seconds)} (estimated{swap})"
+
+
+def _ram(found: Estimate) -> str:
+    """The host RAM that is needed, and what may be used."""
+    usable = f" of {gib(found.machine.host_ram):.1f}" if found.machine.host_ram is not None else ""
+    return f"host RAM {format_gib(found.host_ram_bytes)}{usable}"
+
+
+def print_windows(console: Console, found: Estimate) -> None:
+    """Prints what is short on Windows and WSL: what they pin, and what is more than the card has, which is no fit."""
+    if found.machine.os not in HALVED:
+        return
+    if found.host is not None and found.host.pinned_bytes > GIB // 10:
+        pinned = format_gib(found.host.pinned_bytes)
+        console.print(f"{pinned} of it pinned, and Windows pins about half of the RAM", style="dim")
+    text = "what is more than the card has spills into shared memory, ten times slower: not called fitting"
+    console.print(text, style="dim")
+
+
+def bar(console: Console, found: Estimate) -> Text:
+    """A bar of the device memory that is needed, against the budget, with both and the range in numbers."""
+    low, high = gib(found.low_bytes), gib(found.high_bytes)
+    need = f"{gib(found.peak.device_bytes):.2f} of {gib(found.budget_bytes):.2f} GiB"
+    words = f"{need} ({low:.1f} to {high:.1f}, {found.basis})"
+    return _bar(console, found.peak.device_bytes, found.budget_bytes, VERDICTS[found.verdict][1], words, NUMBERED)
+
+
+def memory_bar(console: Console, nbytes: int, whole: int, style: str, words: str = "of the budget") -> Text:
+    """A part of some memory, as wide as all of it: one cell per 1/48."""
+    return _bar(console, nbytes, whole, style, f"{nbytes / max(whole, 1):.0%} {words}", BAR_WIDTH)
+
+
+def _bar(console: Console, nbytes: int, whole: int, style: str, words: str, width: int) -> Text:
+    from rich.text import Text
+
+    full, empty, beyond = "█░▒" if console.encoding.startswith("utf") else "#.!"
+    if nbytes <= whole:
+        filled = round(nbytes / max(whole, 1) * width)
+        text = Text(full * filled + empty * (width - filled), style)
+    else:  # as wide as what is needed: what there is, and what is beyond it
+        there = round(whole / nbytes * width)
+        text = Text(full * there + beyond * (width - there), style)
+    text.append(f" {words}", "default")
+    return text
+
+
+def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
+    """Prints how a run of a plan begins: what it trains on which card, the verdict, the bar and the options."""
+
+    count, card = lookup.parse_gpus(plan.machine.gpu)
+    model = lookup.model(plan.job.model)
+    if found is None:
+        many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
+        console.print(f"{model.title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB usable")
+        return
+    words = in_words(model, found.job).removesuffix(", batch 1").removeprefix("1 frames of ")
+    print_verdict(console, found, f"{_trained(model.title, found)}, {words}", card)
+    console.print(f"plan: {ways(found)}", style="bold")
+
+
+# ---- suggest
+
+
+def print_suggestion(console: Console, question: Question, found: Suggestion, whole: WholeJob | None = None) -> None:
+    """Prints the chosen plan, why it was chosen, the runners-up, and what to do when nothing fits. What is asked first
+    stands first: the verdict, what to switch on, how long a step takes, and the host RAM."""
+    plan = found.plan
+    print_answer(console, question, plan)
+    if plan.verdict == "no":
+        _print_relaxed(console, found)
+    console.print(f"plan: {ways(plan)}", style="bold")
+    print_flags(console, found.switches)
+    swap = next((switch.step_seconds for switch in found.switches if switch.field == "swap_blocks"), None)
+    console.print(f"{_step(plan, swap)}, {_ram(plan)}")
+    if whole:
+        console.print(whole_words(whole), style="bold")
+    print_windows(console, plan)
+    print_data(console, question.model)
+    if plan.lossy:
+        kept = next((other for other in found.alternatives if not other.lossy), None)
+        without = f"; without: {ways(kept)} ({_need(kept)})" if kept else ""
+        console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
+    for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in found.smaller_cards):
+        alike = [other for other in found.smaller_cards if VERDICTS[other.verdict][0] == word]
+        cards = ", ".join(f"{other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB)" for other in alike)
+        console.print(f"{word} on smaller cards of this class: {cards}", style="yellow")
+    for wish in found.relaxed if plan.verdict != "no" else ():
+        console.print(_other_kind(wish), style="yellow")
+    console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
+    print_assumptions(console, question, plan)
+    told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
+    if told:
+        console.print()
+        console.print(table(("effect of each option", ">GiB", ">s/step"), map(_switch_row, told)))
+        for switch in (switch for switch in told if switch.field == "swap_blocks"):
+            console.print(_swap_note(question, plan, switch), style="dim")
+    if found.alternatives:
+        console.print()
+        console.print(runners_up(found.alternatives))
+
+
+def runners_up(plans: Iterable[Estimate]) -> Table:
+    """A table with one line for each plan that was not chosen."""
+    return table(("runners-up", "verdict", ">GiB", ">s/step", ">RAM GiB"), map(_plan_row, plans))
+
+
+def print_flags(console: Console, switches: Iterable[Switch]) -> None:
+    """Prints the options that give `vplan estimate` the same plan, broken between options as a shell reads them."""
+    lines: list[str] = []
+    for flag in map(_flag, switches):
+        if lines and len(INDENT) + len(lines[-1]) + len(flag) + 3 <= console.width:
+            lines[-1] += f" {flag}"
+        else:
+            lines.append(flag)
+    for place, line in enumerate(lines):
+        console.print(INDENT + line + (" \\" if place < len(lines) - 1 else ""), markup=False, soft_wrap=True)
+
+
+def _flag(switch: Switch) -> str:
+    name = switch.field.replace("_", "-")
+    if isinstance(switch.after, bool):
+        return f"--{name}" if switch.after else f"--no-{name}"
+    return f"--{name} {switch.after}"
+
+
+def _print_relaxed(console: Console, found: Suggestion) -> None:
+    plan, relax = found.plan, found.relaxed
+    console.print(f"this is the smallest plan found{_short_of(plan, relax)}")
+    if not relax:
+        console.print("no single change makes it fit", style="bold")
+        for line in _beyond(found):
+            console.print(f"  {line}")
+        return
+    console.print("to make it fit, change one of:", style="bold")
+    for wish in relax:
+        lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
+        count = wish.plan.strategy.checkpointed_blocks if wish.field == "gradient_checkpointing" else None
+        blocks = f" --checkpointed-blocks {count}" if count else ""
+        shared = f" ({wish.after} GPUs share a sample)" if wish.field == "context_parallel" else ""
+        console.print(f"  --{_flag_name(wish)} {wish.after}{blocks} instead of {wish.before}{lossy}{shared}")
+
+
+def _beyond(found: Suggestion) -> Iterator[str]:
+    """How far a job reaches that no single change makes fit: in a smaller shape, and on a larger card."""
+    if (least := found.least) is not None:
+        before, after = found.plan.job, least.job
+        size, old = f"{after.height}x{after.width}", f"{before.height}x{before.width}"
+        smaller = [
+            *([f"--resolution {size}"] if size != old else []),
+            *([f"--frames {after.frames}"] if after.frames != before.frames else []),
+            *([f"--batch-size {after.batch_size}"] if after.batch_size != before.batch_size else []),
+        ]
+        lossy = f" (lossy: {', '.join(least.lossy)})" if least.lossy else ""
+        does = "still needs" if least.verdict == "no" else f"together: {VERDICTS[least.verdict][0]},"
+        ram = f" and {gib(least.host_ram_bytes):.1f} GiB of host RAM" if least.limit == "host" else ""
+        yield f"{' '.join(smaller)} {does} {gib(least.peak.device_bytes):.1f} GiB{ram}{lossy}"
+    if (larger := found.larger_card) is not None:
+        more = larger.machine.host_ram if larger.machine.host_ram != found.plan.machine.host_ram else None
+        yield f"unchanged it fits --gpu {larger.machine.gpu}{f' --host-ram {more // GIB}GiB' if more else ''}"
+
+
+def _other_kind(wish: Relaxed) -> str:
+    """What a plan of the other kind reaches, lossy or not, in a line."""
+    if wish.field == "gpus":
+        return f"lossless on one GPU (--gpus 1): {ways(wish.plan)} ({_need(wish.plan)})"
+    most = f"{wish.after} frames" if wish.field == "frames" else f"{wish.field} {wish.after}"
+    flag = "--allow lossy" if wish.plan.lossy else f"--{_flag_name(wish)} {wish.after}"
+    kind = "lossy" if wish.plan.lossy else "lossless"
+    return f"{kind} up to {most} ({flag}): {ways(wish.plan)} ({_need(wish.plan)})"
+
+
+def _flag_name(wish: Relaxed) -> str:
+    return wish.field.replace("_", "-").replace("batch", "batch-size")
+
+
+def _short_of(plan: Estimate, relax: Sequence[Relaxed]) -> str:
+    """What a plan that does not fit lacks: host RAM too, where with more of it another plan fits the card."""
+    ram = plan.machine.host_ram
+    if plan.limit == "host":
+        return "; not enough host RAM"
+    if ram is not None and any(wish.field == "host_ram" for wish in relax):
+        return f" with {format_gib(ram)} of host RAM; not enough host RAM for a smaller one"
+    short = " and host RAM" if ram is not None and plan.host_ram_bytes > ram else ""
+    return f"; not enough GPU memory{short}"
+
+
+HIDDEN = 0.01
+"""Share of a step's seconds below which what swap costs is said to be hidden."""
+
+
+def _swap_note(question: Question, plan: Estimate, switch: Switch) -> str:
+    """Over which link swapped blocks come, and whether the step waits for them."""
+    links = plan.machine.links
+    own = links.host_gbs if links else None
+    pcie = re.fullmatch(r"pcie(\d)x(\d+)", question.gpu.link)
+    name = f"PCIe {pcie[1]}.0 x{pcie[2]}" if pcie and own is None else "the host link"
+    link = f"{name} ({own or question.gpu.link_gbs:g} GB/s)"
+    if switch.step_seconds < HIDDEN * plan.step_seconds:
+        return f"swapped blocks come over {link} while others compute, and hide behind them: a slower link would show"
+    return f"swapped blocks come over {link}, and the step waits for them: a faster link would help"
+
+
+def _switch_row(switch: Switch) -> tuple[str, str, str]:
+    words = f"{switch.field} {switch.before} to {switch.after}"
+    return words, f"{gib(switch.device_bytes):+.2f}", f"{switch.step_seconds:+.2f}"
+
+
+def _plan_row(found: Estimate) -> tuple[str, ...]:
+    lossy = " (lossy)" if found.lossy else ""
+    return (
+        ways(found) + lossy,
+        VERDICTS[found.verdict][0],
+        f"{gib(found.peak.device_bytes):.2f}",
+        seconds_words(found.step_seconds),
+        f"{gib(found.host_ram_bytes):.1f}",
+    )
+
+
+def _need(found: Estimate) -> str:
+    return f"{VERDICTS[found.verdict][0]}, {gib(found.peak.device_bytes):.1f} GiB"
+
+
+def print_data(console: Console, model: ModelProfile) -> None:
+    """Prints what `vplan train` lacks to read a model's samples from files, if anything."""
+    if model.traits.not_encoded:
+        fault = f"{model.name}: `vplan train` cannot encode {model.traits.not_encoded} yet"
+        console.print(f"{fault}, and takes encoded samples only", style="yellow")

@@ -1,0 +1,63 @@
+"""A whole job in the terminal: its hours, energy and money, its parts, and the shapes of its data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from planner.commands._shared.verb import table
+from planner.units import format_seconds, gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from planner.estimate.bucket_batches import EvenedPlan
+    from planner.estimate.roofline import Span
+    from planner.estimate.whole_job import WholeJob
+
+
+def seconds_words(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"
+
+
+def print_whole_job(console: Console, found: WholeJob) -> None:
+    """Prints the parts of a whole job, whose hours, energy and money stand above."""
+    console.print()
+    rows = [
+        (name, part.number, *map(format_seconds, part.seconds)) for name, part in found.parts.items() if part.number
+    ]
+    console.print(table(("part", ">number", ">time", ">at most"), rows))
+    if found.sample_seconds is not None:
+        console.print(f"encoding not counted: {span_words(found.sample_seconds)} s a sample (--data DIR)", style="dim")
+
+
+def whole_words(found: WholeJob) -> str:
+    """Hours, energy and money of a whole job, in a line."""
+    epochs = f" ({found.epochs:.3g} epochs)" if found.epochs is not None else ""
+    words = [f"{span_words(found.hours)} hours", f"{span_words(found.kwh)} kWh at {found.power_watts:g} W"]
+    if found.money is not None:
+        words.append(f"{span_words(found.money)} at {found.price:g} per GPU-hour")
+    return f"{found.steps} steps{epochs}: {', '.join(words)}"
+
+
+def span_words(span: Span) -> str:
+    low, high = (_number(value) for value in span)
+    return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    """Three digits, two below a tenth."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.0995 else f"{value:.2g}"
+
+
+def print_shapes(console: Console, even: EvenedPlan) -> None:
+    """Prints the shapes that were proposed for the data, each with its batch size, and the flag that gives them."""
+    rows = []
+    for shape, seconds, _, nbytes in even.shapes:
+        name = f"{shape.frames}x{shape.height}x{shape.width}"
+        rows.append((name, shape.batch_size or 1, seconds_words(seconds), f"{gib(nbytes):.1f}"))
+    console.print()
+    console.print(table(("shape of the data", ">batch", ">s/step", ">GiB alone"), rows))
+    flags = ",".join(f"{name}x{batch}" for name, batch, *_ in rows)
+    console.print(f"      --buckets {flags}", soft_wrap=True)

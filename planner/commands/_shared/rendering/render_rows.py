@@ -1,0 +1,177 @@
+"""An answer for many models or many cards in the terminal: what they come to, then a table with one line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from planner.catalog import lookup
+from planner.commands._shared.rendering.render import VERDICTS, print_data
+from planner.commands._shared.rendering.render_job import seconds_words, span_words
+from planner.commands._shared.verb import table
+from planner.spec.job import Job
+from planner.spec.plan import Estimate
+from planner.spec.wording import ways
+from planner.units import gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from planner.estimate.whole_job import WholeJob
+
+
+class TableRow:
+    """One line of an answer for many models or many cards: a plan, or the reason why there is none."""
+
+    def __init__(
+        self, name: str, plan: Estimate | None, reason: str, considered: int, whole: WholeJob | None = None
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self.reason = reason
+        self.considered = considered
+        self.whole = whole
+
+    def to_json(self, kind: str) -> dict[str, object]:
+        """The line as `vplan suggest --json` prints it. ``kind``: "models" or "cards"."""
+        plan = self.plan.to_json() if self.plan else None
+        whole = {"whole_job": self.whole.to_json()} if self.whole else {}
+        return {"model" if kind == "models" else "gpu": self.name, "plan": plan, "reason": self.reason or None, **whole}
+
+
+def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]) -> None:
+    """Prints a first line, what the rows come to, then a table with one line for each model or card."""
+    console.print(first)
+    console.print(_models_that_fit(rows) if kind == "models" else _smallest_card(rows), style="bold")
+    if kind == "classes":
+        print_best(console, rows)
+    console.print()
+    name = "model" if kind == "models" else "card"
+    narrow = console.width < NARROW
+    data = ("data",) if kind == "models" else ()
+    whole = whole_columns(rows, narrow)
+    shape = ">clip" if any(row.plan and row.plan.job.frames > 1 for row in rows) else ">image"
+    shapes = {_shape(row.plan.job) for row in rows if row.plan}
+    apart = len(shapes) > 1 or not (narrow and whole)
+    found = table((name, *([shape] if apart else []), "verdict", ">GiB", ">s/step", *whole, *data, "with"), [])
+    found.columns[0].no_wrap, found.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
+    for row in rows:
+        named, clip, *cells, last = _row(row)
+        cells += whole_cells(row.whole, whole)
+        found.add_row(
+            named, *([clip] if apart else []), *cells, *([lookup.model(row.name).train_data] if data else []), last
+        )
+    console.print(found)
+    for profile in (lookup.model(row.name) for row in rows if data):
+        print_data(console, profile)
+    notes = {note: None for row in rows if row.plan for note in row.plan.assumptions if "longer" in note}
+    for note in notes:
+        names = ", ".join(row.name for row in rows if row.plan and note in row.plan.assumptions)
+        console.print(f"{names}: {note}", style="dim")
+
+
+def _row(row: TableRow) -> tuple[str | Text, ...]:
+    from rich.text import Text
+
+    if row.plan is None:
+        return row.name, "-", Text("no", VERDICTS["no"][1]), "-", "-", row.reason
+    found, clip = row.plan, _shape(row.plan.job)
+    word = Text(found.verdict, VERDICTS[found.verdict][1])
+    need = f"{gib(found.peak.device_bytes):.1f}"
+    lossy = " (lossy)" if found.lossy else ""
+    return row.name, clip, word, need, seconds_words(found.step_seconds), ways(found) + lossy
+
+
+NARROW = 100
+"""Columns below which a table of whole jobs leaves out what can be read elsewhere."""
+
+
+def _shape(job: Job) -> str:
+    length = f"{job.frames}x" if job.frames > 1 else ""
+    return f"{length}{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
+
+
+def _models_that_fit(rows: Sequence[TableRow]) -> str:
+    """Which models of a table fit, lossless and lossy, and how many do not."""
+    fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
+    kinds = {
+        "": [row.name for row in fits if row.plan and not row.plan.lossy],
+        "lossy: ": [row.name for row in fits if row.plan and row.plan.lossy],
+        "tight: ": [row.name for row in rows if row.plan and row.plan.verdict == "tight"],
+    }
+    words = [f"{kind}{', '.join(names)}" for kind, names in kinds.items() if names]
+    return f"{len(fits)} of {len(rows)} models fit" + (f": {'; '.join(words)}" if words else "")
+
+
+def _smallest_card(rows: Sequence[TableRow]) -> str:
+    """The smallest card of a table that fits, those below it that are tight, and the smallest without loss."""
+    fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
+    if not fits:
+        return "no card fits it"
+    least = fits[0]
+    assert least.plan is not None
+    below = [row.name for row in rows[: rows.index(least)] if row.plan]
+    tight = f" ({', '.join(below)}: tight)" if below else ""
+    lossless = next((row.name for row in fits if row.plan and not row.plan.lossy), None)
+    kind = " (lossy)" if least.plan.lossy else ""
+    text = f"smallest card that fits: {least.name}{kind}{tight}"
+    if lossless == least.name:
+        return text
+    return f"{text}; lossless: {lossless or 'none'}"
+
+
+def whole_columns(rows: Iterable[TableRow], narrow: bool) -> tuple[str, ...]:
+    """The columns that whole jobs have in a table of them; none where there are none. ``narrow``: one beside hours."""
+    found = [row.whole for row in rows if row.whole]
+    if not found:
+        return ()
+    priced = any(whole.money for whole in found)
+    if narrow:
+        return (">hours", ">price") if priced else (">hours", ">kWh")
+    return (">hours", ">kWh", ">price") if priced else (">hours", ">kWh")
+
+
+def whole_cells(whole: WholeJob | None, columns: Sequence[str]) -> list[str]:
+    """A row's cells in the columns of `whole_columns`."""
+    if whole is None:
+        return ["-"] * len(columns)
+    cells = {">hours": whole.hours, ">kWh": whole.kwh, ">price": whole.money}
+    return ["-" if (span := cells[column]) is None else span_words(span) for column in columns]
+
+
+def best_rows(rows: Sequence[TableRow]) -> dict[str, str | None]:
+    """The names of the fastest row and of the cheapest, by money where anything has a price, else by energy."""
+    found = [row for row in rows if row.whole]
+    priced = [row for row in found if row.whole and row.whole.money]
+    by = "money" if priced else "kwh"
+
+    def cost(row: TableRow) -> float:
+        assert row.whole is not None
+        return (row.whole.money or row.whole.kwh).low
+
+    def hours(row: TableRow) -> float:
+        assert row.whole is not None
+        return row.whole.hours.low
+
+    fastest, cheapest = min(found, key=hours, default=None), min(priced or found, key=cost, default=None)
+    return {
+        "fastest": fastest.name if fastest else None,
+        "cheapest": cheapest.name if cheapest else None,
+        "cheapest_by": by if cheapest else None,
+    }
+
+
+def print_best(console: Console, rows: Sequence[TableRow]) -> None:
+    """Prints which row is the fastest and which the cheapest."""
+    best = best_rows(rows)
+    by_name = {row.name: row.whole for row in rows if row.whole}
+    fastest, cheapest = (by_name.get(best[word] or "") for word in ("fastest", "cheapest"))
+    if not fastest or not cheapest:
+        return
+    console.print(f"fastest: {best['fastest']}, {span_words(fastest.hours)} hours", style="bold")
+    if best["cheapest_by"] == "money" and cheapest.money:
+        console.print(f"cheapest: {best['cheapest']}, {span_words(cheapest.money)}", style="bold")
+    else:
+        words = f"cheapest in energy: {best['cheapest']}, {span_words(cheapest.kwh)} kWh (--price gives money)"
+        console.print(words, style="bold")
