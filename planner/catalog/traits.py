@@ -95,17 +95,21 @@ TrainerTrait = Literal[
     "moved-whole-without-low-vram",
     "text-encoder-quantised-beside",
     "own-model",
+    "own-code",
     "blocks-in-16-bits",
     "shift-by-size",
     "vae-in-fp32",
+    "vae-caches-kept",
     "reentrant-checkpoints",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
 The first two: layers that make scales and shifts, over an fp8 base. positions-in-fp64: queries and keys are turned so.
 moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantised-beside: with the model on the GPU.
-own-model: it is what the trainer's own scripts build. blocks-in-16-bits: they modulate, gate and add so.
+own-model: it is what the trainer's own scripts build. own-code: its step is recorded from the trainer's own model
+(`planner.tape.variants.OWN_CODE`). blocks-in-16-bits: they modulate, gate and add so.
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: the VAE overflows in half precision.
+vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
 reentrant-checkpoints: its own code of the model checkpoints so.
 """
 

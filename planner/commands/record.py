@@ -21,7 +21,7 @@ from planner.commands import USAGE
 from planner.commands._shared import own_model
 from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, quoted
-from planner.launch.recorders import PARAMETERS, Recorders, TapeTask
+from planner.launch.recorders import CHECKOUT, PARAMETERS, Recorders, TapeTask
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.terminal import console
 
@@ -250,6 +250,9 @@ def _names(profile: ModelProfile, selection: _VariantSelection) -> list[str]:
     kinds = (StepVariant, SampleVariant, OptimizerVariant)
     usual = [variant.name for kind in kinds for variant in kind.all(profile)]
     further = [variant.name for kind in (StepVariant, SampleVariant) for variant in kind.on_request(profile)]
+    if CHECKOUT not in os.environ:  # a tape of a trainer's own code is checked where that code is
+        elsewhere = {variant.name for variant in StepVariant.in_own_code(profile)}
+        further = [name for name in further if name in selection.texts or name not in elsewhere]
     return usual + [name for name in further if name in selection.texts or (selection.check and not profile.is_own)]
 
 

@@ -27,6 +27,9 @@ from planner.worker_process import end_tree, read_json, result_file, start_worke
 TICK_SECONDS = 0.05
 """Between two looks for answers."""
 
+CHECKOUT = "VPLAN_CHECKOUT"
+"""Environment variable with the folder of a trainer's code, from which its own model is recorded."""
+
 PARAMETERS = "parameters"
 """What a task calls the table of a model's parameters, which lies beside its tapes."""
 

@@ -20,7 +20,7 @@ from planner.tape.codec import read_tape
 from planner.tape.format import NOTHING, Tape
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.tape.parameter_table import Parameters, read_parameters
-from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants import OWN_CODE, OptimizerVariant, SampleVariant, StepVariant
 
 
 def tape(model: str, variant: str) -> Tape:
@@ -145,7 +145,20 @@ def load_facts(
         around(model, job, strategy, library),
         recordings.get("sample"),
         recordings.get("checkpointed"),
+        own_code=_own_code(model, variant),
     )
+
+
+def _own_code(model: ModelProfile, variant: StepVariant) -> dict[str, Tape]:
+    """The step of each trainer whose model is its own, by the trainer's name, where that is recorded of a variant and
+    shipped: of Wan 2.1 T2V 14B and 2.2 T2V only LoRA without autocast is, and diffusers' model answers for the rest."""
+    recorded = set(StepVariant.in_own_code(model))
+    in_code = {trainer: variant._replace(code=trainer) for trainer in OWN_CODE}
+    return {
+        trainer: tape(model.name, own.name)
+        for trainer, own in in_code.items()
+        if own in recorded and _stored(model.name, f"{own.name}.json.gz")
+    }
 
 
 def counts_elements(strategy: Strategy) -> bool:

@@ -82,7 +82,7 @@ def transforms(trainer: str) -> tuple[Transform, ...]:
 def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str = "vplan") -> Run:
     """The run of a configuration at the shape of ``grid``, as ``trainer`` would do it."""
     refuse_unpriced(configuration)
-    run = recorded_step(configuration, facts)
+    run = recorded_step(configuration, facts.trained_by(trainer))
     add_optimizer(run)
     run.grid, run.sizes, run.trainer = grid, run.program.bytes_of(grid), trainer
     for transform in transforms(trainer):

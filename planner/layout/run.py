@@ -73,6 +73,15 @@ class Facts(NamedTuple):
     measurements: ModelMeasurements = NO_MEASUREMENTS
     """what measurements of this model on this card say"""
 
+    own_code: Mapping[str, Tape] = MappingProxyType({})
+    """the step of trainers whose model is their own, by the trainer's name"""
+
+    def trained_by(self, trainer: str) -> Facts:
+        """These facts with the step of a trainer's own model, where that is recorded. ``trainer`` may name a version,
+        as "diffsynth@model-offload"."""
+        own = self.own_code.get(trainer.partition("@")[0])
+        return self if own is None else self._replace(step=own)
+
 
 @dataclass
 class Run:

@@ -36,7 +36,7 @@ class RunCache:
 
     def lay_out(self, configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str) -> Run:
         """`planner.layout.pipeline.lay_out`, starting from a copy of tapes that were unfolded before."""
-        run = self.untransformed(configuration, facts, grid).untransformed_copy()
+        run = self.untransformed(configuration, facts.trained_by(trainer), grid).untransformed_copy()
         run.trainer = trainer
         for transform in transforms(trainer):
             transform(run)

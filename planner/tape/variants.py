@@ -177,6 +177,25 @@ def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
     return PRECISIONS[method] + tuple(bases)
 
 
+class OwnCode(NamedTuple):
+    """What is recorded of a trainer whose model is its own, and not diffusers', one sample at a time: the tensors that
+    it makes, in its order, leave the allocator with other holes."""
+
+    methods: tuple[str, ...]
+    precisions: tuple[Precision, ...]
+    checkpointing: tuple[str, ...]
+
+
+OWN_CODE = {
+    "diffsynth": OwnCode(
+        ("lora-wide", "full"),
+        (Precision("half", "half", False), Precision("half", "half", True), Precision("half", "", False)),
+        ("full",),
+    ),
+}
+"""Trainers whose own models are recorded (trainers/recording/trainer_code). DiffSynth-Studio has no batch size, and
+always checkpoints Wan's blocks; anything else of it is answered for by diffusers' model."""
+
 BOTH = (False, True)
 
 
@@ -225,6 +244,9 @@ class StepVariant(NamedTuple):
 
     older: bool = False
     """Under a torch before `RMS_NORM_IN_FP32`, of a model and a precision where that makes a difference."""
+
+    code: str = ""
+    """The trainer whose own model and step it is of, see `OwnCode`; else diffusers' model and our step."""
 
     @classmethod
     def of(
@@ -281,12 +303,24 @@ class StepVariant(NamedTuple):
         if not profile.traits.stages:
             checkpointed = (known for known in (*cls.all(profile), *shared) if known.checkpointing == "full")
             yield from (known._replace(checkpointing=NESTED) for known in checkpointed)
+        yield from cls.in_own_code(profile)
+
+    @classmethod
+    def in_own_code(cls, profile: ModelProfile) -> Iterator[StepVariant]:
+        """The variants that are recorded of other trainers' own models, and shipped."""
+        for trainer, recorded in OWN_CODE.items():
+            if profile.trained_with(trainer, "own-code"):
+                for method, precision, mode in itertools.product(
+                    recorded.methods, recorded.precisions, recorded.checkpointing
+                ):
+                    if method in methods(profile) and precision in precisions(profile, method):
+                        yield cls(method, precision, mode, one_sample=True, code=trainer)
 
     @property
     def name(self) -> str:
         batch = "one" if self.one_sample else str(self.samples or "many")
         method = self.method + ("-dropout" if self.dropout else "") + (SHARED if self.shared else "")
-        name = f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}"
+        name = f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}" + (self.code and f"-{self.code}")
         return f"{name}-{OLDER}" if self.older else name
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:

@@ -84,6 +84,7 @@ KNOWN_SMALL = {
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
     "aten.argmax": _REDUCTION,
+    "aten.argmin": _REDUCTION,
     "aten.any": _REDUCTION,
     "aten.dot": "one number, reduced in the workspace of cuBLAS (native/cuda/Blas.cpp, dot)",
     "aten.max": _REDUCTION,

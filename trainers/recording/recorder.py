@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from trainers.recording.constant_values import Uniform
 from trainers.recording.hooks import watch_blocks, watch_casts, watch_gradients
 from trainers.recording.op_cost import OpCost, work_of
 from trainers.recording.op_table import is_copied
+from trainers.recording.trainer_code import TrainerCode
 from trainers.step import step
 from trainers.step.optimizers import SteppedInBackward, make_optimizer
 
@@ -247,13 +248,15 @@ def record_step(
     grid: Mapping[str, int],
     config: dict[str, Any] | None = None,
     older_torch: bool = False,
+    code: TrainerCode | None = None,
 ) -> RawRecording:
     """Records loading (piece ``load``) and one forward and backward (``step``) at the shape of ``grid``.
 
     ``config`` replaces the published architecture, e.g. by one of fewer blocks. ``older_torch``: autocast as it was
-    before `planner.tape.variants.RMS_NORM_IN_FP32`.
+    before `planner.tape.variants.RMS_NORM_IN_FP32`. ``code``: another trainer's own model and step.
     """
-    with _recording(profile, job, strategy, grid, config, older_torch) as (recorder, trainee, places):
+    build = step.build_model if code is None else code.build_model
+    with _recording(profile, job, strategy, grid, config, older_torch, build) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
         watch_gradients(trainee.trainable, recorder, places)
         watch_casts(trainee.model, recorder, places)
@@ -261,16 +264,23 @@ def record_step(
         kind = family(profile)
         recorder.piece("step")
         recorder.begin("forward")
-        batch = kind.batch(grid, "cpu", step.compute_dtype(strategy))
+        dtype = step.compute_dtype(strategy)
+        batch = kind.batch(grid, "cpu", dtype) if code is None else code.batch(profile, grid, dtype)
         for name, tensor in batch.items():
             recorder.label(tensor, "batch", name)
-        loss = step.forward(trainee, kind, batch, strategy)
+        if code is None:
+            loss = step.forward(trainee, kind, batch, strategy)
+        else:
+            loss = code.loss(trainee.model, batch, strategy)
         recorder.label(loss, "batch", "loss")
         recorder.begin("backward")
         loss.backward()
         assert recorder.weights() == before, "a step leaves the weights stored as it found them"
         recorder.piece("end")
-        return recorder.recording
+    if code is not None:
+        for allocation in recorder.recording.allocations:
+            allocation.name = code.published_name(allocation.name)
+    return recorder.recording
 
 
 def record_sample(
@@ -338,10 +348,11 @@ def _recording(
     grid: Mapping[str, int],
     config: dict[str, Any] | None,
     older_torch: bool = False,
+    build: Callable[..., nn.Module] = step.build_model,
 ) -> Iterator[tuple[Recorder, step.Trainee, dict[str, Place]]]:
     """A loaded model of fake tensors, with the recorder on."""
     recorder = Recorder()
-    model = step.build_model(profile, job.model_copy(update={"lora_rank": grid["R"]}), strategy, config)
+    model = build(profile, job.model_copy(update={"lora_rank": grid["R"]}), strategy, config)
     if strategy.weights(job.method) == "nf4":  # a table of numbers that all layers share, computed at its first use
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers, tables and noise schedules are real

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -29,6 +29,7 @@ from trainers.recording.components import short_tape, vae_tape
 from trainers.recording.compress import Header, compress
 from trainers.recording.encoders import text_tape
 from trainers.recording.recorder import RawRecording, record_optimizer, record_sample, record_step
+from trainers.recording.trainer_code import check_out
 from trainers.step import step
 
 RECORDED_BLOCKS = HEAD + TAIL + 2
@@ -111,11 +112,14 @@ def full_run_lengths(name: str) -> tuple[int, ...]:
 
 
 def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
-    """Records a training step under one variant, as a tape."""
+    """Records a training step under one variant, as a tape; a VplanError for one of a trainer's own code where that is
+    not there."""
     job, strategy = variant.records(profile)
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
-    recording = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older)
-    return _tape(profile, variant.name, recording, grid, sums, regime)
+    code = check_out(variant.code) if variant.code else None
+    recording = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older, code)
+    origin = {} if code is None else {f"https://github.com/{code.REPOSITORY}": code.COMMIT}
+    return _tape(profile, variant.name, recording, grid, sums, regime, origin)
 
 
 def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
@@ -142,6 +146,7 @@ def _tape(
     grid: dict[str, int],
     sums: dict[str, int],
     regime: dict[str, int],
+    origin: Mapping[str, str] = {},
 ) -> Tape:
     kind = family(profile)
     names = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
@@ -149,7 +154,7 @@ def _tape(
     header = Header(
         profile.name,
         name,
-        {library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")},
+        {**{library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")}, **origin},
         regime,
         kind.sums,
         kind.rounded,

@@ -6,6 +6,8 @@ Its text encoders, VAE and model stand on the GPU together in plain ``sft``, whi
 
 from __future__ import annotations
 
+import itertools
+
 from planner.layout.encoders_vae import encoders
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, positions_in_fp64
@@ -27,7 +29,35 @@ def table_with_each_checkpoint(run: Run) -> None:
     )
 
 
-TERMS: tuple[Transform, ...] = (positions_in_fp64("diffsynth"), table_with_each_checkpoint, checkpoints_saved_on_cpu)
+CACHED = ("clone", "cat")
+"""How a causal convolution keeps the last frames of its input."""
+
+
+def caches_kept_by_vae(run: Run) -> None:
+    """The frames that the VAE's causal convolutions keep for the next chunk stay until the next clip is encoded:
+    ``encode`` clears them where it begins (diffsynth/models/wan_video_vae.py ``VideoVAE_.encode``), and diffusers where
+    it ends. There they are the first to be freed behind the last convolution."""
+    stage = run.phases.encode
+    if stage is None or run.strategy.vae != "resident":
+        return
+    if not run.facts.model.trained_with("diffsynth", "vae-caches-kept"):
+        return
+    ops = stage.ops
+    last = max((at for at, event in enumerate(ops) if event >= 0 and run.program.op[event] == "convolution"), default=0)
+    behind = itertools.takewhile(lambda event: event < 0 and run.program.op[~event] in CACHED, ops[last + 1 :])
+    kept = {~event for event in behind}
+    frees = {~buffer for buffer in kept}
+    stage.stretches = [
+        (moment, [event for event in events if event not in frees]) for moment, events in stage.stretches
+    ]
+    for optimizer in (run.optimizer_first, run.optimizer):
+        run.free(optimizer, sorted(kept))
+
+
+TERMS: tuple[Transform, ...] = (
+    *(positions_in_fp64("diffsynth"), table_with_each_checkpoint, checkpoints_saved_on_cpu),
+    caches_kept_by_vae,
+)
 
 
 def weights_in_turn(run: Run) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner import dialects
+from planner.allocator.implementation import alive, held
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate import host_ram
@@ -393,3 +394,42 @@ def test_diffsynth_s_model_offload_leaves_one_block_of_what_is_frozen() -> None:
     assert next(away.sizes[buffer] for buffer, op in enumerate(away.program.op) if op == "layers in turn") == WEIGHTS
     more = host_ram.host_ram(away, ONE).parts["activations"] - host_ram.host_ram(plain, ONE).parts.get("activations", 0)
     assert more >= STEM + BLOCKS * WEIGHTS
+
+
+def wan_lora(**strategy: object) -> Configuration:
+    """LoRA of Wan 2.1 I2V 14B as DiffSynth-Studio's script trains it."""
+    model = lookup.model("wan2.1-i2v-14b-480p")
+    job = job_for(model, {"model": model.name, "lora_targets": list(model.lora.wide), "lora_rank": 32})
+    fields = {"gradient_checkpointing": "full", "adapter_dtype": "bf16", "autocast": "none", **strategy}
+    return Configuration.of(job, Strategy.read(fields), ONE)
+
+
+def test_diffsynth_trains_the_model_that_is_recorded_from_its_own_code() -> None:
+    """RMSNorm by hand in fp32 and positions in fp64 are in its recording, and not added to it once more."""
+    configuration = wan_lora()
+    known = library.load_facts(configuration)
+    where = grid(known.model, configuration.job)
+    ours, theirs = (lay_out(configuration, known, where, name) for name in ("vplan", "diffsynth"))
+    assert ours.facts.step.variant == "step-lora-wide-half-half-full-one"
+    assert theirs.facts.step.variant == "step-lora-wide-half-half-full-one-diffsynth"
+    assert theirs.facts.step.versions["https://github.com/modelscope/DiffSynth-Studio"] == "fed7b18f"
+    assert set(ours.named("gradient")) == set(theirs.named("gradient"))
+    assert "fp64 copy" not in theirs.program.op
+    tokens, width = 21 * 30 * 52, 5120
+    assert 8 * tokens * width in {theirs.sizes[number] for number, op in enumerate(theirs.program.op) if op == "mul"}
+    batches = Configuration.of(configuration.job.replace(batch_size=2), configuration.strategy, ONE)
+    assert not library.load_facts(batches).own_code  # it has no batch size, and no tape
+
+
+def test_diffsynth_s_vae_keeps_the_frames_of_its_convolutions_through_the_step() -> None:
+    """Two frames of the input of each causal convolution: of 96 channels in full size four times, and so on
+    (diffsynth/models/wan_video_vae.py ``Encoder3d``); a rehearsal held 1.044 GiB of them at 480x832."""
+    configuration = wan_lora(text_encoder="resident", vae="resident")
+    known = library.load_facts(configuration)
+    where = grid(known.model, configuration.job)
+    ours, theirs = (lay_out(configuration, known, where, name) for name in ("vplan", "diffsynth"))
+    assert ours.phases.encode and theirs.phases.encode
+    assert held(ours.phases.encode.ops, ours.sizes)[0] == 0
+    assert held(theirs.phases.encode.ops, theirs.sizes)[0] == pytest.approx(1.044 * 2**30, rel=0.001)
+    for optimizer in (theirs.optimizer_first, theirs.optimizer):  # until the next clip
+        assert {~event for event in optimizer.ops if event < 0} >= set(alive(theirs.phases.encode.ops, []))

@@ -1,0 +1,128 @@
+"""DiffSynth-Studio's Wan: its model, and its loss as `examples/wanvideo/model_training/train.py` calls it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from planner.catalog.profiles import ModelProfile
+from planner.spec.job import Job, Strategy
+from trainers.families import family
+from trainers.families.common.base import Grid
+from trainers.step import step
+
+REPOSITORY = "modelscope/DiffSynth-Studio"
+COMMIT = "fed7b18f"
+
+NAMES = (
+    (r"\.self_attn\.", ".attn1."),
+    (r"\.cross_attn\.", ".attn2."),
+    (r"\.attn2\.([kv])_img\b", r".attn2.add_\1_proj"),
+    (r"\.norm_k_img\b", ".norm_added_k"),
+    (r"\.(attn[12])\.([qkv])\b", r".\1.to_\2"),
+    (r"\.(attn[12])\.o\b", r".\1.to_out.0"),
+    (r"\.ffn\.0\b", ".ffn.net.0.proj"),
+    (r"\.ffn\.2\b", ".ffn.net.2"),
+    (r"^(blocks\.\d+)\.norm3\b", r"\1.norm2"),
+    (r"^(blocks\.\d+)\.modulation$", r"\1.scale_shift_table"),
+    (r"^text_embedding\.0\b", "condition_embedder.text_embedder.linear_1"),
+    (r"^text_embedding\.2\b", "condition_embedder.text_embedder.linear_2"),
+    (r"^time_embedding\.0\b", "condition_embedder.time_embedder.linear_1"),
+    (r"^time_embedding\.2\b", "condition_embedder.time_embedder.linear_2"),
+    (r"^time_projection\.1\b", "condition_embedder.time_proj"),
+    (r"^img_emb\.proj\.0\b", "condition_embedder.image_embedder.norm1"),
+    (r"^img_emb\.proj\.1\b", "condition_embedder.image_embedder.ff.net.0.proj"),
+    (r"^img_emb\.proj\.3\b", "condition_embedder.image_embedder.ff.net.2"),
+    (r"^img_emb\.proj\.4\b", "condition_embedder.image_embedder.norm2"),
+    (r"^head\.modulation$", "scale_shift_table"),
+    (r"^head\.head\b", "proj_out"),
+)
+"""Its names -> diffusers', in this order (diffsynth/utils/state_dict_converters/wan_video_dit.py, the other way)."""
+
+LAYERS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
+"""Adapted layers by diffusers' names -> by its own."""
+
+STEPS = 1000
+"""Timesteps of training (diffsynth/diffusion/training_module.py ``set_timesteps(1000, training=True)``)."""
+
+
+def import_packages() -> None:
+    """Imports the trainer's packages; an ImportError where one, or one that it needs, is missing."""
+    importlib.import_module("diffsynth.pipelines.wan_video")
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def published_name(name: str) -> str:
+    """The name that diffusers gives to a weight."""
+    for pattern, published in NAMES:
+        name = re.sub(pattern, published, name)
+    return name
+
+
+def build_model(
+    profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None
+) -> nn.Module:
+    """Its WanModel, all of it in one format, with peft's adapters (``add_lora_to_model``); parameters on ``meta``."""
+    published = config or profile.config
+    first_frame, image = bool(profile.inputs.get("first_frame_given")), bool(published.get("image_dim"))
+    with init_empty_weights():
+        model: nn.Module = _named("diffsynth.models.wan_video_dit", "WanModel")(
+            dim=published["num_attention_heads"] * published["attention_head_dim"],
+            in_dim=published["in_channels"],
+            ffn_dim=published["ffn_dim"],
+            out_dim=published["out_channels"],
+            text_dim=published["text_dim"],
+            freq_dim=published["freq_dim"],
+            eps=published["eps"],
+            patch_size=published["patch_size"],
+            num_heads=published["num_attention_heads"],
+            num_layers=published["num_layers"],
+            has_image_input=image,
+            # As diffsynth/configs/model_configs.py has them of Wan 2.2, whose clips come without CLIP's features.
+            seperated_timestep=first_frame,
+            require_vae_embedding=not first_frame,
+            require_clip_embedding=image,
+            fuse_vae_embedding_in_latents=first_frame,
+        )
+    model.to(step.DTYPES[strategy.weights(job.method)]).requires_grad_(job.method == "full")
+    if job.method == "lora":
+        assert job.lora_targets, "targets are resolved before a model is built"
+        step.add_adapter(model, job.replace(lora_targets=tuple(LAYERS[layer] for layer in job.lora_targets)), strategy)
+    return model.train()
+
+
+def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Latents, prompt and what an image gives; and the noise that the pipeline makes before it encodes, which stays to
+    the end of the step (``WanVideoUnit_NoiseInitializer``) though the loss draws its own."""
+    tensors = family(profile).batch(grid, "cpu", dtype)
+    return {**tensors, "noise": torch.randn_like(tensors["latents"])}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
+    """``FlowMatchSFTLoss`` over ``model_fn_wan_video``. accelerate's autocast is around all of it."""
+    with _disable_current_modes():  # its schedule lies in host memory
+        pipeline = _named("diffsynth.pipelines.wan_video", "WanVideoPipeline")
+        pipe = pipeline(device="cpu", torch_dtype=batch["latents"].dtype)
+        pipe.scheduler.set_timesteps(STEPS, training=True)
+    pipe.dit = model
+    inputs: dict[str, Any] = {"input_latents": batch["latents"], "context": batch["prompt"]}
+    names = {"condition": "y", "image": "clip_feature", "first_frame": "first_frame_latents"}
+    inputs |= {names[name]: tensor for name, tensor in batch.items() if name in names}
+    checkpointed = strategy.gradient_checkpointing == "full"
+    with step.autocast(strategy, torch.device("cpu")):
+        result: Tensor = _named("diffsynth.diffusion.loss", "FlowMatchSFTLoss")(
+            pipe,
+            **inputs,
+            fuse_vae_embedding_in_latents="first_frame" in batch,
+            use_gradient_checkpointing=checkpointed,
+        )
+    return result
