@@ -100,6 +100,11 @@ class PredictedRange(NamedTuple):
     best: float
     high: float
 
+    @property
+    def of_rehearsal(self) -> float:
+        """What the rehearsal of the run is compared with: of counter `unknown` both are the device's."""
+        return self.high
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:

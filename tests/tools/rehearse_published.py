@@ -29,7 +29,13 @@ from tests.tools.published_runs.finetrainers import FINETRAINERS
 from tests.tools.published_runs.musubi_tuner import MUSUBI_TUNER
 from tests.tools.published_runs.trainer import RUN, Folders, PublishedTrainer
 
-TRAINERS = {"cvx": COGVIDEOX_FACTORY, "ft": FINETRAINERS, "ds": DIFFSYNTH, "mt": MUSUBI_TUNER}
+TRAINERS = {
+    "cvxf-": COGVIDEOX_FACTORY,
+    "cvxt-": COGVIDEOX_FACTORY,
+    "ft-": FINETRAINERS,
+    "ds-": DIFFSYNTH,
+    "mt-": MUSUBI_TUNER,
+}
 """Start of the ids of its rows -> a trainer."""
 
 OUT = profiles.REHEARSALS / "published"
