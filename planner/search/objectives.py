@@ -296,13 +296,17 @@ def _larger(
     search: Search, job: Job, objective: Objective, skipped: Sequence[Value], lossy: bool | None
 ) -> Estimate | None:
     """The fastest plan at the largest of the values that were ruled out only by what replays of larger ones lost to
-    fragmentation: each is asked by itself, from the smallest, until one does not fit."""
-    found = None
-    for value in skipped:
+    fragmentation: each that is asked is asked by itself. Mostly the next does not fit, so steps begin at one value and
+    double."""
+    found, low, high, stride = None, 0, len(skipped), 1
+    while low < high:
+        index = min(low + stride, high) - 1
         alone = Search(search.question, search.screen, search.policy)
-        if (plan := next(alone.by_speed(objective.put(job, value), lossy), None)) is None:
-            break
-        found = plan
+        plan = next(alone.by_speed(objective.put(job, skipped[index]), lossy), None)
+        if plan is None:
+            high, stride = index, max((index - low) // 2, 1)
+        else:
+            found, low, stride = plan, index + 1, 2 * stride
     return found
 
 

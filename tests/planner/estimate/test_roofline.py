@@ -405,7 +405,8 @@ def test_every_card_has_a_finite_time(name):
     everything = StepWork({(kind, half): Work(10**15, 10**12) for kind in KINDS[:-1] for half in (0, 1)})
     assert 0 < seconds(everything, card).total < 3600
     for kind, half in everything.passes:
-        assert 0 < efficiency(card, kind, half) < 1
+        # A measured rate may lie above the sheet's: cards run above the clock that they are rated at.
+        assert 0 < efficiency(card, kind, half) < (1.1 if card.matmul_tflops else 1)
     for kernel in ("cudnn", "flash", "efficient", "math"):
         assert all(0 < attention_reaches(card, kernel, half=half) < 1 for half in (0, 1))
 
