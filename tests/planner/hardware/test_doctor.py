@@ -80,12 +80,13 @@ def look(monkeypatch: pytest.MonkeyPatch, *cards: dict[str, Any], cuda: int = 12
     Driver(monkeypatch, list(cards), cuda)
     for name in doctor.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    # It would take a second.
+    monkeypatch.setattr(doctor, "tapes", lambda: {"differs": [], "recorded_with": {}, "own_models": 0})
     facts = {
         **doctor.examine(),
         "torch_build": {"for": "cuda", "cuda": "12.8"},
         "environment": EXPANDABLE,
         "packages": NEW,
-        "tapes": {"differs": [], "recorded_with": {}, "own_models": 0},
         "expandable_segments": True,
         "host_ram": {"total_bytes": 2**42, "available_bytes": 2**41, "limit_bytes": None},
         "disks": {"working": {"free_bytes": 10**12}, "shared": {"total_bytes": 2**34}},
