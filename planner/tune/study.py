@@ -39,7 +39,7 @@ DIGEST, PLAN, ROW, WORKER, KNOWN, QUESTION = "digest", "plan", "row", "worker", 
 
 PARTS = ("job", "strategy", "machine")
 SHAPE = ("frames", "height", "width", "batch_size")
-COUNTS = ("swap_blocks", "checkpointed_blocks")
+COUNTS = ("swap_blocks", "checkpointed_blocks", "fsdp_replicas")
 
 LARGEST = 100_000
 """Bound of the whole numbers among the parameters."""
