@@ -124,7 +124,7 @@ class TemplateColumns(NamedTuple):
         modes, runs = range(FROM_LAST + 1), range(-1, len(tape.runs))
         holds = (
             {*map(len, arrays)} <= EVENT_TYPES.keys()
-            and type(sum(chain.from_iterable(arrays))) is int  # a fraction among them makes a fraction of the sum
+            and {*map(type, chain.from_iterable(arrays))} <= {int}  # true is an index to Python, and a mask to numpy
             and min(self.sizes, default=0) >= 0
             and max(self.sizes, default=-1) < len(tape.sizes)
             and min(self.positions, default=0) >= 0

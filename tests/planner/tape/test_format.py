@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planner.allocator.caching import CachingAllocator
@@ -280,6 +280,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 LEAVES = list(leaves(tiny()))
 
 
+@example(("tape", "pieces", "load", 1, "templates", 3, "events", 0, 0), True)
 @given(st.sampled_from(LEAVES), st.sampled_from([None, "x", "3", 0.5, -1, -7, 3, 99, 10**30, [], {}, [1], True]))
 def test_a_wrong_value_anywhere_is_refused_in_one_line_or_changes_what_is_laid_out(
     path: tuple[Any, ...], value: object
