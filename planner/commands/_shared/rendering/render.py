@@ -70,7 +70,9 @@ def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile
     line = Text(word, style)
     title, is_class, _ = card.title.partition(AS)
     count = counted(found.machine) or (("an " if title.startswith("8") else "a ") if is_class else "")
-    line.append(f": {what}, on {count}{title}", "default")
+    reserve = found.machine.reserve
+    kept = f", {format_gib(reserve)} of it kept free" if reserve else ""
+    line.append(f": {what}, on {count}{title}{kept}", "default")
     console.print(line)
     console.print(bar(console, found))
     if found.limit == "host":
@@ -83,8 +85,6 @@ def print_assumptions(console: Console, question: Question, found: Estimate | No
     notes = [note for note in _assumed(question, found) if not _is_reading(note)]
     if AS in question.gpu.title:
         notes.insert(0, question.gpu.title.replace(AS, " as "))
-    if question.machine.reserve:
-        notes.append(f"{format_gib(question.machine.reserve)} of the card kept free")
     if notes:
         console.print(f"assumed: {'; '.join(notes)}", style="dim")
 
