@@ -24,8 +24,8 @@ CUDA_13_FROM = (7, 5)
 """CUDA 13 has no older cards, and wheels of CUDA 12.8 and later none of Pascal (pytorch#157517)."""
 
 LAST_OF_CUDA_12 = (2, 14)
-"""The last torch with wheels of CUDA 12.6, which alone are built for Pascal and Volta (pytorch#190385)."""
-
+"""The last torch with wheels of CUDA 12.6, which alone are built for Pascal and Volta (pytorch#190385, done in
+pytorch/test-infra#8739)."""
 
 EXPANDABLE_ON_AMD_FROM = (2, 12)
 """pytorch#177974. Off where nobody asks for it: a copy may hang (pytorch#192259)."""
