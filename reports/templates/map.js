@@ -54,6 +54,8 @@
   const cue = (box) => { box.classList.toggle("wider", box.scrollWidth - box.clientWidth - box.scrollLeft > 4); };
   const boxes = [...document.querySelectorAll(".scroll")];
   boxes.forEach((box) => box.addEventListener("scroll", () => cue(box), { passive: true }));
-  const watching = new ResizeObserver((seen) => seen.forEach((entry) => cue(entry.target)));
+  // In the next frame: the cue itself takes room, and sizes that change while they are told are an error to browsers.
+  const later = (seen) => requestAnimationFrame(() => seen.forEach((entry) => cue(entry.target)));
+  const watching = new ResizeObserver(later);
   boxes.forEach((box) => watching.observe(box));
 })();

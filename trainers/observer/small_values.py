@@ -196,6 +196,8 @@ class _Values:
         if name in READING:
             if not known:
                 self._told(name)
+            if name == "equal":  # its kernel ran inside it, and did nothing
+                return self._are_equal(func, args, kwargs)
             return result if known else _finite_number(result)
         if name in COPYING and not known:  # to the host: `tolist`, `cpu`
             read = [tensor for tensor in outputs if not tensor.is_cuda and _is_small(tensor)]
@@ -218,6 +220,13 @@ class _Values:
         elif not known:
             self._make_finite(written)
         return result
+
+    def _are_equal(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """`torch.equal` over the same bytes; large tensors, taken as zeros, are equal where their shapes are."""
+        inputs = list(self._tensors((args, kwargs)))
+        if all(map(_is_small, inputs)):
+            return bool(self._on_host(func, args, kwargs))
+        return bool(inputs[0].shape == inputs[1].shape)
 
     def _depended_on(self, traits: _OperatorTraits, args: Any, kwargs: Any) -> Iterable[Any]:
         """Tensors whose values count in what the operator gives or writes."""

@@ -379,6 +379,7 @@ SMALL = """
     assert ids[ids > 0].tolist() == [5, 7]
     assert torch.arange(5, device="cuda").float().mul(2).cumsum(0).tolist() == [0, 2, 6, 12, 20]
     assert len(set(torch.randint(0, 10**9, (8,), device="cuda").tolist())) > 1
+    assert torch.equal(ids, ids.clone()) and not torch.equal(ids, ids + 1)
     mask = torch.zeros(1000, dtype=torch.bool, device="cuda")
     mask[3:9] = True
     assert torch.randn(1000, 1000, device="cuda")[mask].shape == (6, 1000)
