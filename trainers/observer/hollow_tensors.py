@@ -84,6 +84,8 @@ class HollowTensors:
         to_host = target is None or target.type == "cpu"
         if source.is_cuda and target is not None and to_host and _nbytes(source) >= LARGE_BYTES:
             result = func(*args, **kwargs)
+            if not result.is_pinned():
+                _give_pages_back(result)
             self._note(result, is_counted=False)  # by the virtual card
             return result
         if not _is_large(source) or not to_host or not self._is_hollow(source):
@@ -95,6 +97,8 @@ class HollowTensors:
             words = {**kwargs, **({"device": "meta"} if target else {})}
             fake, pinned = func(source.to("meta", copy=True), *args[1:], **words), bool(kwargs.get("pin_memory"))
         given = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, pin_memory=pinned)
+        if not pinned:
+            _give_pages_back(given)
         self._note(given)
         return given
 
@@ -127,8 +131,7 @@ class HollowTensors:
         return func(*rest, **kwargs)
 
     def _untouched_zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The same zeros in pages that are given back to the system, which finds them zero when they are next read
-        (madvise(2), MADV_DONTNEED of anonymous memory)."""
+        """The same zeros in pages that were given back to the system."""
         device = kwargs.get("device")
         if device is None and isinstance(args[0], self._torch.Tensor):
             device = args[0].device
@@ -138,14 +141,7 @@ class HollowTensors:
         if _nbytes(fake) < LARGE_BYTES or fake.layout != self._torch.strided:
             return MADE
         given = self._torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-        start, size = given.data_ptr(), given.untyped_storage().nbytes()
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
-            return MADE
-        ctypes.memset(start, 0, first - start)
-        ctypes.memset(last, 0, start + size - last)
-        return given
+        return given if _give_pages_back(given) else MADE
 
     # ---- what is hollow
 
@@ -210,6 +206,23 @@ class HollowUpdates:
     def adam_update(self, *arguments: Any) -> Any:
         """As the library's own; behind eight numbers come parameter, gradient and states."""
         return None if self._hollow.leaves_out(list(arguments[8:])) else self._library.adam_update(*arguments)
+
+
+def _give_pages_back(tensor: Any) -> bool:
+    """Make a new tensor zero without holding RAM: pages that lie wholly in it go back to the system, which finds them
+    zero when they are next read (madvise(2), MADV_DONTNEED of anonymous memory). False where the system refuses.
+
+    A program that reads its files with `read` leaves pages behind that it has written to, and malloc hands them out
+    again: without this, what nobody writes to would still take RAM.
+    """
+    start, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+        return False
+    ctypes.memset(start, 0, first - start)
+    ctypes.memset(last, 0, start + size - last)
+    return True
 
 
 def _nbytes(tensor: Any) -> int:
