@@ -130,3 +130,17 @@ def test_pages_that_the_program_wrote_to_before_are_given_back(tmp_path: Path) -
             casts.append(part.float())
         assert resident_bytes() - before < LITTLE_RAM
     assert not casts[0].any()
+
+
+def test_zeros_that_a_program_read_itself_take_no_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "frombuffer", torch.frombuffer)  # so that it is put back
+    hollow = HollowTensors(torch, [str(tmp_path)])
+    hollow.watch_buffers()
+    before = resident_bytes()
+    read = [torch.frombuffer(bytearray(b"\0") * 2**22, dtype=torch.uint8) for _ in range(128)]
+    assert resident_bytes() - before < LITTLE_RAM and not read[0].any()
+    assert hollow.most_unwritten_bytes == 128 * 2**22
+    last = bytearray(2**22)
+    last[-1] = 7
+    assert torch.frombuffer(last, dtype=torch.uint8)[-1] == 7
+    assert hollow.most_unwritten_bytes == 128 * 2**22
