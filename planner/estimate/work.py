@@ -106,9 +106,10 @@ def component_work(component: ComponentPass) -> dict[Kind, Work]:
     if component.tape is None:
         return {}
     terms = _component_terms(component.tape, component.piece, component.counts)
-    times = component.part.batch * component.tiles
+    areas = [rows * columns for rows, columns in component.tiles]
+    times = component.part.batch * component.passes * sum(areas) / max(areas)
     found = evaluate_work(terms, component.tape.values(component.part.grid))
-    return {kind: Work(times * amount.flops, times * amount.nbytes) for kind, amount in found.items()}
+    return {kind: Work(round(times * amount.flops), round(times * amount.nbytes)) for kind, amount in found.items()}
 
 
 @functools.lru_cache(maxsize=64)

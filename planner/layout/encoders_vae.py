@@ -16,8 +16,8 @@ from planner.layout.group_offload import GroupTransfers, host_copy_bytes
 from planner.layout.run import STRATEGY_MOMENT, Facts, Run
 from planner.spec.job import Strategy
 from planner.tape.format import Monomial, Tape
-from planner.tape.levels import PartLevels, whole
-from planner.tape.program import Part, Program, Stage
+from planner.tape.levels import Level, PartLevels, whole
+from planner.tape.program import Moment, Part, Program, Stage, renamed_events
 
 BYTES_PER_PARAMETER = {
     "fp32": 4.0,
@@ -44,8 +44,14 @@ class ComponentPass(NamedTuple):
     counts: tuple[int, ...] | None
     parameters: int
     dtype: str
-    tiles: int = 1
-    """how many times it runs, one tile or sample after the other, keeping what came out"""
+    tiles: tuple[tuple[int, int], ...] = ((1, 1),)
+    """rows and columns of the tiles that run one after the other, keeping what came out; smaller ones at an edge"""
+
+    area: int = 1
+    """rows times columns of all of them together without what overlaps"""
+
+    passes: int = 1
+    """how many times all that happens: for each sample of a batch, or each stretch of a clip"""
 
     splits: bool = False
     """whether convolutions over a limit work in parts"""
@@ -58,6 +64,11 @@ class ComponentPass(NamedTuple):
 
     kept_in_fp32: str = ""
     """end of the names of weights that stay in fp32 where the rest is fp16"""
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether it runs more than once."""
+        return len(self.tiles) > 1 or self.passes > 1
 
     @property
     def weights(self) -> str:
@@ -155,23 +166,28 @@ def vae_component(
     frames, rows, columns, batch = clip["F"], clip["H"], clip["W"], clip["B"]
     if not vae.takes_clips:
         frames, batch = 1, batch * frames
-    times = 1
+    passes, area = 1, rows * columns
     if strategy.vae_slicing:
-        times, batch = batch, 1
+        passes, batch = batch, 1
     tile = tape.tile if tape else ()
+    tiles: tuple[tuple[int, int], ...] = ((rows, columns),)
     if strategy.vae_tiling and tile and (rows * vae.spatial > tile[0] or columns * vae.spatial > tile[1]):
-        across = -(-rows * vae.spatial // tile[2]) * -(-columns * vae.spatial // tile[3])
-        rows, columns = min(rows, tile[0] // vae.spatial), min(columns, tile[1] // vae.spatial)
-        times *= across
+        sides = [
+            [min(size // vae.spatial, whole - start) for start in range(0, whole, stride // vae.spatial)]
+            for whole, size, stride in ((rows, tile[0], tile[2]), (columns, tile[1], tile[3]))
+        ]
+        tiles = tuple(itertools.product(*sides))
+        rows, columns = sides[0][0], sides[1][0]
     if vae.traits.frame_tiles and not recorded_length(vae, frames):
         length, stride = vae.traits.frame_tiles
-        frames, times = length, times * -(-frames // stride)
+        frames, passes = length, passes * -(-frames // stride)
     chunks = chunks_of(vae, frames)
     grid = {"F": frames_of(vae, chunks) if chunks else frames, "H": rows, "W": columns}
     counts = (chunks,) if chunks and not recorded_length(vae, frames) else None
     part = Part(name, grid, batch)
     splits = vae.traits.splits_convolutions
-    return ComponentPass(name, tape, piece, part, counts, vae.parameters, strategy.vae_dtype, times, splits)
+    parameters, dtype = vae.parameters, strategy.vae_dtype
+    return ComponentPass(name, tape, piece, part, counts, parameters, dtype, tiles, area, passes, splits)
 
 
 # ---- laying out
@@ -238,7 +254,7 @@ def run_component(program: Program, component: ComponentPass, blocks: dict[tuple
         )
         stage.stretches.insert(0, (STRATEGY_MOMENT, [whole]))
         stage.stretches.append((STRATEGY_MOMENT, [~whole]))
-    if component.tiles > 1:
+    if component.is_repeated:
         _repeat(program, component, stage)
     return stage
 
@@ -262,16 +278,96 @@ def _bring(program: Program, stage: Stage, blocks: dict[tuple[str, int], list[in
         stage.stretches[position] = (moment, [brought, *events, ~brought])
 
 
+class _Finished(NamedTuple):
+    """What the runs of a component give, bytes of each allocation. The last run at full size is the one laid out."""
+
+    passes: list[int]
+    """of earlier passes: samples, or stretches of a clip"""
+
+    before: list[int]
+    """of the tiles of this pass that are done by then"""
+
+    after: list[int]
+    """of the smaller tiles that follow"""
+
+    joined: int
+    """of the tiles of a pass together"""
+
+    @classmethod
+    def of(cls, component: ComponentPass, nbytes: int) -> _Finished:
+        """``nbytes``: of what a run at full size gives."""
+        areas = [rows * columns for rows, columns in component.tiles]
+        largest = max(areas)
+        joined = nbytes * component.area // largest
+        given = [nbytes * area // largest for area in areas]
+        last = len(given) - 1 - areas[::-1].index(largest)
+        return cls([joined] * (component.passes - 1), given[:last], given[last + 1 :], joined)
+
+
+class _TileRuns:
+    """What a component's runs over its tiles allocate and free: where a run's result lies decides what holes the next
+    one finds."""
+
+    def __init__(self, program: Program, component: ComponentPass, stage: Stage) -> None:
+        """``stage``: of the largest tile, whose result is the program's `out`."""
+        self._program = program
+        self._component = component
+        self._largest = max(component.tiles)
+        self._is_plain = component.offload == "none" and component.dtype in ("bf16", "fp16", "fp32")
+        self._runs = {self._largest: (list(stage.stretches), self._out)}
+
+    @property
+    def _out(self) -> int:
+        return self._program.named[f"batch of {self._component.part.name}"]["out"]
+
+    def of(self, tile: tuple[int, int], result: int) -> list[tuple[Moment, list[int]]]:
+        """The stretches of one run, whose result is the buffer `result`. Of a component whose weights come and go the
+        smaller runs have only their result."""
+        if tile not in self._runs and not self._is_plain:
+            return [(STRATEGY_MOMENT, [result])]
+        if tile not in self._runs:
+            self._runs[tile] = self._unfolded(tile)
+        stretches, out = self._runs[tile]
+        return [(moment, renamed_events(events, {out: result})) for moment, events in stretches]
+
+    def _unfolded(self, tile: tuple[int, int]) -> tuple[list[tuple[Moment, list[int]]], int]:
+        program, component = self._program, self._component
+        assert component.tape is not None
+        named = {kind: buffers.copy() for kind, buffers in program.named.items()}
+        grid = {**component.part.grid, "H": tile[0], "W": tile[1]}
+        stage = program.unfold(component.tape, component.piece, component.counts, component.part._replace(grid=grid))
+        out = self._out
+        program.named.update(named)  # the largest tile's again
+        return stage.stretches, out
+
+
 def _repeat(program: Program, component: ComponentPass, stage: Stage) -> None:
-    """Runs it tile by tile, or sample by sample: the last one while what all others gave is kept; then the parts are
-    joined, by rows and as a whole (diffusers ``tiled_encode``, ``tiled_decode``)."""
+    """Runs it tile by tile while what earlier passes gave is kept; then the tiles are joined, by rows and as a whole
+    (diffusers ``tiled_encode``, ``tiled_decode``), and the passes."""
+
+    def buffers(sizes: list[int], name: str) -> list[int]:
+        return [program.buffer(nbytes, "activation", name) for nbytes in sizes]
+
     out = program.named[f"batch of {component.part.name}"]["out"]
-    nbytes = program.plain_bytes(out)
-    kept = program.buffer(nbytes * (component.tiles - 1), "activation", "finished tiles")
-    rows = program.buffer(nbytes * component.tiles, "activation", "joined rows")
-    whole = program.buffer(nbytes * component.tiles, "batch", "out")
-    stage.stretches.insert(0, (STRATEGY_MOMENT, [kept]))
-    stage.stretches.append((STRATEGY_MOMENT, [rows, ~kept, ~out, whole, ~rows]))
+    finished = _Finished.of(component, program.plain_bytes(out))
+    passes, before = buffers(finished.passes, "finished samples"), buffers(finished.before, "finished tiles")
+    runs = _TileRuns(program, component, stage)
+    stage.stretches = [(STRATEGY_MOMENT, passes)]
+    for tile, buffer in zip(component.tiles, before, strict=False):
+        stage.stretches += runs.of(tile, buffer)
+    stage.stretches += runs.of(component.tiles[len(before)], out)
+    events, given = [], out
+    if len(component.tiles) > 1:
+        after = buffers(finished.after, "finished tiles")
+        rows = program.buffer(finished.joined, "activation", "joined rows")
+        given = program.buffer(finished.joined, "batch", "out")
+        for tile, buffer in zip(component.tiles[len(before) + 1 :], after, strict=True):
+            stage.stretches += runs.of(tile, buffer)
+        events = [rows, given, *(~buffer for buffer in (*before, out, *after, rows))]
+    if passes:
+        whole = program.buffer(finished.joined * component.passes, "batch", "out")
+        events += [whole, *(~buffer for buffer in (*passes, given))]
+    stage.stretches.append((STRATEGY_MOMENT, events))
 
 
 def alive_after(*stages: Stage) -> list[int]:
@@ -352,10 +448,28 @@ def _summed_peak(component: ComponentPass) -> int | None:
     encoded = levels.piece(component.piece, component.counts)
     if levels.frees_by_name:
         return None
-    if component.tiles == 1:
+    if not component.is_repeated:
         return max(loaded.peak, loaded.rise + encoded.peak)
-    # As `_repeat` has it: beside what finished tiles gave runs the last one; then all are joined, by rows and whole.
-    out, joined = levels.outputs["out"], whole(levels.outputs["out"] * component.tiles)
-    kept = whole(out * (component.tiles - 1))
-    rows = kept + encoded.rise + joined
-    return max(loaded.peak, loaded.rise + max(kept + encoded.peak, rows, rows - kept - whole(out) + joined))
+    # As `_repeat` has it: each tile beside what was finished before, then all are joined.
+    out = levels.outputs["out"]
+    finished = _Finished.of(component, out)
+    rise = sum(map(whole, finished.passes))
+    runs = {tile: _levels_at(component, tile) for tile in set(component.tiles)}
+    peaks = []
+    for tile, given in zip(component.tiles, [*finished.before, out, *finished.after], strict=True):
+        peaks.append(rise + runs[tile].peak)
+        rise += whole(given)
+    if len(component.tiles) > 1:
+        peaks.append(rise + 2 * whole(finished.joined))
+        rise = sum(map(whole, finished.passes)) + whole(finished.joined)
+    if finished.passes:
+        peaks.append(rise + whole(finished.joined * component.passes))
+    return max(loaded.peak, loaded.rise + max(peaks))
+
+
+def _levels_at(component: ComponentPass, tile: tuple[int, int]) -> Level:
+    assert component.tape is not None
+    part = component.part
+    if len(component.tiles) > 1:
+        part = part._replace(grid={**part.grid, "H": tile[0], "W": tile[1]})
+    return PartLevels(component.tape, part).piece(component.piece, component.counts)
