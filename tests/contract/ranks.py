@@ -27,16 +27,22 @@ ENVIRONMENT = {
 PRELOADED = [
     "accelerate",
     "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "diffusers.models.transformers.cogvideox_transformer_3d",
     "diffusers.models.transformers.transformer_wan",
     "peft",
     "planner.catalog.lookup",
+    "setuptools",
     "tests.contract.ranks",
     "tests.contract.training",
     "torch.distributed.fsdp",
-    "trainers.parallel.engines",
+    "trainers.data.loader",
     "trainers.families.cogvideox",
     "trainers.families.wan",
+    "trainers.parallel.checkpoint",
+    "trainers.parallel.engines",
+    "trainers.parallel.lora_start",
+    "trainers.sampling.samples",
     "trainers.train",
 ]
 """What every rank would import again: seconds each."""
