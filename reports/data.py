@@ -168,6 +168,8 @@ class Builder:
         self.gpu = lookup.parse_gpus(plan.machine.gpu)[1]
         self.cards[plan.machine.gpu] = self.gpu
         self.screen = Screen(self._facts, plan.trainer)
+        self.suggester = Suggester(plan.trainer, run_cache=self.screen.run_cache)
+        """of what other cards take"""
         # What a search sets is open again: the page is about all ways, not the plan's alone.
         typed = typed_only(plan.job.method, plan.strategy, ())
         self.search = Search(Question(plan.job, typed, plan.machine, self.model, self.gpu), self.screen)
@@ -249,17 +251,16 @@ class Builder:
                 machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram)
                 machines.append((card, machine))
         question = self.search.question._replace(job=self.plan.job.replace(buckets=()))
-        suggester = Suggester(self.plan.trainer)
         return tuple(
-            self._reach(suggester, clip, question._replace(gpu=card, machine=machine))
-            for clip, (card, machine) in zip(longest(suggester, question, machines), machines, strict=True)
+            self._reach(clip, question._replace(gpu=card, machine=machine))
+            for clip, (card, machine) in zip(longest(self.suggester, question, machines), machines, strict=True)
         )
 
-    def _reach(self, suggester: Suggester, clip: Longest, question: Question) -> CardReach:
+    def _reach(self, clip: Longest, question: Question) -> CardReach:
         """``question``: about the plan's own clip on that card."""
         if not max(clip.lossless, clip.lossy):  # not even the shortest clip
             return CardReach(clip, None, "", False)
-        found = suggester.search(question).best(question.job, explain=False)
+        found = self.suggester.search(question).best(question.job, explain=False)
         if found is None:
             return CardReach(clip, None, "", False)
         best = found.plan

@@ -69,7 +69,7 @@ NO_PARAMETERS = Parameters()
 
 
 class Library:
-    """The recordings that one search reads: each is looked for once, however many strategies ask for it.
+    """The recordings that one search reads: each is looked for once, however many strategies and cards ask for it.
 
     What is recorded anew while a library is in use is not seen by it.
     """
@@ -78,6 +78,8 @@ class Library:
         self._tapes: dict[tuple[str, ...], list[Tape] | NotRecordedError] = {}
         self._components: dict[tuple[str, str], Tape | None] = {}
         self._parameters: dict[str, Parameters] = {}
+        self.on_a_card: dict[tuple[str, Job, Strategy, str | None], Facts] = {}
+        """model, job, strategy and version of torch -> the facts for whatever card they were first asked for"""
 
     def tapes(self, model: str, *variants: str) -> list[Tape]:
         """The tapes of some variants, or the error that names the missing ones, as `tapes` has them."""
@@ -118,10 +120,19 @@ def load_facts(
     recorded."""
     library = library or Library()
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
-    batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     model = model or lookup.model(job.model)
     card = gpu or lookup.parse_gpus(machine.gpu)[1]
     refuse_on_card(configuration, card, model)
+    key = model.name, job, strategy, machine.torch
+    if key not in library.on_a_card:
+        library.on_a_card[key] = _recorded(configuration, model, card, library)
+    return library.on_a_card[key]._replace(model=model, gpu=card)
+
+
+def _recorded(configuration: Configuration, model: ModelProfile, card: GpuProfile, library: Library) -> Facts:
+    """The recordings, which are the same on all cards."""
+    job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
+    batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     side_by_side = together(model, job.guided)
     if job.method == "sample":
         sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch)

@@ -141,6 +141,9 @@ class Run:
     resized: bool = field(init=False, default=False)
     """whether a recorded buffer takes other than what was recorded"""
 
+    sums: dict[Callable[[Run], int], int] | None = field(init=False, default=None)
+    """of `summed`, where a search keeps them for this shape and nothing was transformed yet"""
+
     _shared: dict[object, Any] = field(init=False, default_factory=dict)
 
     @property
@@ -163,12 +166,14 @@ class Run:
         """The run before any transformation; this run itself where none was kept apart."""
         return self.base.recording if self.base is not None else self
 
-    def shared(self, compute: Callable[[Run], T]) -> T:
-        """The result of `compute` on the untransformed run, cached for all runs that are laid out from it."""
+    def shared(self, compute: Callable[..., T], *also: object) -> T:
+        """The result of `compute` on the untransformed run, cached for all runs that are laid out from it. ``also``:
+        what else it is given."""
         recording = self.recording
-        if compute not in recording._shared:
-            recording._shared[compute] = compute(recording)
-        result: T = recording._shared[compute]
+        key = (compute, also) if also else compute
+        if key not in recording._shared:
+            recording._shared[key] = compute(recording, *also)
+        result: T = recording._shared[key]
         return result
 
     def shared_at_shape(self, compute: Callable[[Run], T], *also: object) -> T:
@@ -179,6 +184,15 @@ class Run:
             cache[key] = compute(self)
         result: T = cache[key]
         return result
+
+    def summed(self, compute: Callable[[Run], int]) -> int:
+        """The result of `compute`, which looks at nothing but the sizes of what is recorded; a run that was not
+        transformed yet has it from others of the same recordings and shape."""
+        if self.sums is None:
+            return compute(self)
+        if compute not in self.sums:
+            self.sums[compute] = compute(self)
+        return self.sums[compute]
 
     def untransformed_copy(self) -> Run:
         """A copy to apply transformations to. The run itself, which must have had none, then serves as its base."""
@@ -336,11 +350,16 @@ class Run:
         return [b for name, b in states if ":state" in name and self.sizes[b] >= PAGED_ELEMENTS]
 
     @property
+    def gradient_bytes(self) -> int:
+        """The bytes of all gradients together, at the run's shape."""
+        return self.summed(_gradient_bytes)
+
+    @property
     def trained_parameters(self) -> int:
         """The number of trained parameters, over all experts that the run trains."""
         if self.strategy.sharding in SPLIT:
             return self.trained_experts * self._split_elements
-        return self.trained_experts * (self.total_bytes(self.named("gradient").values()) // self._trained_size)
+        return self.trained_experts * (self.gradient_bytes // self._trained_size)
 
     @property
     def trained_bytes(self) -> int:
@@ -403,6 +422,10 @@ class Run:
         Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
         """
         return self.shared(_weights_by_block if self.strategy.optimizer_step == "backward" else _frozen_by_block)
+
+
+def _gradient_bytes(run: Run) -> int:
+    return run.total_bytes(run.named("gradient").values())
 
 
 def _weights_by_block(run: Run) -> dict[Block, list[int]]:

@@ -20,6 +20,7 @@ from planner.layout.run import Facts
 from planner.search.objectives import chosen_objective, frames, largest, least, one_gpu, other_kind, relaxed
 from planner.search.policy import Policy
 from planner.search.question import Question, Relaxed, Suggestion
+from planner.search.run_cache import RunCache
 from planner.search.screening import Screen
 from planner.search.search import Search
 from planner.spec.configuration import Configuration
@@ -32,15 +33,19 @@ OTHER_CARD = 0.02
 
 class Suggester:
     """Suggests plans for questions of one trainer. ``prefer``: "speed", or a name in `objectives.PREFERRED`.
-    ``policy``: what of a question is a candidate, where not everything is."""
+    ``policy``: what of a question is a candidate, where not everything is. ``run_cache``: of another search."""
 
     def __init__(
-        self, trainer: str = "vplan", prefer: str = "speed", policy: Callable[[Question], Policy] | None = None
+        self,
+        trainer: str = "vplan",
+        prefer: str = "speed",
+        policy: Callable[[Question], Policy] | None = None,
+        run_cache: RunCache | None = None,
     ) -> None:
         self.policy = policy
         self.trainer = trainer
         self.prefer = prefer
-        self.screen = Screen(self._facts, trainer)
+        self.screen = Screen(self._facts, trainer, run_cache)
         self._library = Library()
         self._models: dict[str, ModelProfile] = {}
         self._cards: dict[str, GpuProfile] = {}
