@@ -16,6 +16,7 @@ import click
 import profiles
 from planner.catalog import lookup, user_data
 from planner.catalog.components import COMPONENTS, Component, components
+from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
 from planner.commands._shared import own_model
@@ -65,6 +66,12 @@ class RecordedTape(NamedTuple):
 @click.argument("models", nargs=-1, metavar="[FOLDER|CONFIG.json|MODEL]...")
 @click.option("--name", metavar="NAME", help="Name for the model in FOLDER.  [default: the folder's name]")
 @click.option(
+    "--inputs",
+    "inputs_file",
+    metavar="FILE.toml",
+    help="What forward of the model in FOLDER is called with, where its class does not tell.",
+)
+@click.option(
     "--variant",
     "texts",
     metavar="TEXT",
@@ -79,6 +86,7 @@ class RecordedTape(NamedTuple):
 def command(
     models: Sequence[str],
     name: str | None,
+    inputs_file: str | None,
     texts: Sequence[str],
     everything: bool,
     check: bool,
@@ -91,18 +99,24 @@ def command(
     A tape holds every allocation of one real training step, recorded with fake tensors: no GPU, no weights, no
     download. Recording needs the training dependencies: pip install 'vplan[train]'.
 
-    FOLDER is a model of your own in diffusers format, or its config.json. It is kept in your data folder (set
+    FOLDER is a model of your own in diffusers format, or its config.json: any transformer or UNet of diffusers. How a
+    class that no bundled model has is called is found out by dry runs; --inputs FILE says what they cannot find.
+
+    The model is kept in your data folder (set
     VPLAN_HOME to change it) and then known everywhere by its name and its folder. Existing tapes are not recorded
     again. MODEL is a known model; without any, all bundled models are recorded: 80 to 180 tapes each, 2 to 40 seconds
     per tape.
     """
     folders = [model for model in models if own_model.is_folder(model)]
     _check_use(models, folders, name, check, output)
+    if inputs_file is not None and not folders:
+        raise VplanError("--inputs is for a folder or config.json", "pass the folder of your model", USAGE)
+    inputs = OwnInputs() if inputs_file is None else OwnInputs.from_file(Path(inputs_file))
     sources = [own_model.read(model, name) for model in folders]
     _require_torch()
     folder = Path(output) if output else _default_folder(check)
     with Recorders(jobs) as recorders:
-        own_models = [own_model.keep(source, chosen, recorders) for source, chosen in sources]
+        own_models = [own_model.keep(source, chosen, inputs, recorders) for source, chosen in sources]
         names_of_known = [lookup.model(model).name for model in models if model not in folders]
         names = [entry.profile.name for entry in own_models] + names_of_known or list(profiles.model_names())
         tasks = _tasks(dict.fromkeys(names), _VariantSelection(tuple(texts), everything, check), folder)

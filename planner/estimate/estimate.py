@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import alive, held
+from planner.catalog import forward_call
+from planner.catalog.forward_call import ForwardCall
 from planner.catalog.shapes import grid, grids
 from planner.estimate import cache_flushes, fragmentation, host_ram
 from planner.estimate.roofline import step_seconds
@@ -327,7 +329,18 @@ def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[Com
     tried = ".".join(map(str, NEWEST_TRIED))
     newer = f"torch {run.machine.torch} is newer than what estimates were compared with ({tried})"
     untried = (newer,) if is_untried(run.machine.torch) else ()
-    return (*left_out, *words, *_elastic(run.strategy), *more, *part, *untried)
+    return (*_of_class(run), *left_out, *words, *_elastic(run.strategy), *more, *part, *untried)
+
+
+def _of_class(run: Run) -> tuple[str, ...]:
+    """What the recording of a model without a family of its own rests on."""
+    profile = run.facts.model
+    if profile.family != forward_call.FAMILY:
+        return ()
+    return (
+        f"recorded from the signature of {profile.diffusers_class}: "
+        + "; ".join(ForwardCall.read(profile.inputs).assumed),
+    )
 
 
 def _elastic(strategy: Strategy) -> tuple[str, ...]:
