@@ -244,7 +244,10 @@ def _own_tasks(profile: ModelProfile, selection: _VariantSelection) -> list[Tape
     folder = user_data.tapes() / profile.name
     tasks = [TapeTask(profile.name, name, "", folder / f"{name}.json.gz", selection.check) for name in names]
     tasks.append(TapeTask(profile.name, PARAMETERS, "", folder / PARAMETERS_FILE, selection.check))
+    known_vaes = {lookup.model(name).vae.class_name for name in profiles.model_names()}
     for part in components(profile):
+        if part.name == profile.vae.folder and profile.vae.class_name not in known_vaes:
+            continue  # how such a VAE takes a clip is not known: an estimate counts its weights, and says so
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
         if not (profiles.TAPES / place).is_file():
             tasks.append(TapeTask(profile.name, part.variant, part.name, user_data.tapes() / place, selection.check))

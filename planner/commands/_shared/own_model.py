@@ -56,9 +56,9 @@ def is_folder(text: str) -> bool:
 def read(text: str, name: str | None) -> tuple[diffusers_folder.Source, str]:
     """What a folder or config.json says, and the name its model gets; nothing is built or written.
 
-    Raises a VplanError for a config that is none, and for a name that is taken.
+    Raises a VplanError for a config that is none, for a class that diffusers has not, and for a name that is taken.
     """
-    source = diffusers_folder.read_source(text)
+    source = diffusers_folder.read_source(text, {*lookup.diffusers_classes(), *diffusers_folder.installed_classes()})
     if name is None:
         chosen = user_data.check_name(user_data.name_for(source.folder), "the folder's name")
         _check_untaken(chosen, source)

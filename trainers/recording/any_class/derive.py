@@ -35,8 +35,8 @@ ADAPTED = ("to_q", "to_k", "to_v", "to_out.0")
 """What diffusers' examples adapt (examples/dreambooth, train_dreambooth_lora_*.py), where a model has them."""
 DEFAULT_TEXT_TOKENS = 512
 IMAGE_SIZE, CLIP_SIZE, CLIP_FRAMES = (1024, 1024), (480, 832), 49
-SHALLOW = 3
-"""Blocks of each list in dry runs: a first, a middle and a last one."""
+SHALLOW = 2
+"""Blocks of each list in dry runs: a first and a last one."""
 
 
 class Derived(NamedTuple):
@@ -127,6 +127,10 @@ class _Description:
         question = Question(self.config, self.patch, not self.is_video, self.pipeline, self.inputs.inputs)
         found = Search(self.fake, question).find()
         if isinstance(found, Answer):
+            if looped := [letter for letter in found.varies if letter != "B"]:
+                words = {"F": "frames", "H": "rows", "T": "text tokens"}
+                fault = f"{self.source.class_name} loops over its {' and '.join(words[letter] for letter in looped)}"
+                raise VplanError(f"{fault}: one recording does not hold for all lengths", "it needs a family of its own")
             return found
         raise _asked_for(self.source.class_name, found)
 
@@ -171,7 +175,7 @@ class _Description:
         packed = len(self._main_dims(main).split()) == 3 and "HW" in self._main_dims(main)
         patch = self.patch
         if packed and not self.inputs.patch:
-            patch = Patch(1, 2, 2) if self.pipeline and self.pipeline.packs else Patch(1, 1, 1)
+            patch = self._folded(self._latent_channels(main), space.channels)
             self.assumed.append(f"a token is a cell of {patch.rows}x{patch.columns} latents")
         stacks = self._stacks()
         call = self._call(main, stacks)
@@ -209,6 +213,16 @@ class _Description:
             },
             where=CONFIG,
         ).replace(traits=ForwardCall.read(call).traits)
+
+    def _folded(self, channels: int, latent_channels: int | None) -> Patch:
+        """How many latents a token holds: as many as it has channels for those of the VAE, where that is known."""
+        if latent_channels is None:
+            return Patch(1, 2, 2) if self.pipeline and self.pipeline.folds else Patch(1, 1, 1)
+        side = math.isqrt(channels // latent_channels)
+        if side < 1 or side**2 * latent_channels != channels:
+            fault = f"a token of {channels} channels is no square of latents with {latent_channels}"
+            raise VplanError(fault, "write patch = [1, 2, 2] for --inputs: latent frames, rows and columns of a token")
+        return Patch(1, side, side)
 
     def _stacks(self) -> list[Stack]:
         by_name = {entry.name: entry for entry in self.lists}
@@ -297,7 +311,7 @@ class _Description:
             "max_frames": max(frames, 257) if self.is_video else 1,
             "resolutions": (tuple(max(1, round(side / multiple)) * multiple for side in size),),
             "default_frames": (frames - 1) // step * step + 1 if self.is_video else 1,
-            "batches": (1, 2) if any(_has_samples(tree) for tree in self.answer.forward.values()) else (),
+            "batches": (1, 2) if "B" in self.answer.varies else (),
         }
 
     def _size(self, defaults: Mapping[str, Any], space: LatentSpace) -> tuple[int, int]:
@@ -374,11 +388,6 @@ def _all_texts(forward: Mapping[str, Any]) -> Iterator[str]:
     for name, tree in forward.items():
         for _, argument, _ in leaves(tree, name):
             yield argument.letters
-
-
-def _has_samples(tree: Any) -> bool:
-    """Whether an argument is a list of tensors, one per sample, so that the model loops over them."""
-    return isinstance(tree, dict) and isinstance(tree.get(SAMPLES), str)
 
 
 def _idle(names: set[str], stacks: Sequence[Stack], model: nn.Module) -> Iterator[str]:

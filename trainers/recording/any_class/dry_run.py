@@ -51,6 +51,9 @@ class FakeModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.called: list[nn.Module] = []
+        self.allocations = 0
+        """made by the latest call"""
+
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._environment():
             step.materialise(model, "cpu")
@@ -69,7 +72,7 @@ class FakeModel:
             without_garbage_collection(),
             cuda_ops.cuda_semantics(rms_norm_in_fp32=True),
             self._mode,
-            Recorder(),
+            Recorder() as recorder,
         ):
             warnings.simplefilter("ignore")
             logger.setLevel(logging.CRITICAL)
@@ -77,6 +80,7 @@ class FakeModel:
                 yield
             finally:
                 logger.setLevel(level)
+                self.allocations = len(recorder.recording.allocations)
 
     def call(self, arguments: Mapping[str, Any], grid: Mapping[str, int]) -> tuple[Any, ...] | Complaint:
         """What the model returns for arguments as `planner.catalog.forward_inputs` describes them; a Complaint where it

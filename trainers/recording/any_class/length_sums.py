@@ -125,17 +125,28 @@ def _agrees(factoriser: Factoriser, one: RawAllocation, two: RawAllocation, valu
 
 
 def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[str, int], known: Sums) -> Sums:
-    """The known sums and one more, which explains a mismatch; the same sums when none does."""
+    """The known sums and one more, which explains a mismatch; the same sums when none does.
+
+    With ``c`` times a length of ``constant + sum of products`` at both shapes, ``c`` is the quotient of the differences,
+    and the constant what is left.
+    """
     atoms = [atom for atom in "BFHWTE" if grid[atom] > 1]
-    for mismatch in sorted(set(found), key=lambda entry: entry.first):
-        left, right = _rest(mismatch.first, grid, atoms), _rest(mismatch.second, other, atoms)
-        for constant, products in _hypotheses(grid):
-            one = constant + sum(math.prod(grid[atom] for atom in product) for product in products)
-            two = constant + sum(math.prod(other[atom] for atom in product) for product in products)
-            if one > 96 and two > 96 and left % one == 0 and right % two == 0 and left // one == right // two:
-                name = f"S{len(known) or ''}"
-                return {**known, name: (constant, products)}
-    return known
+    rests = {(_rest(entry.first, grid, atoms), _rest(entry.second, other, atoms)) for entry in found}
+    fits = []
+    for (left, right), products in itertools.product(rests, _combinations(grid)):
+        one, two = (sum(math.prod(shape[atom] for atom in product) for product in products) for shape in (grid, other))
+        if one == two or (left - right) % (one - two):
+            continue
+        coefficient = (left - right) // (one - two)
+        if coefficient < 1 or left % coefficient or right % coefficient:
+            continue
+        constant = left // coefficient - one
+        if constant in CONSTANTS and constant == right // coefficient - two and (constant or len(products) > 1):
+            fits.append((abs(constant), len(products), products, constant))
+    if not fits:
+        return known
+    _, _, products, constant = min(fits)
+    return {**known, f"S{len(known) or ''}": (constant, products)}
 
 
 def _rest(number: int, grid: Mapping[str, int], atoms: Sequence[str]) -> int:
@@ -145,14 +156,8 @@ def _rest(number: int, grid: Mapping[str, int], atoms: Sequence[str]) -> int:
     return number
 
 
-def _hypotheses(grid: Mapping[str, int]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Sums of up to three products, the plainest first; then those with a constant. Sizes that are 1 stand for
-    nothing."""
-    products = [product for product in PRODUCTS if all(grid[atom] > 1 or atom == "F" for atom in product)]
-    if grid["F"] == 1:
-        products = [product for product in products if "F" not in product]
-    for count in (2, 3):
-        yield from ((0, pair) for pair in itertools.combinations_with_replacement(products, count))
-    for count in (1, 2):
-        for pair in itertools.combinations(products, count):
-            yield from ((constant, pair) for constant in CONSTANTS if constant)
+def _combinations(grid: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    """Up to three products to sum. Sizes that are 1 stand for nothing."""
+    products = [product for product in PRODUCTS if all(grid[atom] > 1 for atom in product)]
+    for count in (1, 2, 3):
+        yield from itertools.combinations_with_replacement(products, count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +32,8 @@ class PipelineFacts(NamedTuple):
     """arguments of `__call__` that have a plain default"""
     passed: Mapping[str, str]
     """arguments that the model is called with -> the config key that must be set for it; "" where nothing decides"""
-    packs: bool
-    """whether it folds 2x2 latents into one token"""
+    folds: bool
+    """whether the model has four times the VAE's channels: 2x2 latents in a token"""
 
     @property
     def predicts_velocity(self) -> bool:
@@ -86,7 +87,7 @@ def _facts(node: ast.ClassDef, class_name: str) -> PipelineFacts | None:
         constants=dict(_constants(init)),
         defaults=dict(_defaults(call)),
         passed=_passed(call, part),
-        packs="pack_latents" in source or "patchify_latents" in source,
+        folds=bool(re.search(r"config\.in_channels // 4\b", source)),
     )
 
 

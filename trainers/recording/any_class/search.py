@@ -53,6 +53,8 @@ class Answer:
     """optional arguments that are not given, though the model's class or its pipeline knows them"""
 
     idle: set[str] = field(default_factory=set)
+    varies: list[str] = field(default_factory=list)
+    """sizes that the model loops over, so that it does something else at each"""
 
 
 class Search:
@@ -185,9 +187,18 @@ class Search:
                     answer, idle = tried, less
         answer.idle = idle
         answer.left_out = [name for name in optional if name not in answer.forward]
+        sizes = [letter for letter in "BFHT" if answer.grid[letter] > 1]
+        more = {letter: self._allocations(answer, {letter: 2 * answer.grid[letter]}) for letter in sizes}
         # The call that is kept is the last one, so that `called` is of it.
-        self.model.call(answer.forward, answer.grid)
+        usual = self._allocations(answer, {})
+        answer.varies = [letter for letter, count in more.items() if count not in (0, usual)]
         return answer
+
+    def _allocations(self, answer: Answer, other: Mapping[str, int]) -> int:
+        """How many allocations a call makes at a shape; 0 where it does not run there. A model that makes more at twice
+        a size loops over it."""
+        outcome = self.model.call(answer.forward, {**answer.grid, **other})
+        return 0 if isinstance(outcome, Complaint) else self.model.allocations
 
     def _with_one_more(self, answer: Answer, name: str) -> Answer | None:
         for option in self._options(name):

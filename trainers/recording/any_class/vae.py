@@ -28,6 +28,8 @@ class LatentSpace(NamedTuple):
     temporal: int
     vae: dict[str, Any]
     assumed: tuple[str, ...]
+    channels: int | None = None
+    """of its latents; None where the VAE is not known"""
 
 
 def latent_space(
@@ -49,7 +51,7 @@ def latent_space(
         if (vae.class_name, vae.spatial, vae.temporal) == (class_name, spatial, temporal):
             if vae.latent_channels in (channels, channels // 4):
                 words.append(f"the VAE is that of other models with {class_name}")
-                return LatentSpace(spatial, temporal, vae.to_json(), tuple(words))
+                return LatentSpace(spatial, temporal, vae.to_json(), tuple(words), vae.latent_channels)
     words.append("the VAE itself is not known and not counted: name the pipeline's folder")
     return LatentSpace(spatial, temporal, _unknown(class_name or "unknown", spatial, temporal, channels), tuple(words))
 
@@ -86,7 +88,8 @@ def _of_folder(config: dict[str, Any], inputs: OwnInputs) -> LatentSpace:
         "config": settings,
         "dtype": like.dtype if like else "bf16",
     }
-    return LatentSpace(spatial, temporal, vae, (f"the VAE is the folder's: it shrinks {spatial} times, {temporal} in time",))
+    words = f"the VAE is the folder's: it shrinks {spatial} times, {temporal} in time"
+    return LatentSpace(spatial, temporal, vae, (words,), channels)
 
 
 def _shrinkage(model_class: Any, settings: dict[str, Any], where: str) -> tuple[int, int, int]:
