@@ -6,7 +6,9 @@
     num_frames = "number F"               # no tensor
     img_shapes = { samples = [["number F", "number H", "number W"]] }   # a list with one entry per sample
 
-A dimension is a whole number, a product of sizes (`2H`, `FHW`) or a sum of those (`FHW+T`). The sizes are the letters of
+    guidance = "none"                     # an optional argument that is not given
+
+A dimension is a whole number, a product of sizes (`2H`, `FHW`) or a sum of those (`FHW+T`). The sizes are letters of
 `planner.tape.format.ATOMS`: B samples, F frames, H rows and W columns of the patch grid, T text tokens, E others.
 """
 
@@ -77,6 +79,8 @@ def parse(text: object, where: str) -> Argument:
     if not isinstance(text, str) or not text.split():
         raise VplanError(f"{where} is {quoted(text)}, not a shape", example)
     words = text.split()
+    if words == ["none"]:  # an optional argument that is not given
+        return Argument((), "none")
     kind = "float"
     if words[0] == "number":
         kind, words = "number", words[1:]
@@ -114,7 +118,9 @@ def _leaves(tree: object, name: str, per_sample: bool, depth: int) -> Iterator[t
         if SAMPLES in tree and len(tree) > 1:
             raise VplanError(f"{name}: {SAMPLES!r} stands beside other keys", "it is a list's only key")
         for key, inner in tree.items():
-            yield from _leaves(inner, name if key == SAMPLES else f"{name}.{key}", per_sample or key == SAMPLES, depth + 1)
+            yield from _leaves(
+                inner, name if key == SAMPLES else f"{name}.{key}", per_sample or key == SAMPLES, depth + 1
+            )
     elif isinstance(tree, list):
         for index, inner in enumerate(tree):
             yield from _leaves(inner, f"{name}.{index}", per_sample, depth + 1)

@@ -9,7 +9,7 @@ import importlib.util
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import click
 
@@ -41,6 +41,13 @@ NEEDED = (
     "came_pytorch",
 )
 """What recording imports. A planning laptop has none of them."""
+
+
+class _OwnFacts(TypedDict):
+    """Options about a model of the user's own."""
+
+    name: str | None
+    inputs_file: str | None
 
 
 class RecordedTape(NamedTuple):
@@ -85,14 +92,13 @@ class RecordedTape(NamedTuple):
 @json_option
 def command(
     models: Sequence[str],
-    name: str | None,
-    inputs_file: str | None,
     texts: Sequence[str],
     everything: bool,
     check: bool,
     jobs: int,
     output: str | None,
     as_json: bool,
+    **own: Unpack[_OwnFacts],
 ) -> None:
     """Record the tapes that estimates are computed from.
 
@@ -102,11 +108,11 @@ def command(
     FOLDER is a model of your own in diffusers format, or its config.json: any transformer or UNet of diffusers. How a
     class that no bundled model has is called is found out by dry runs; --inputs FILE says what they cannot find.
 
-    The model is kept in your data folder (set
-    VPLAN_HOME to change it) and then known everywhere by its name and its folder. Existing tapes are not recorded
-    again. MODEL is a known model; without any, all bundled models are recorded: 80 to 180 tapes each, 2 to 40 seconds
-    per tape.
+    The model is kept in your data folder (set VPLAN_HOME to change it) and then known everywhere by its name and its
+    folder. Existing tapes are not recorded again. MODEL is a known model; without any, all bundled models are recorded:
+    80 to 180 tapes each, 2 to 40 seconds per tape.
     """
+    name, inputs_file = own["name"], own["inputs_file"]
     folders = [model for model in models if own_model.is_folder(model)]
     _check_use(models, folders, name, check, output)
     if inputs_file is not None and not folders:

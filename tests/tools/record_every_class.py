@@ -107,7 +107,9 @@ def main() -> int:
             found = row(class_name, asked.record)
             errors = found.get("error_pct", {})
             worst = f"{max(map(abs, errors.values())):.4f} %" if errors else ""
-            print(f"{class_name:42} {found['outcome']:10} {worst:9} {found['seconds']:6.1f} s {found.get('reason', '')}")
+            print(
+                f"{class_name:42} {found['outcome']:10} {worst:9} {found['seconds']:6.1f} s {found.get('reason', '')}"
+            )
             if asked.json:
                 append_row(asked.json, found)
     return 0

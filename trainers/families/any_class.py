@@ -35,7 +35,9 @@ class AnyClass(Family):
         self.sums = {name: (entry.constant, entry.products) for name, entry in self.called.sums.items()}
         self.short_sides = self.called.short_sides
         self.extra_tokens = self.called.uses("E")
-        self.shared = frozenset(name for name, leaf in self._leaves.items() if not leaf.has_samples and leaf.kind != "number")
+        self.shared = frozenset(
+            name for name, leaf in self._leaves.items() if not leaf.has_samples and leaf.kind != "number"
+        )
         self._grid: Mapping[str, int] | None = None
 
     @functools.cached_property
@@ -84,9 +86,7 @@ class AnyClass(Family):
         for name, argument in self._leaves.items():
             if argument.kind in ("timestep", "sigma"):
                 values[name] = self._expanded(steps if argument.kind == "timestep" else levels, argument)
-        inputs = {
-            name: self._built(tree, name, values, per_sample=False) for name, tree in self.called.forward.items()
-        }
+        inputs = {name: self._built(tree, name, values, per_sample=False) for name, tree in self.called.forward.items()}
         return inputs, batch.get("target", target)
 
     def _noised(self, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -153,7 +153,7 @@ def tape_of(
     origin: Mapping[str, str] = {},
     lengths: Sequence[int] | None = None,
 ) -> Tape:
-    """The tape of a recording made at ``grid``. ``lengths``: of the full model's runs, where its profile is not kept."""
+    """The tape of a recording made at ``grid``. ``lengths``: of the full model's runs; else the kept profile's."""
     kind = family(profile)
     names = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
     atoms = {atom: 1 if atom in regime else grid[atom] for atom in names} | sums

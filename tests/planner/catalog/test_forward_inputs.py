@@ -105,5 +105,7 @@ def test_parameters_without_gradient_are_known_at_any_depth() -> None:
         }
     )
     assert call.is_idle("blocks.5.ff_context.weight", {"blocks": 6}) and call.is_idle("outside.bias", {"blocks": 6})
-    assert not call.is_idle("blocks.5.ff_context.weight", {"blocks": 7}) and call.is_idle("blocks.2.unused", {"blocks": 7})
+    assert not call.is_idle("blocks.5.ff_context.weight", {"blocks": 7}) and call.is_idle(
+        "blocks.2.unused", {"blocks": 7}
+    )
     assert not call.is_idle("blocks.5.ff.weight", {"blocks": 6})

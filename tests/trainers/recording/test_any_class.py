@@ -18,7 +18,7 @@ from tests.trainers.recording.in_process import InProcess
 from trainers.recording.any_class.candidates import Patch, documented, from_words
 from trainers.recording.any_class.dry_run import learned
 from trainers.recording.any_class.length_sums import Mismatch, new_sum
-from trainers.recording.any_class.pipelines import pipelines_of
+from trainers.recording.any_class.pipeline_source import pipelines_of
 
 SANA = {
     "_class_name": "SanaTransformer2DModel",
@@ -117,6 +117,10 @@ def test_a_docstring_says_a_layout() -> None:
 
 def test_a_pipeline_is_read_and_not_imported() -> None:
     facts = pipelines_of("CogVideoXTransformer3DModel")[0]
-    assert (facts.name, facts.part, facts.constants["vae_scale_factor_spatial"]) == ("CogVideoXPipeline", "transformer", 8)
+    assert (facts.name, facts.part, facts.constants["vae_scale_factor_spatial"]) == (
+        "CogVideoXPipeline",
+        "transformer",
+        8,
+    )
     assert facts.passed["image_rotary_emb"] == "use_rotary_positional_embeddings"
     assert facts.defaults["max_sequence_length"] == 226 and not facts.predicts_velocity

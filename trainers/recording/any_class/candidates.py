@@ -49,7 +49,13 @@ def layouts(patch: Patch, one_frame: bool) -> list[str]:
     """How latents may lie in a tensor. ``one_frame``: of an image."""
     frames, rows, columns = patch.sizes
     if one_frame:
-        return [f"B ? {rows} {columns}", "B HW ?", f"B ? 1 {rows} {columns}", f"BF ? {rows} {columns}", f"B ? {columns}"]
+        return [
+            f"B ? {rows} {columns}",
+            "B HW ?",
+            f"B ? 1 {rows} {columns}",
+            f"BF ? {rows} {columns}",
+            f"B ? {columns}",
+        ]
     return [
         f"B ? {frames} {rows} {columns}",
         f"B {frames} ? {rows} {columns}",
@@ -89,7 +95,10 @@ def from_words(words: Sequence[str], name: str, patch: Patch) -> str | None:
 
 
 RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    (r"t|timesteps?|timestep_r|r_timestep|timestep_ratio|sigma", ("B timestep", "timestep", "1 timestep")),
+    (
+        r"t|timesteps?|timestep_r|r_timestep|timestep_ratio|sigma",
+        ("B timestep", "timestep", "B F timestep", "1 timestep"),
+    ),
     (r"guidance", ("B",)),
     (r"(num_frames|frames)", ("number F",)),
     (r"height", ("number H",)),

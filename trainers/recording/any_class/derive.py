@@ -1,7 +1,7 @@
 """The profile of a model whose class no bundled model has: from its config, its class and its pipeline's source.
 
-Its arguments come from `search`, its lengths from `length_sums`, its blocks from `block_lists`. All that no file said is
-written down in words, and stands beside every estimate.
+Its arguments come from `argument_search`, its lengths from `length_sums`, its blocks from `block_lists`. All that no
+file said is written down in words, and stands beside every estimate.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn import Linear, RMSNorm
@@ -23,12 +23,18 @@ from planner.catalog.traits import Traits
 from planner.errors import VplanError, quoted
 from planner.tape.format import HEAD, TAIL
 from trainers.recording import own
+from trainers.recording.any_class.argument_search import (
+    ArgumentSearch,
+    ClassFacts,
+    FoundArguments,
+    MissingArgument,
+    tensors_in,
+)
 from trainers.recording.any_class.block_lists import BlockList, block_lists, built, in_running_order
 from trainers.recording.any_class.candidates import Patch
 from trainers.recording.any_class.dry_run import FakeModel
 from trainers.recording.any_class.length_sums import with_sums
-from trainers.recording.any_class.pipelines import PipelineFacts, pipelines_of
-from trainers.recording.any_class.search import Answer, Missing, Question, Search, tensors_in
+from trainers.recording.any_class.pipeline_source import PipelineFacts, pipelines_of
 from trainers.recording.any_class.vae import LatentSpace, latent_space
 
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0")
@@ -39,13 +45,6 @@ SHALLOW = 2
 """Blocks of each list in dry runs: a first and a last one."""
 
 
-class Derived(NamedTuple):
-    """A profile, with notes in words on what it rests on."""
-
-    profile: ModelProfile
-    notes: tuple[str, ...]
-
-
 def model_classes() -> dict[str, Any]:
     """The transformers and UNets of the installed diffusers, by name: a name from a file is looked up here alone."""
     import diffusers
@@ -54,13 +53,14 @@ def model_classes() -> dict[str, Any]:
     found = {}
     for name in dir(diffusers.models):
         model_class = getattr(diffusers, name, None)
-        if isinstance(model_class, type) and issubclass(model_class, ModelMixin):
-            if model_class.__module__.startswith(("diffusers.models.transformers", "diffusers.models.unets")):
-                found[name] = model_class
+        if not isinstance(model_class, type) or not issubclass(model_class, ModelMixin):
+            continue
+        if model_class.__module__.startswith(("diffusers.models.transformers", "diffusers.models.unets")):
+            found[name] = model_class
     return found
 
 
-def derive(source: Source, name: str, inputs: OwnInputs) -> Derived:
+def derive(source: Source, name: str, inputs: OwnInputs) -> own.Derived:
     """The profile of a model of any class. Raises a VplanError that says what is missing, and how to write it."""
     classes = model_classes()
     if source.class_name not in classes:
@@ -73,7 +73,7 @@ def derive(source: Source, name: str, inputs: OwnInputs) -> Derived:
     parameters = own.count(lambda: model_class.from_config(config), CONFIG, source.class_name)
     description = _Description(model_class, config, source, inputs)
     profile = description.profile(name, parameters)
-    return Derived(profile, ForwardCall.read(profile.inputs).assumed)
+    return own.Derived(profile, ForwardCall.read(profile.inputs).assumed)
 
 
 class _Description:
@@ -114,7 +114,7 @@ class _Description:
             return Patch(1, side, side)
         return Patch(1, 1, 1)
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> FoundArguments:
         shallow = dict(self.config)
         for entry in self.lists:
             if isinstance(self.config.get(entry.depth_key), int):
@@ -124,13 +124,15 @@ class _Description:
         except own.REFUSALS:  # some keys must fit each other: then it is tried at its own depth
             model = built(self.model_class, self.config)
         self.fake = FakeModel(model)
-        question = Question(self.config, self.patch, not self.is_video, self.pipeline, self.inputs.inputs)
-        found = Search(self.fake, question).find()
-        if isinstance(found, Answer):
+        question = ClassFacts(self.config, self.patch, not self.is_video, self.pipeline, self.inputs.inputs)
+        found = ArgumentSearch(self.fake, question).find()
+        if isinstance(found, FoundArguments):
             if looped := [letter for letter in found.varies if letter != "B"]:
                 words = {"F": "frames", "H": "rows", "T": "text tokens"}
                 fault = f"{self.source.class_name} loops over its {' and '.join(words[letter] for letter in looped)}"
-                raise VplanError(f"{fault}: one recording does not hold for all lengths", "it needs a family of its own")
+                raise VplanError(
+                    f"{fault}: one recording does not hold for all lengths", "it needs a family of its own"
+                )
             return found
         raise _asked_for(self.source.class_name, found)
 
@@ -194,7 +196,10 @@ class _Description:
                 "parameters": parameters,
                 "license": "your own model's",
                 "aliases": (),
-                "sources": (f"config: {CONFIG} of the folder recorded", "the rest: its class and pipeline in diffusers"),
+                "sources": (
+                    f"config: {CONFIG} of the folder recorded",
+                    "the rest: its class and pipeline in diffusers",
+                ),
                 "config": self.config,
                 "stacks": [stack.to_json() for stack in stacks],
                 "vae": space.vae,
@@ -272,7 +277,7 @@ class _Description:
         return {**call, "traits": Traits.read(traits).to_json()}
 
     def _lora_targets(self, stacks: Sequence[Stack]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(layers that an adapter is put on, more layers): attention's as diffusers calls them, else all linear ones."""
+        """(layers that an adapter is put on, more layers): attention's by diffusers' names, else all linear ones."""
         if self.inputs.lora_targets:
             return self.inputs.lora_targets, ()
         names = [
@@ -325,7 +330,7 @@ class _Description:
         return CLIP_SIZE if self.is_video else IMAGE_SIZE
 
 
-def _asked_for(class_name: str, missing: Sequence[Missing]) -> VplanError:
+def _asked_for(class_name: str, missing: Sequence[MissingArgument]) -> VplanError:
     """The VplanError that asks for what could not be found out, with a file to fill in."""
     first = missing[0]
     lines = "; ".join(f"inputs.{entry.name} = {_toml(entry.example)}" for entry in missing)
@@ -344,7 +349,9 @@ def _toml(value: Any) -> str:
 
 def _stack(entry: BlockList, config: Config) -> Stack:
     alike = isinstance(config.get(entry.depth_key), int)
-    return Stack(list=entry.name, depth_key=entry.depth_key, alike=alike, blocks=None if entry.depth_key else entry.count)
+    return Stack(
+        list=entry.name, depth_key=entry.depth_key, alike=alike, blocks=None if entry.depth_key else entry.count
+    )
 
 
 def _sizes(text: str, grid: Mapping[str, int]) -> Iterator[int]:

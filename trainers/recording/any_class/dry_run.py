@@ -182,7 +182,7 @@ def learned(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
                     yield placeholder, right
                 elif wrong in unknown:
                     continue
-                elif wrong > placeholder and 0 < right - (wrong - placeholder) and wrong - placeholder < 9000:
+                elif wrong > placeholder and right - (wrong - placeholder) > 0 and wrong - placeholder < 9000:
                     yield placeholder, right - (wrong - placeholder)  # something was joined to it
                 elif right and wrong % placeholder == 0 and right % (wrong // placeholder) == 0:
                     yield placeholder, right // (wrong // placeholder)  # it was folded, as cells of a patch are

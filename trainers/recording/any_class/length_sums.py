@@ -127,8 +127,8 @@ def _agrees(factoriser: Factoriser, one: RawAllocation, two: RawAllocation, valu
 def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[str, int], known: Sums) -> Sums:
     """The known sums and one more, which explains a mismatch; the same sums when none does.
 
-    With ``c`` times a length of ``constant + sum of products`` at both shapes, ``c`` is the quotient of the differences,
-    and the constant what is left.
+    Of ``c`` times ``constant + sum of products`` at both shapes, ``c`` is the quotient of the differences, and the
+    constant what is left.
     """
     atoms = [atom for atom in "BFHWTE" if grid[atom] > 1]
     rests = {(_rest(entry.first, grid, atoms), _rest(entry.second, other, atoms)) for entry in found}

@@ -14,7 +14,7 @@ from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import Vae
 from planner.errors import VplanError, quoted
 from trainers.recording import own
-from trainers.recording.any_class.pipelines import PipelineFacts
+from trainers.recording.any_class.pipeline_source import PipelineFacts
 
 SPATIAL = ("vae_scale_factor_spatial", "vae_scale_factor", "vae_spatial_compression_ratio")
 TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
@@ -48,10 +48,10 @@ def latent_space(
     words = [f"the VAE shrinks {spatial} times" + (f", {temporal} in time" if is_video else "") + f", {origin}"]
     class_name = (pipeline.parts.get("vae", "") if pipeline else "").split(" | ")[0]
     for vae in _bundled():
-        if (vae.class_name, vae.spatial, vae.temporal) == (class_name, spatial, temporal):
-            if vae.latent_channels in (channels, channels // 4):
-                words.append(f"the VAE is that of other models with {class_name}")
-                return LatentSpace(spatial, temporal, vae.to_json(), tuple(words), vae.latent_channels)
+        alike = (vae.class_name, vae.spatial, vae.temporal) == (class_name, spatial, temporal)
+        if alike and vae.latent_channels in (channels, channels // 4):
+            words.append(f"the VAE is that of other models with {class_name}")
+            return LatentSpace(spatial, temporal, vae.to_json(), tuple(words), vae.latent_channels)
     words.append("the VAE itself is not known and not counted: name the pipeline's folder")
     return LatentSpace(spatial, temporal, _unknown(class_name or "unknown", spatial, temporal, channels), tuple(words))
 

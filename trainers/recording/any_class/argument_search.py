@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,10 +20,15 @@ from planner.catalog.forward_inputs import SAMPLES
 from trainers.recording.any_class import candidates
 from trainers.recording.any_class.candidates import IGNORED, MAIN, Patch
 from trainers.recording.any_class.dry_run import GRID, MOST_RUNS, PLACEHOLDERS, Complaint, FakeModel, learned
-from trainers.recording.any_class.pipelines import PipelineFacts
+from trainers.recording.any_class.pipeline_source import PipelineFacts
+
+MATTERS = re.compile(r".*rotary.*|.*mask.*|.*_ids|guidance")
+"""Optional arguments that change what a step keeps without any weight of their own: not left out in silence."""
+ABSENT = "none"
+"""What a user writes for an argument that is not given."""
 
 
-class Question(NamedTuple):
+class ClassFacts(NamedTuple):
     """What is known before the first call."""
 
     config: Mapping[str, Any]
@@ -33,7 +39,7 @@ class Question(NamedTuple):
     """arguments as the user described them"""
 
 
-class Missing(NamedTuple):
+class MissingArgument(NamedTuple):
     """An argument that could not be found out, why, and how it might be written."""
 
     name: str
@@ -42,7 +48,7 @@ class Missing(NamedTuple):
 
 
 @dataclass
-class Answer:
+class FoundArguments:
     """Arguments that run, what the model returned for them, and where each comes from."""
 
     forward: dict[str, Any]
@@ -57,10 +63,10 @@ class Answer:
     """sizes that the model loops over, so that it does something else at each"""
 
 
-class Search:
+class ArgumentSearch:
     """One search over the arguments of a model's `forward`."""
 
-    def __init__(self, model: FakeModel, question: Question) -> None:
+    def __init__(self, model: FakeModel, question: ClassFacts) -> None:
         self.model = model
         self.question = question
         signature = inspect.signature(type(model.model).forward)
@@ -73,8 +79,9 @@ class Search:
         self.last = ""
         """how the combination that came furthest failed, for messages"""
 
-        self.missing: list[Missing] = []
+        self.missing: list[MissingArgument] = []
         self._furthest = 0
+        self._absent = {name for name, tree in question.given.items() if tree == ABSENT}
         self._unused = itertools.cycle(PLACEHOLDERS)
         passed = question.pipeline.passed if question.pipeline else {}
         self._decided_off = {name for name, key in passed.items() if key and not question.config.get(key)}
@@ -84,24 +91,27 @@ class Search:
         """The argument that holds the noisy latents."""
         return next((name for name in MAIN if name in self.parameters), None)
 
-    def find(self) -> Answer | list[Missing]:
+    def find(self) -> FoundArguments | list[MissingArgument]:
         """Arguments that run, or what is missing."""
         names = [name for name, entry in self.parameters.items() if entry.default is inspect.Parameter.empty]
-        names += [name for name in self.parameters if name in self.question.given and name not in names]
+        given = [name for name in self.parameters if name in self.question.given and name not in self._absent]
+        names += [name for name in given if name not in names]
         if self.main is not None and self.main not in names:
             names.insert(0, self.main)
         ordered = sorted(names, key=lambda name: name == self.main)  # its layouts change fastest
         options = {name: self._options(name) for name in ordered}
         if none := [name for name in names if not options[name]]:
-            return [Missing(name, "its shape is said nowhere", self._example(name)) for name in none]
+            return [MissingArgument(name, "its shape is said nowhere", self._example(name)) for name in none]
         for choice in itertools.product(*options.values()):
             table, owners = _numbered(dict(zip(ordered, choice, strict=True)), self._unused)
             found = self._solved(table, owners)
-            if isinstance(found, Answer):
+            if isinstance(found, FoundArguments):
                 return self._completed(found)
             if self.runs >= MOST_RUNS:
                 break
-        return self.missing or [Missing(self.main or names[0], f"no candidate runs ({self.last})", self._example(names[0]))]
+        return self.missing or [
+            MissingArgument(self.main or names[0], f"no candidate runs ({self.last})", self._example(names[0]))
+        ]
 
     def _options(self, name: str) -> list[Any]:
         if name in self.question.given:
@@ -113,9 +123,11 @@ class Search:
             return []
         found = candidates.candidates(name, entry, self.doc, self.question.config, self.question.patch)
         options = list(found)
-        if "list" in str(entry.annotation).lower() and "dict" not in str(entry.annotation).lower():
-            listed = [{SAMPLES: option[2:]} for option in options if isinstance(option, str) and option.startswith("B ")]
-            options = [*listed, *options] if "|" not in str(entry.annotation) else [*options, *listed]
+        annotation = str(entry.annotation).lower()
+        if "list" in annotation and "dict" not in annotation:
+            rows = [option for option in options if isinstance(option, str) and option.startswith("B ")]
+            listed = [{SAMPLES: option[2:]} for option in rows]
+            options = [*listed, *options] if "|" not in annotation else [*options, *listed]
         return options
 
     def _layouts(self, entry: inspect.Parameter) -> list[Any]:
@@ -129,7 +141,7 @@ class Search:
             ordered.insert(0, said)
         return ordered
 
-    def _solved(self, table: dict[str, Any], owners: dict[int, str]) -> Answer | None:
+    def _solved(self, table: dict[str, Any], owners: dict[int, str]) -> FoundArguments | None:
         """One combination with its widths found, one complaint after another, and with the optional arguments that it
         does not run without; None where it leads nowhere."""
         while self.runs < MOST_RUNS:
@@ -138,22 +150,25 @@ class Search:
             if not isinstance(outcome, Complaint):
                 if owners:
                     why = "any width runs, so that none can be told"
-                    self._note(len(table), [Missing(name, why, self._example(name)) for name in set(owners.values())])
+                    self._note(
+                        len(table), [MissingArgument(name, why, self._example(name)) for name in set(owners.values())]
+                    )
                     return None
                 sources = {name: "given" if name in self.question.given else "found" for name in table}
-                return Answer(table, outcome, self.grid, sources)
+                return FoundArguments(table, outcome, self.grid, sources)
             if step := next(iter(learned(outcome.error, set(owners))), None):
                 placeholder, width = step
                 table = _replaced(table, str(placeholder), str(width))
                 owners = {number: name for number, name in owners.items() if number != placeholder}
                 continue
             absent = [name for name in outcome.missing if name in self.parameters and name not in table]
-            wanted = [name for name in absent if not IGNORED.fullmatch(name) and name not in self._decided_off]
+            refused = self._decided_off | self._absent
+            wanted = [name for name in absent if not IGNORED.fullmatch(name) and name not in refused]
             if not wanted:
                 self._note(len(table), [], f"{outcome.kind}: {outcome.error[:110]}")
                 return None
             why = "the model does not run without it"
-            self._note(len(table), [Missing(name, why, self._example(name)) for name in wanted[:1]])
+            self._note(len(table), [MissingArgument(name, why, self._example(name)) for name in wanted[:1]])
             for option in self._options(wanted[0]):
                 more, unknown = _numbered({wanted[0]: option}, self._unused)
                 if found := self._solved({**table, **more}, {**owners, **unknown}):
@@ -161,27 +176,32 @@ class Search:
             return None
         return None
 
-    def _note(self, progress: int, missing: list[Missing], complaint: str = "") -> None:
+    def _note(self, progress: int, missing: list[MissingArgument], complaint: str = "") -> None:
         """Keeps what the combination that came furthest ended with."""
         if progress > self._furthest:
             self._furthest, self.missing, self.last = progress, missing, complaint
 
-    def _completed(self, answer: Answer) -> Answer | list[Missing]:
+    def _completed(self, answer: FoundArguments) -> FoundArguments | list[MissingArgument]:
         """With the optional arguments that the pipeline gives, and those without which weights stay idle."""
         passed = self.question.pipeline.passed if self.question.pipeline else {}
         optional = [name for name in self.parameters if name not in answer.forward and not IGNORED.fullmatch(name)]
-        optional = [name for name in optional if name not in self._decided_off]
+        optional = [name for name in optional if name not in self._decided_off | self._absent]
         for name in optional:
-            if name in passed and isinstance(tried := self._with_one_more(answer, name), Answer):
+            if name not in passed:
+                continue
+            if tried := self._with_one_more(answer, name):
                 answer = tried
+            elif MATTERS.fullmatch(name):
+                why = f"its pipeline passes it, and no candidate runs (or say {ABSENT!r})"
+                return [MissingArgument(name, why, self._example(name))]
         idle = self.model.idle_parameters(answer.forward, answer.grid)
         if isinstance(idle, Complaint):
-            return [Missing("the loss", f"backward does not run ({idle.kind}: {idle.error[:110]})", "")]
+            return [MissingArgument("the loss", f"backward does not run ({idle.kind}: {idle.error[:110]})", "")]
         for name in optional:
             if not idle or name in answer.forward:
                 continue
             tried = self._with_one_more(answer, name)
-            if isinstance(tried, Answer):
+            if isinstance(tried, FoundArguments):
                 less = self.model.idle_parameters(tried.forward, tried.grid)
                 if not isinstance(less, Complaint) and less < idle:
                     answer, idle = tried, less
@@ -194,13 +214,13 @@ class Search:
         answer.varies = [letter for letter, count in more.items() if count not in (0, usual)]
         return answer
 
-    def _allocations(self, answer: Answer, other: Mapping[str, int]) -> int:
+    def _allocations(self, answer: FoundArguments, other: Mapping[str, int]) -> int:
         """How many allocations a call makes at a shape; 0 where it does not run there. A model that makes more at twice
         a size loops over it."""
         outcome = self.model.call(answer.forward, {**answer.grid, **other})
         return 0 if isinstance(outcome, Complaint) else self.model.allocations
 
-    def _with_one_more(self, answer: Answer, name: str) -> Answer | None:
+    def _with_one_more(self, answer: FoundArguments, name: str) -> FoundArguments | None:
         for option in self._options(name):
             self.runs = 0
             more, unknown = _numbered({name: option}, self._unused)
@@ -249,4 +269,3 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     """The tensors of a model's first output."""
     first = output[0] if isinstance(output, tuple) else output
     yield from first if isinstance(first, list | tuple) else [first]
-

@@ -108,7 +108,9 @@ def _constants(init: ast.FunctionDef) -> Iterator[tuple[str, int]]:
 
 def _defaults(call: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
     arguments = call.args.args
-    for argument, default in zip(arguments[len(arguments) - len(call.args.defaults) :], call.args.defaults, strict=True):
+    for argument, default in zip(
+        arguments[len(arguments) - len(call.args.defaults) :], call.args.defaults, strict=True
+    ):
         if isinstance(default, ast.Constant):
             yield argument.arg, default.value
 
@@ -132,14 +134,13 @@ def _key_of(call: ast.FunctionDef, value: ast.expr, part: str) -> str:
     """The config key that decides whether a variable is set, from the assignments of it; "" for none."""
     if not isinstance(value, ast.Name):
         return _config_key(value.test, part) if isinstance(value, ast.IfExp) else ""
+    tests: list[ast.expr] = []
     for node in ast.walk(call):
         if isinstance(node, ast.If) and any(_assigns(item, value.id) for item in node.body):
-            if key := _config_key(node.test, part):
-                return key
+            tests.append(node.test)
         if isinstance(node, ast.Assign) and _assigns(node, value.id) and isinstance(node.value, ast.IfExp):
-            if key := _config_key(node.value.test, part):
-                return key
-    return ""
+            tests.append(node.value.test)
+    return next((key for test in tests if (key := _config_key(test, part))), "")
 
 
 def _assigns(node: ast.AST, name: str) -> bool:
