@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import profiles
 from planner.catalog import diffusers_folder, forward_call, other_cards, user_data
 from planner.catalog.forward_call import ForwardCall
-from planner.catalog.profiles import GpuClass, GpuFile, GpuProfile, ModelProfile, Vae
+from planner.catalog.profiles import GpuClass, GpuFile, GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, check_job, check_shape, grid, job_for, parse_resolution
 from planner.catalog.traits import Traits
 from planner.errors import VplanError, nearest, quoted
@@ -181,12 +181,13 @@ def lent_traits(lender: ModelProfile) -> Traits:
 def _with_traits(profile: ModelProfile) -> ModelProfile:
     """An own model with the traits of its classes. No file of the user's holds them, so that a model recorded by an
     earlier version has them as this one knows them."""
-    if not profile.lent_by:  # of any class: what its own file says, and what is known of its VAE's class
-        traits = ForwardCall.read(profile.inputs).traits if profile.family == forward_call.FAMILY else profile.traits
-        return profile.replace(traits=traits, vae=_with_vae_traits(profile.vae, map(_model, profiles.model_names())))
+    of_any_class = profile.family == forward_call.FAMILY
+    if not profile.lent_by and not of_any_class:
+        return profile
 
     def bundled() -> Iterator[ModelProfile]:  # the lender first: opening all files takes time
-        yield _model(profile.lent_by)
+        if profile.lent_by:
+            yield _model(profile.lent_by)
         yield from map(_model, profiles.model_names())
 
     encoders = []
@@ -196,13 +197,10 @@ def _with_traits(profile: ModelProfile) -> ModelProfile:
             (component.traits for component in alike if component.class_name == encoder.class_name), encoder.traits
         )
         encoders.append(encoder.replace(traits=traits))
-    vae = _with_vae_traits(profile.vae, bundled())
-    return profile.replace(traits=lent_traits(_model(profile.lent_by)), vae=vae, text_encoders=tuple(encoders))
-
-
-def _with_vae_traits(vae: Vae, lenders: Iterable[ModelProfile]) -> Vae:
-    alike = (lender.vae for lender in lenders if lender.vae.class_name == vae.class_name)
-    return vae.replace(traits=next((component.traits for component in alike), vae.traits))
+    vaes = (lender.vae for lender in bundled() if lender.vae.class_name == profile.vae.class_name)
+    vae = profile.vae.replace(traits=next((component.traits for component in vaes), profile.vae.traits))
+    traits = ForwardCall.read(profile.inputs).traits if of_any_class else lent_traits(_model(profile.lent_by))
+    return profile.replace(traits=traits, vae=vae, text_encoders=tuple(encoders))
 
 
 def _recorded_from(text: str) -> ModelProfile | None:

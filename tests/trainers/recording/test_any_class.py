@@ -27,7 +27,7 @@ SANA = {
     "num_cross_attention_heads": 4,
     "cross_attention_head_dim": 32,
     "cross_attention_dim": 128,
-    "num_layers": 8,
+    "num_layers": 7,
 }
 STEP = "step-lora-half-half-none-one"
 

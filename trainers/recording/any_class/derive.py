@@ -185,6 +185,8 @@ class _Description:
         shape = self._shape(patch, space)
         flow = self.pipeline is None or self.pipeline.predicts_velocity
         self.assumed.append("the loss is the plain squared error of the " + ("velocity" if flow else "noise"))
+        encoders, missing = own.encoders_of(self.source, None, [])
+        self.assumed += missing
         call = {**call, "assumed": tuple(self.assumed)}
         return ModelProfile.read(
             {
@@ -203,7 +205,7 @@ class _Description:
                 "config": self.config,
                 "stacks": [stack.to_json() for stack in stacks],
                 "vae": space.vae,
-                "text_encoders": (),
+                "text_encoders": [encoder.to_json() for encoder in encoders],
                 "shape": shape,
                 "lora": {"targets": targets, "wide": wide},
                 "inputs": ForwardCall.read(call).to_json(),
