@@ -199,8 +199,8 @@ def _with_traits(profile: ModelProfile) -> ModelProfile:
         encoders.append(encoder.replace(traits=traits))
     vaes = (lender.vae for lender in bundled() if lender.vae.class_name == profile.vae.class_name)
     vae = profile.vae.replace(traits=next((component.traits for component in vaes), profile.vae.traits))
-    traits = ForwardCall.read(profile.inputs).traits if of_any_class else lent_traits(_model(profile.lent_by))
-    return profile.replace(traits=traits, vae=vae, text_encoders=tuple(encoders))
+    model_traits = ForwardCall.read(profile.inputs).traits if of_any_class else lent_traits(_model(profile.lent_by))
+    return profile.replace(traits=model_traits, vae=vae, text_encoders=tuple(encoders))
 
 
 def _recorded_from(text: str) -> ModelProfile | None:

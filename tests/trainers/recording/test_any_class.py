@@ -62,11 +62,11 @@ def test_a_class_without_a_family_is_recorded_as_it_runs_at_full_depth(tmp_path:
 
 
 def test_what_no_dry_run_tells_is_asked_for_with_an_example(tmp_path: Path) -> None:
-    place = wrote(tmp_path / "mine", {"_class_name": "HeliosTransformer3DModel", "num_layers": 2})
+    place = wrote(tmp_path / "mine", {"_class_name": "AnyFlowFARTransformer3DModel", "num_layers": 2})
     done = vplan("record", place, "--json")
     assert done.exit_code == 1, done.output
     error = json.loads(done.stdout)["error"]
-    assert "HeliosTransformer3DModel is called with something" in error["message"]
+    assert "AnyFlowFARTransformer3DModel is called with something" in error["message"]
     assert "--inputs" in error["fix"] and "inputs." in error["fix"]
 
 
