@@ -5,7 +5,7 @@
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from planner.catalog.forward_inputs import Argument, leaves
 from planner.catalog.traits import Text, Traits
@@ -51,6 +51,11 @@ class ForwardCall(Record):
     """what all of this rests on, in words"""
     traits: Traits = Traits()
     """of the model: no file of a profile holds them otherwise"""
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any]) -> Self | None:
+        """The call that a profile's `inputs` describe; None for a model that has a family of its own."""
+        return cls.read(inputs) if "forward" in inputs else None
 
     def arguments(self) -> Iterator[tuple[str, Argument]]:
         """Every argument by its dotted name; one of a list with an entry per sample with the samples in front."""

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import alive, held
-from planner.catalog import forward_call
 from planner.catalog.forward_call import ForwardCall
 from planner.catalog.shapes import grid, grids
 from planner.estimate import cache_flushes, fragmentation, host_ram
@@ -334,13 +333,10 @@ def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[Com
 
 def _of_class(run: Run) -> tuple[str, ...]:
     """What the recording of a model without a family of its own rests on."""
-    profile = run.facts.model
-    if profile.family != forward_call.FAMILY:
+    call = ForwardCall.of(run.facts.model.inputs)
+    if call is None:
         return ()
-    return (
-        f"recorded from the signature of {profile.diffusers_class}: "
-        + "; ".join(ForwardCall.read(profile.inputs).assumed),
-    )
+    return (f"recorded from the signature of {run.facts.model.diffusers_class}: {'; '.join(call.assumed)}",)
 
 
 def _elastic(strategy: Strategy) -> tuple[str, ...]:

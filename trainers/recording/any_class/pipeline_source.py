@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PARTS = ("transformer", "unet", "prior", "decoder")
+from planner.catalog.diffusers_folder import DENOISERS
+
+PARTS = (*DENOISERS, "prior", "decoder")
 """What pipelines call the part that is trained."""
 
 
