@@ -21,7 +21,7 @@ class BlockList(NamedTuple):
     name: str
     depth_key: str
     """"" where no key counts them: the list is recorded whole"""
-    count: int
+    blocks: int
     last_apart: bool
     """the last block is built unlike the others"""
 

@@ -272,7 +272,7 @@ class _Description:
             "stages": not any(stack.alike for stack in stacks),
             "fp8_base": all(stack.alike for stack in stacks),
             "checkpoints": bool(self.model_class._supports_gradient_checkpointing),
-            "last_block_apart": any(entry.last_apart and entry.count > HEAD + TAIL + 2 for entry in self.lists),
+            "last_block_apart": any(entry.last_apart and entry.blocks > HEAD + TAIL + 2 for entry in self.lists),
             "rms_norm": "torch" if any(isinstance(part, RMSNorm) for part in self.fake.model.modules()) else "none",
             "not_encoded": "the samples of this class",
         }
@@ -352,7 +352,7 @@ def _toml(value: Any) -> str:
 def _stack(entry: BlockList, config: Config) -> Stack:
     alike = isinstance(config.get(entry.depth_key), int)
     return Stack(
-        list=entry.name, depth_key=entry.depth_key, alike=alike, blocks=None if entry.depth_key else entry.count
+        list=entry.name, depth_key=entry.depth_key, alike=alike, blocks=None if entry.depth_key else entry.blocks
     )
 
 

@@ -121,7 +121,7 @@ def mismatches(
 def _agrees(factoriser: Factoriser, one: RawAllocation, two: RawAllocation, values: Mapping[str, int]) -> bool:
     coefficient, exponents = factoriser.factor(one.nbytes)
     product = math.prod(values[atom] ** power for atom, power in zip(factoriser.atoms, exponents, strict=True))
-    return coefficient * product == two.nbytes
+    return bool(coefficient * product == two.nbytes)
 
 
 def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[str, int], known: Sums) -> Sums:

@@ -71,10 +71,11 @@ def _of_folder(config: dict[str, Any], inputs: OwnInputs) -> LatentSpace:
     from diffusers import ModelMixin
 
     class_name, where = config.get("_class_name"), f"vae/{CONFIG}"
-    model_class = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
-    known = isinstance(model_class, type) and issubclass(model_class, ModelMixin)
-    if not known or not model_class.__module__.startswith("diffusers.models.autoencoders"):
+    named = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
+    known = isinstance(named, type) and issubclass(named, ModelMixin)
+    if not known or not named.__module__.startswith("diffusers.models.autoencoders"):
         raise VplanError(f"{where}: class {quoted(class_name)} is no VAE of diffusers", "correct the file")
+    model_class: Any = named
     settings = own.complete(str(class_name), architecture(config), where)
     parameters = own.count(lambda: model_class.from_config(settings), where, str(class_name))
     like = next((vae for vae in _bundled() if vae.class_name == class_name), None)
