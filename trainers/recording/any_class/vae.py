@@ -71,7 +71,7 @@ def _of_folder(config: dict[str, Any], inputs: OwnInputs) -> LatentSpace:
     from diffusers import ModelMixin
 
     class_name, where = config.get("_class_name"), f"vae/{CONFIG}"
-    named = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
+    named = getattr(diffusers, class_name, None) if class_name in dir(diffusers.models) else None
     known = isinstance(named, type) and issubclass(named, ModelMixin)
     if not known or not named.__module__.startswith("diffusers.models.autoencoders"):
         raise VplanError(f"{where}: class {quoted(class_name)} is no VAE of diffusers", "correct the file")
