@@ -233,7 +233,8 @@ class ArgumentSearch:
         """How an argument might be written: its first candidate with a number for what is not known."""
         if name in self.question.given:
             return self.question.given[name]
-        option = next(iter(self._options(name)), "B T 4096") if name in self.parameters else "B T 4096"
+        usual = "B T ones" if "mask" in name else "B T 4096"
+        option = next(iter(self._options(name)), usual) if name in self.parameters else usual
         return _replaced(option, "?", "16" if name == self.main else "1024")
 
 

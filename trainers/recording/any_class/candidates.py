@@ -116,6 +116,7 @@ RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (r"txt_ids|text_ids", ("T ? fp32", "B T ? fp32")),
     (r"image_rotary_emb|rotary_embedding|video_rotary_emb", (["FHW ? fp32", "FHW ? fp32"], "FHW ? fp32")),
     (r"(encoder|text|prompt).*mask.*|.*text.*mask.*|encoder_mask", ("B T ones", "B T bool", "B T")),
+    (r"attention_mask", ("B FHW+T ones", "B T ones", "B FHW ones")),
     (r"text_bth|clip_text|encoder_hidden_states(_\d|_t5|_llama3)?|cap_feats", ("B T ?", {"samples": "T ?"}, "B ?")),
 )
 """By name: what diffusers means by it wherever it is used (diffusers/models, docstrings of `forward`)."""
