@@ -5,11 +5,11 @@
     encoder_attention_mask = "B T ones"   # a mask that leaves nothing out
     num_frames = "number F"               # no tensor
     img_shapes = { samples = [["number F", "number H", "number W"]] }   # a list with one entry per sample
-
     guidance = "none"                     # an optional argument that is not given
 
 A dimension is a whole number, a product of sizes (`2H`, `FHW`) or a sum of those (`FHW+T`). The sizes are letters of
-`planner.tape.format.ATOMS`: B samples, F frames, H rows and W columns of the patch grid, T text tokens, E others.
+`planner.tape.format.ATOMS`: B samples, F frames, H rows and W columns of the patch grid, T text tokens, E others. What is
+in brackets is a tuple; a list where it holds others.
 """
 
 from __future__ import annotations

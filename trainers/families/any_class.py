@@ -121,7 +121,7 @@ class AnyClass(Family):
             return {key: self._built(inner, f"{name}.{key}", values, per_sample) for key, inner in tree.items()}
         if isinstance(tree, list):
             parts = (self._built(inner, f"{name}.{index}", values, per_sample) for index, inner in enumerate(tree))
-            return tuple(parts)
+            return list(parts) if any(isinstance(inner, list) for inner in tree) else tuple(parts)
         argument = self._leaves[name]
         if argument.kind == "number":
             return argument.shape(self._sizes() if argument.letters else {})[0]

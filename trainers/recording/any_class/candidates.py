@@ -14,7 +14,7 @@ MAIN = ("hidden_states", "sample", "x")
 """What the noisy latents are called: the first of these that a `forward` has."""
 
 IGNORED = re.compile(
-    r"return_dict|.*_kwargs|.*controlnet.*|kv_cache.*|.*_residuals?|skip_layers|.*_control_hidden_states|sparse_params"
+    r"return_dict|(?!added_cond).*_kwargs|.*controlnet.*|kv_cache.*|.*_residuals?|skip_layers|.*_control_hidden_states|sparse_params"
     r"|perturbation_mask|isolate_modalities|spatio_temporal_guidance_blocks|use_cross_timestep|enable_.*|chunk_.*"
 )
 """Optional arguments that training does without: switches, other models' outputs, caches of inference."""
@@ -59,6 +59,7 @@ def layouts(patch: Patch, one_frame: bool) -> list[str]:
     return [
         f"B ? {frames} {rows} {columns}",
         f"B {frames} ? {rows} {columns}",
+        f"B {frames} {rows} {columns} ?",
         "B FHW ?",
         f"BF ? {rows} {columns}",
     ]
@@ -116,6 +117,8 @@ RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (r"txt_ids|text_ids", ("T ? fp32", "B T ? fp32")),
     (r"image_rotary_emb|rotary_embedding|video_rotary_emb", (["FHW ? fp32", "FHW ? fp32"], "FHW ? fp32")),
     (r"(encoder|text|prompt).*mask.*|.*text.*mask.*|encoder_mask", ("B T ones", "B T bool", "B T")),
+    (r"visual_rope_pos", (["F long", "H long", "W long"],)),
+    (r"text_rope_pos", ("T long",)),
     (r"attention_mask", ("B FHW+T ones", "B T ones", "B FHW ones")),
     (r"text_bth|clip_text|encoder_hidden_states(_\d|_t5|_llama3)?|cap_feats", ("B T ?", {"samples": "T ?"}, "B ?")),
 )

@@ -90,7 +90,7 @@ class FakeModel:
             try:
                 inputs = {name: value_of(tree, grid) for name, tree in arguments.items()}
                 out = self.model(**inputs, **self._plain_tuple())
-            except (*REFUSALS, NotImplementedError) as error:
+            except (*REFUSALS, NameError, ImportError) as error:  # a class may need a package that is not there
                 return _complaint(error, self.model)
         return out if isinstance(out, tuple) else tuple(out.values()) if isinstance(out, dict) else (out,)
 
@@ -124,7 +124,8 @@ def value_of(tree: Any, grid: Mapping[str, int]) -> Any:
     if isinstance(tree, dict):
         return {key: value_of(inner, grid) for key, inner in tree.items()}
     if isinstance(tree, list):
-        return tuple(value_of(inner, grid) for inner in tree)
+        values = [value_of(inner, grid) for inner in tree]
+        return values if any(isinstance(inner, list) for inner in tree) else tuple(values)
     argument = parse(tree, "an argument")
     return argument.shape(grid)[0] if argument.kind == "number" else tensor_of(argument, grid)
 
