@@ -8,8 +8,8 @@
     guidance = "none"                     # an optional argument that is not given
 
 A dimension is a whole number, a product of sizes (`2H`, `FHW`) or a sum of those (`FHW+T`). The sizes are letters of
-`planner.tape.format.ATOMS`: B samples, F frames, H rows and W columns of the patch grid, T text tokens, E others. Brackets
-make a tuple; a list where they hold others.
+`planner.tape.format.ATOMS`: B samples, F frames, H rows and W columns of the patch grid, T text tokens, E others.
+Brackets make a tuple; a list where they hold others.
 """
 
 from __future__ import annotations

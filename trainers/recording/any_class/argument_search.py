@@ -211,7 +211,12 @@ class ArgumentSearch:
         more = {letter: self._allocations(answer, {letter: 2 * answer.grid[letter]}) for letter in sizes}
         # The call that is kept is the last one, so that `called` is of it.
         usual = self._allocations(answer, {})
-        answer.varies = [letter for letter, count in more.items() if count not in (0, usual)]
+        other = [letter for letter, count in more.items() if count not in (0, usual)]
+        # Some keep tables of positions for the shapes they have seen: only what is more once more is a loop.
+        again = {letter: self._allocations(answer, {letter: 2 * answer.grid[letter]}) for letter in other}
+        if other:
+            usual = self._allocations(answer, {})
+        answer.varies = [letter for letter, count in again.items() if count not in (0, usual)]
         return answer
 
     def _allocations(self, answer: FoundArguments, other: Mapping[str, int]) -> int:
