@@ -132,7 +132,7 @@ class ArgumentSearch:
 
     def _layouts(self, entry: inspect.Parameter) -> list[Any]:
         """Layouts of the latents, those of the docstring first."""
-        known = candidates.layouts(self.question.patch, self.question.one_frame)
+        known: list[Any] = list(candidates.layouts(self.question.patch, self.question.one_frame))
         said = candidates.from_words(candidates.documented(self.doc, entry.name), entry.name, self.question.patch)
         if "list" in str(entry.annotation).lower():
             known = [{SAMPLES: layout[2:]} for layout in known if layout.startswith("B ")]

@@ -368,7 +368,7 @@ def _except(sizes: Sequence[int], axis: int) -> list[int]:
 
 def _described(sizes: Sequence[int], grid: Mapping[str, int]) -> str:
     """Sizes of an output as dimensions: the product of sizes each is, with what is left as a number."""
-    words = []
+    words: list[str] = []
     for size in sizes:
         letters, rest = "", size
         for letter in ("B",) if not words else ("F", "H", "W", "T"):
