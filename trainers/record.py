@@ -15,6 +15,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.catalog.components import Component
 from planner.catalog.diffusers_folder import Source
+from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.launch.recorders import PARAMETERS, Derivation, TapeTask
@@ -49,8 +50,14 @@ def _derive(order: dict[str, Any]) -> dict[str, Any]:
     """Builds the model on the meta device; a VplanError for an architecture that cannot be built."""
     from trainers.recording import own, tapes
 
-    wanted = Derivation(Source(**order["source"]), order["name"])
-    derived = own.derive(wanted.source, wanted.name)
+    wanted = Derivation(Source(**order["source"]), order["name"], order["inputs"])
+    derived: own.Derived
+    if wanted.source.class_name in lookup.diffusers_classes() and not wanted.inputs:
+        derived = own.derive(wanted.source, wanted.name)
+    else:
+        from trainers.recording.any_class import derive
+
+        derived = derive.derive(wanted.source, wanted.name, OwnInputs.read(wanted.inputs))
     tapes.full_run_lengths.cache_clear()  # counted by name, and the name may mean another architecture now
     return {"profile": derived.profile.to_json(), "notes": derived.notes}
 
@@ -102,7 +109,8 @@ def _of_own(profile: ModelProfile, variant: Any) -> Tape:
     except VplanError:
         raise
     except REFUSALS as error:
-        fault = f"a training step of {profile.name} cannot be run as {profile.diffusers_class} of {profile.lent_by}"
+        whose = f" of {profile.lent_by}" if profile.lent_by else ""
+        fault = f"a training step of {profile.name} cannot be run as {profile.diffusers_class}{whose}"
         raise refusal(error, fault, "complete the config, and name the pipeline's folder if there is one") from None
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import profiles
 from planner.catalog import diffusers_folder, other_cards, user_data
+from planner.catalog.forward_call import ForwardCall
 from planner.catalog.profiles import GpuClass, GpuFile, GpuProfile, ModelProfile
 from planner.catalog.shapes import check_blocks, check_job, check_shape, grid, job_for, parse_resolution
 from planner.catalog.traits import Traits
@@ -180,11 +181,13 @@ def lent_traits(lender: ModelProfile) -> Traits:
 def _with_traits(profile: ModelProfile) -> ModelProfile:
     """An own model with the traits of its classes. No file of the user's holds them, so that a model recorded by an
     earlier version has them as this one knows them."""
-    if not profile.lent_by:
+    call = ForwardCall.of(profile.inputs)
+    if not profile.lent_by and call is None:
         return profile
 
     def bundled() -> Iterator[ModelProfile]:  # the lender first: opening all files takes time
-        yield _model(profile.lent_by)
+        if profile.lent_by:
+            yield _model(profile.lent_by)
         yield from map(_model, profiles.model_names())
 
     encoders = []
@@ -196,7 +199,8 @@ def _with_traits(profile: ModelProfile) -> ModelProfile:
         encoders.append(encoder.replace(traits=traits))
     vaes = (lender.vae for lender in bundled() if lender.vae.class_name == profile.vae.class_name)
     vae = profile.vae.replace(traits=next((component.traits for component in vaes), profile.vae.traits))
-    return profile.replace(traits=lent_traits(_model(profile.lent_by)), vae=vae, text_encoders=tuple(encoders))
+    model_traits = lent_traits(_model(profile.lent_by)) if call is None else call.traits
+    return profile.replace(traits=model_traits, vae=vae, text_encoders=tuple(encoders))
 
 
 def _recorded_from(text: str) -> ModelProfile | None:

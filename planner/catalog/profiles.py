@@ -24,10 +24,12 @@ class Stack(Record):
     """A module list of repeated blocks. The lists are given in the order they run."""
 
     list: Text
-    depth_key: Text
-    """the config key that holds the number of blocks, or a list with one entry per block (UNets)"""
+    depth_key: str
+    """the config key that holds the number of blocks, or a list with one entry per block (UNets); "" for none"""
     alike: Flag = True
     """false: what runs between the blocks differs from one to the next, so that all of them are recorded"""
+    blocks: Count | None = None
+    """how many there are, where no key of the config says it; none of them is left out then"""
 
 
 VALUES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "force_upcast")
@@ -228,6 +230,8 @@ class ModelProfile(Record):
 
     def depth(self, stack: Stack) -> int:
         """The number of blocks in one stack of the model. Raises a VplanError when the config has no such key."""
+        if stack.blocks is not None:
+            return stack.blocks
         value = self.config.get(stack.depth_key)
         if isinstance(value, list):
             return len(value)

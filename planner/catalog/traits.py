@@ -133,6 +133,8 @@ class Traits(Record):
     stages: Flag = False
     """its stacks are the levels of a UNet, each of a resolution of its own with several blocks inside: those are what
     is checkpointed and compiled, and nothing of it is swapped by a search"""
+    checkpoints: Flag = True
+    """diffusers' class can checkpoint its blocks (``_supports_gradient_checkpointing``)"""
     head_dim_counts_heads: Flag = False
     """attention_head_dim in the config is the number of heads, in spite of its name (diffusers UNets)"""
     last_block_apart: Flag = False

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -41,10 +41,12 @@ class Derivation(NamedTuple):
     source: Source
     name: str
     """what the model will be called"""
+    inputs: Mapping[str, Any] = {}
+    """what the user said of it (`planner.catalog.own_inputs.OwnInputs` as JSON)"""
 
     def to_json(self) -> dict[str, Any]:
         """The task as JSON, as the worker reads it."""
-        return {"work": "derive", "source": self.source._asdict(), "name": self.name}
+        return {"work": "derive", "source": self.source._asdict(), "name": self.name, "inputs": dict(self.inputs)}
 
 
 class TapeTask(NamedTuple):

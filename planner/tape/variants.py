@@ -263,6 +263,9 @@ class StepVariant(NamedTuple):
                 fault = f"{profile.title} checkpoints parts of its blocks already, so none are nested"
                 raise NotRecordedError(fault, "leave out --nested-checkpointing")
             mode = NESTED
+        if mode != "none" and not profile.traits.checkpoints:
+            fault = f"diffusers' {profile.diffusers_class} has no gradient checkpointing"
+            raise NotRecordedError(fault, "use --gradient-checkpointing none")
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
         method = recorded_method(profile, job)
@@ -287,7 +290,8 @@ class StepVariant(NamedTuple):
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         for method in methods(profile):
             batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
-            for precision, mode in itertools.product(precisions(profile, method), CHECKPOINTING):
+            modes = CHECKPOINTING if profile.traits.checkpoints else ("none",)
+            for precision, mode in itertools.product(precisions(profile, method), modes):
                 for older in ages(profile, precision):
                     yield cls(method, precision, mode, one_sample=True, older=older)
                     yield from (cls(method, precision, mode, False, samples, older=older) for samples in batches)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -97,7 +97,7 @@ def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict
     if shared:  # EasyAnimate 7B: blocks with weights of their own for text, then blocks that share them
         return {**config, "mmdit_layers": blocks, "num_layers": 2 * blocks}
     for stack in profile.stacks:
-        if stack.alike and isinstance(config[stack.depth_key], int):
+        if stack.alike and isinstance(config.get(stack.depth_key), int):
             config[stack.depth_key] = min(blocks, config[stack.depth_key]) + profile.traits.last_block_apart
     return config
 
@@ -105,7 +105,11 @@ def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict
 @functools.cache
 def full_run_lengths(name: str) -> tuple[int, ...]:
     """Blocks in each run of like blocks of a bundled model's published architecture, counted on the meta device."""
-    profile = lookup.model(name)
+    return run_lengths(lookup.model(name))
+
+
+def run_lengths(profile: ModelProfile) -> tuple[int, ...]:
+    """The same of any profile, also one that is kept nowhere yet."""
     job, strategy = next(StepVariant.all(profile)).records(profile)
     model = step.build_model(profile, job.replace(method="full"), strategy)
     return tuple(run.count for run in find_runs(model, [stack.list for stack in profile.stacks], None)[0])
@@ -119,7 +123,7 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
     code = check_out(variant.code) if variant.code else None
     recording = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older, code)
     origin = {} if code is None else {f"https://github.com/{code.REPOSITORY}": code.COMMIT}
-    return _tape(profile, variant.name, recording, grid, sums, regime, origin)
+    return tape_of(profile, variant.name, recording, grid, sums, regime, origin)
 
 
 def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
@@ -128,7 +132,7 @@ def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
     batches = profile.shape.batches
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if batches else None)
     recording = record_sample(profile, job, strategy, grid, shallow_config(profile), variant.older)
-    return _tape(profile, variant.name, recording, grid, sums, regime)
+    return tape_of(profile, variant.name, recording, grid, sums, regime)
 
 
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> Tape:
@@ -136,10 +140,10 @@ def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> Tape:
     job, strategy = variant.records(profile)
     grid, sums, _ = prime_grid(profile, PRIMES["B"])  # a prime also of what is recorded at few batches
     recording = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
-    return _tape(profile, variant.name, recording, grid, sums, {})
+    return tape_of(profile, variant.name, recording, grid, sums, {})
 
 
-def _tape(
+def tape_of(
     profile: ModelProfile,
     name: str,
     recording: RawRecording,
@@ -147,7 +151,9 @@ def _tape(
     sums: dict[str, int],
     regime: dict[str, int],
     origin: Mapping[str, str] = {},
+    lengths: Sequence[int] | None = None,
 ) -> Tape:
+    """The tape of a recording made at ``grid``. ``lengths``: of the full model's runs; else the kept profile's."""
     kind = family(profile)
     names = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
     atoms = {atom: 1 if atom in regime else grid[atom] for atom in names} | sums
@@ -159,7 +165,7 @@ def _tape(
         kind.sums,
         kind.rounded,
     )
-    return compress(recording, header, atoms, list(full_run_lengths(profile.name)))
+    return compress(recording, header, atoms, list(full_run_lengths(profile.name) if lengths is None else lengths))
 
 
 def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:
