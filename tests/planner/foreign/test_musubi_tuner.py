@@ -42,7 +42,7 @@ REHEARSED = {
     ((81, 720, 1280), "--force_v2_1_time_embedding"): (81.77, 97.12),
 }
 """Of musubi-tuner's own model code at 30c658c on a virtual GPU, I2V-A14B in bf16, rank 16, checkpointed: GiB allocated
-and reserved."""
+and reserved. Its whole script at 480x832: 59.87 and 67.79."""
 
 
 @pytest.mark.parametrize(("shape", "flag"), REHEARSED)
@@ -50,8 +50,8 @@ def test_wan_2_2_holds_what_its_own_code_holds(shape: tuple[int, int, int], flag
     case = case_of(tmp_path, "wan_train_network.py", 16, f"--task i2v-A14B {flag}", shape)
     peaks = Pricing(case).outcome(case).estimate.phases["train"]
     allocated, reserved = REHEARSED[shape, flag]
-    assert peaks.allocated_bytes / GIB / allocated == pytest.approx(1, abs=0.015)
-    assert peaks.reserved_bytes / GIB / reserved == pytest.approx(1, abs=0.1)
+    assert peaks.allocated_bytes / GIB / allocated == pytest.approx(1, abs=0.002)
+    assert peaks.reserved_bytes / GIB / reserved == pytest.approx(1, abs=0.05)  # 4.8 % low at worst
 
 
 def test_a_time_embedding_of_each_token_is_14_vectors_in_fp32(tmp_path: Path) -> None:
