@@ -51,7 +51,7 @@ def test_wan_2_2_holds_what_its_own_code_holds(shape: tuple[int, int, int], flag
     peaks = Pricing(case).outcome(case).estimate.phases["train"]
     allocated, reserved = REHEARSED[shape, flag]
     assert peaks.allocated_bytes / GIB / allocated == pytest.approx(1, abs=0.002)
-    assert peaks.reserved_bytes / GIB / reserved == pytest.approx(1, abs=0.05)  # 4.8 % low at worst
+    assert peaks.reserved_bytes / GIB / reserved == pytest.approx(1, abs=0.002 if shape[1] == 480 else 0.05)  # 720: 4.8 % low
 
 
 def test_a_time_embedding_of_each_token_is_14_vectors_in_fp32(tmp_path: Path) -> None:
