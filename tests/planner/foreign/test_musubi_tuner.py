@@ -54,6 +54,15 @@ def test_wan_2_2_holds_what_its_own_code_holds(shape: tuple[int, int, int], flag
     assert peaks.reserved_bytes / GIB / reserved == pytest.approx(1, abs=0.002 if shape[1] == 480 else 0.05)  # 720: 4.8 % low
 
 
+def test_over_fp8_wan_1_3b_holds_what_its_script_holds(tmp_path: Path) -> None:
+    """The command [4] of docs/rehearsal.md."""
+    words = "--task t2v-1.3B --fp8_base --optimizer_type adamw8bit"
+    case = case_of(tmp_path, "wan_train_network.py", 32, words, (81, 480, 832))
+    peaks = Pricing(case).outcome(case).estimate.phases["train"]
+    assert peaks.allocated_bytes / GIB == pytest.approx(9.08, abs=0.01)
+    assert peaks.reserved_bytes / GIB == pytest.approx(10.19, abs=0.01)
+
+
 def test_a_time_embedding_of_each_token_is_14_vectors_in_fp32(tmp_path: Path) -> None:
     """Six that all blocks share, six with a block's own modulation, and 1 + scale twice."""
     task = "--task t2v-A14B"
