@@ -28,7 +28,8 @@ TICK_SECONDS = 0.05
 """Between two looks for answers."""
 
 CHECKOUT = "VPLAN_CHECKOUT"
-"""Environment variable with the folder of a trainer's code, from which its own model is recorded."""
+"""Environment variable with the folder of a trainer's code, from which its own model is recorded, or several, as PATH
+has them."""
 
 PARAMETERS = "parameters"
 """What a task calls the table of a model's parameters, which lies beside its tapes."""

@@ -13,14 +13,14 @@ from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import GpuProfile, ModelProfile
 from planner.catalog.shapes import coded_frames
 from planner.errors import NotRecordedError
-from planner.layout.run import Facts
+from planner.layout.run import Facts, OwnRecording
 from planner.spec.configuration import Configuration
-from planner.spec.job import SPLIT, Job, Strategy
+from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
 from planner.tape.codec import read_tape
 from planner.tape.format import NOTHING, Tape
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.tape.parameter_table import Parameters, read_parameters
-from planner.tape.variants import OWN_CODE, OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants import OWN_CODE, WIDE, OptimizerVariant, SampleVariant, StepVariant
 
 
 def tape(model: str, variant: str) -> Tape:
@@ -156,20 +156,31 @@ def _recorded(configuration: Configuration, model: ModelProfile, card: GpuProfil
         around(model, job, strategy, library),
         recordings.get("sample"),
         recordings.get("checkpointed"),
-        own_code=_own_code(model, variant),
+        own_code=_own_code(model, job, strategy, variant),
     )
 
 
-def _own_code(model: ModelProfile, variant: StepVariant) -> dict[str, Tape]:
-    """The step of each trainer whose model is its own, by the trainer's name, where that is recorded of a variant and
-    shipped: of Wan 2.1 T2V 14B and 2.2 T2V only LoRA without autocast is, and diffusers' model answers for the rest."""
+def _own_code(model: ModelProfile, job: Job, strategy: Strategy, variant: StepVariant) -> dict[str, OwnRecording]:
+    """What is recorded, and shipped, of each trainer whose model is its own, by the trainer's name: of Wan 2.1 T2V 14B
+    and 2.2 T2V only LoRA without autocast is of DiffSynth-Studio's, and diffusers' model answers for the rest. So it
+    does where some blocks are checkpointed, which takes two recordings of one model."""
+    if strategy.gradient_checkpointing == "partial":
+        return {}
     recorded = set(StepVariant.in_own_code(model))
     in_code = {trainer: variant._replace(code=trainer) for trainer in OWN_CODE}
     return {
-        trainer: tape(model.name, own.name)
+        trainer: OwnRecording(tape(model.name, own.name), _wider_optimizer(model, job, strategy, own))
         for trainer, own in in_code.items()
         if own in recorded and _stored(model.name, f"{own.name}.json.gz")
     }
+
+
+def _wider_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepVariant) -> Tape | None:
+    """The optimizer's step over adapters on every layer of a block, which musubi-tuner has over a quantised base, where
+    diffusers' model is recorded with those on its usual layers."""
+    if own.precision.weights not in QUANTISED or own.method == WIDE:
+        return None
+    return tape(model.name, OptimizerVariant.of(model, job, strategy)._replace(method=WIDE).name)
 
 
 def counts_elements(strategy: Strategy) -> bool:

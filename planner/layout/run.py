@@ -49,6 +49,14 @@ STRATEGY_MOMENT = Moment("", "", "", -1)
 """The moment of what a strategy adds outside the model's code."""
 
 
+class OwnRecording(NamedTuple):
+    """What is recorded of one trainer's own model."""
+
+    step: Tape
+    optimizer: Tape | None = None
+    """where it trains more than is recorded of diffusers' model"""
+
+
 class Facts(NamedTuple):
     """Everything that a layout reads besides the question: the model, the card, the tapes and the measurements."""
 
@@ -73,14 +81,14 @@ class Facts(NamedTuple):
     measurements: ModelMeasurements = NO_MEASUREMENTS
     """what measurements of this model on this card say"""
 
-    own_code: Mapping[str, Tape] = MappingProxyType({})
-    """the step of trainers whose model is their own, by the trainer's name"""
+    own_code: Mapping[str, OwnRecording] = MappingProxyType({})
+    """what is recorded of trainers whose model is their own, by the trainer's name, or that of its version"""
 
     def trained_by(self, trainer: str) -> Facts:
         """These facts with the step of a trainer's own model, where that is recorded. ``trainer`` may name a version,
         as "diffsynth@model-offload"."""
-        own = self.own_code.get(trainer.partition("@")[0])
-        return self if own is None else self._replace(step=own)
+        own = self.own_code.get(trainer) or self.own_code.get(trainer.partition("@")[0])
+        return self if own is None else self._replace(step=own.step, optimizer=own.optimizer or self.optimizer)
 
 
 @dataclass
@@ -360,6 +368,11 @@ class Run:
         if self.strategy.sharding in SPLIT:
             return self.trained_experts * self._split_elements
         return self.trained_experts * (self.gradient_bytes // self._trained_size)
+
+    @property
+    def in_own_code(self) -> bool:
+        """Whether its step is that of its trainer's own model, which needs no terms for what that does otherwise."""
+        return bool({self.trainer, self.trainer.partition("@")[0]} & self.facts.own_code.keys())
 
     @property
     def trained_bytes(self) -> int:

@@ -200,7 +200,7 @@ def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
-        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu():
+        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu(), fakes.autocast_to_fp32():
             yield
     finally:
         library._destroy()

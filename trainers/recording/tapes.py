@@ -120,8 +120,10 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
     not there."""
     job, strategy = variant.records(profile)
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
-    code = check_out(variant.code) if variant.code else None
-    recording = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older, code)
+    trainer, _, trainer_version = variant.code.partition("@")
+    code = check_out(trainer) if trainer else None
+    config = shallow_config(profile)
+    recording = record_step(profile, job, strategy, grid, config, variant.older, code, trainer_version)
     origin = {} if code is None else {f"https://github.com/{code.REPOSITORY}": code.COMMIT}
     return tape_of(profile, variant.name, recording, grid, sums, regime, origin)
 

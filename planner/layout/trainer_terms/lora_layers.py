@@ -53,6 +53,8 @@ def wider_adapters(run: Run) -> None:
     usual_layers = run.job.method == "lora" and run.job.lora_targets is None and run.strategy.weights_dtype in QUANTISED
     if not usual_layers or not wide or not run.facts.model.traits.wide_is_all_linear:
         return
+    if run.in_own_code:
+        return  # its recording has them
     strategy = Strategy.read(
         {
             "weights_dtype": "bf16",

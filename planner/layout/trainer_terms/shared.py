@@ -67,7 +67,7 @@ def positions_in_fp64(trainer: str) -> Transform:
 
     def term(run: Run) -> None:
         """Queries and keys in fp64 while they are turned."""
-        if not run.facts.model.trained_with(trainer, "positions-in-fp64") or trainer in run.facts.own_code:
+        if not run.facts.model.trained_with(trainer, "positions-in-fp64") or run.in_own_code:
             return  # its own code turns them in the recording itself
         config, grid = run.facts.model.config, run.grid
         tokens = grid["B"] * grid["F"] * grid["H"] * grid["W"]

@@ -421,6 +421,54 @@ def test_diffsynth_trains_the_model_that_is_recorded_from_its_own_code() -> None
     assert not library.load_facts(batches).own_code  # it has no batch size, and no tape
 
 
+@pytest.mark.parametrize(
+    ("trainer", "model", "checkpointing", "terms"),
+    [
+        ("musubi-tuner", "wan2.2-i2v-a14b", "full", {"fp64 copy", "time embedding of each token"}),
+        ("musubi-tuner@2.1-time-embedding", "wan2.2-i2v-a14b", "full", {"fp64 copy"}),
+        ("musubi-tuner", "wan2.1-t2v-1.3b", "none", {"fp64 copy"}),
+        ("musubi-tuner", "wan2.1-t2v-1.3b", "full", {"fp64 copy"}),
+        ("sd-scripts@unet", "sd1.5", "full", set()),
+    ],
+)
+def test_kohya_s_trainers_train_what_is_recorded_from_their_own_code(
+    trainer: str, model: str, checkpointing: str, terms: set[str]
+) -> None:
+    """What makes their models others is in the recordings, and is not added once more. All is trained that diffusers'
+    model trains with adapters on the same layers."""
+    profile = lookup.model(model)
+    job = job_for(profile, {"model": model, "lora_targets": list(profile.lora.wide)})
+    configuration = Configuration.of(job, Strategy.read({"gradient_checkpointing": checkpointing}), ONE)
+    known = library.load_facts(configuration)
+    ours, theirs = (lay_out(configuration, known, grid(profile, job), name) for name in ("vplan", trainer))
+    code = trainer.removesuffix("@unet").replace("@", "-")
+    assert theirs.facts.step.variant == f"{ours.facts.step.variant}-{code}"
+    assert theirs.in_own_code and not ours.in_own_code
+    assert set(ours.named("gradient")) == set(theirs.named("gradient"))
+    assert not terms & set(theirs.program.op)
+    sizes = [{name: run.sizes[buffer] for name, buffer in run.named("gradient").items()} for run in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+    partial = configuration.strategy.model_copy(update={"gradient_checkpointing": "partial", "checkpointed_blocks": 1})
+    if not profile.traits.stages:  # which puts two recordings of one model together
+        assert not library.load_facts(Configuration.of(job, partial, ONE)).own_code
+
+
+def test_over_fp8_musubi_s_adapters_and_their_states_are_those_of_every_layer() -> None:
+    model = lookup.model("wan2.1-t2v-1.3b")
+    job = job_for(model, {"model": model.name})
+    strategy = Strategy.read({"weights_dtype": "fp8", "gradient_checkpointing": "full"})
+    configuration = Configuration.of(job, strategy, ONE)
+    known = library.load_facts(configuration)
+    ours, theirs = (lay_out(configuration, known, grid(model, job), name) for name in ("vplan", "musubi-tuner"))
+    assert len(ours.named("gradient")) == 30 * 8 * 2 and len(theirs.named("gradient")) == 30 * 10 * 2
+    trained = theirs.total_bytes(theirs.named("gradient").values())
+    assert trained == 4 * 32 * 30 * (8 * 2 * 1536 + 2 * (1536 + 8960)) * job.lora_rank // 32
+    assert theirs.total_bytes(theirs.named("optimizer").values()) == pytest.approx(2 * trained, rel=0.001)
+    assert "adapters on more layers" not in theirs.program.op
+    base = theirs.total_bytes(theirs.named("weight").values()) - trained
+    assert base == pytest.approx(model.parameters, rel=0.001)  # a byte each, norms and embeddings too
+
+
 def test_diffsynth_s_vae_keeps_the_frames_of_its_convolutions_through_the_step() -> None:
     """Two frames of the input of each causal convolution: of 96 channels in full size four times, and so on
     (diffsynth/models/wan_video_vae.py ``Encoder3d``); a rehearsal held 1.044 GiB of them at 480x832."""

@@ -131,6 +131,17 @@ def test_fp16_autocast_casts_to_fp16() -> None:
     assert autocast_dtype(lambda: call(FLOAT), torch.float16) == torch.float16
 
 
+def test_autocast_to_fp32_casts_up_inside_that_to_16_bits_as_on_cuda() -> None:
+    """On the CPU it turns itself off: musubi-tuner's time embedding would multiply by weights in 16 bits."""
+    linear = torch.nn.Linear(4, 4, dtype=HALF)
+    with cuda_semantics(), torch.autocast("cpu", dtype=HALF):
+        with torch.amp.autocast(device_type="cpu", dtype=FLOAT):
+            assert linear(torch.ones(1, 4)).dtype == FLOAT
+        with torch.amp.autocast(device_type="cpu", dtype=FLOAT, enabled=False):
+            assert not torch.is_autocast_enabled("cpu")
+        assert linear(torch.ones(1, 4)).dtype == HALF
+
+
 def test_the_lists_are_those_of_the_installed_torch() -> None:
     lists = autocast_lists()
     assert {"linear", "matmul", "scaled_dot_product_attention", "addmm"} <= lists["lower"]
