@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,11 +24,14 @@ from planner.errors import VplanError
 from planner.evidence.jsonl import append_row, rows_by_id
 from planner.evidence.published import Row, shipped_rows
 from planner.units import GIB
+from tests.tools.published_runs.cogvideo import COGVIDEO
 from tests.tools.published_runs.cogvideox_factory import COGVIDEOX_FACTORY
 from tests.tools.published_runs.diffsynth import DIFFSYNTH
 from tests.tools.published_runs.finetrainers import FINETRAINERS
+from tests.tools.published_runs.latentsync import LATENTSYNC
 from tests.tools.published_runs.musubi_tuner import MUSUBI_TUNER
-from tests.tools.published_runs.trainer import RUN, Folders, PublishedTrainer
+from tests.tools.published_runs.simpletuner import SIMPLETUNER
+from tests.tools.published_runs.trainer import RUN, TRAINING, Folders, PublishedTrainer
 
 TRAINERS = {
     "cvxf-": COGVIDEOX_FACTORY,
@@ -35,12 +39,16 @@ TRAINERS = {
     "ft-": FINETRAINERS,
     "ds-": DIFFSYNTH,
     "mt-": MUSUBI_TUNER,
+    "cvx-": COGVIDEO,
+    "ls-": LATENTSYNC,
+    "stm-": SIMPLETUNER,
 }
 """Start of the ids of its rows -> a trainer."""
 
 OUT = profiles.REHEARSALS / "published"
 ONLINE = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
 """`load_lora_weights` refuses a folder of its own offline (diffusers 0.31, lora_base.py). The network is off anyway."""
+TRAINING_PHASES = ("first_step", "train", "optimizer")
 TICK_SECONDS, LIMIT_SECONDS = 0.5, 1800.0
 
 
@@ -48,7 +56,7 @@ def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
     """The trainer's Python, source and data, made where they are missing."""
     python, source, data = folder / "python", folder / f"source-{trainer.commit(row)[:7]}", folder / "data"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(python)], check=True)
+        subprocess.run([_interpreter(trainer), "-m", "venv", str(python)], check=True)
         # A build of torch for CPUs can lie beside the index under the same version.
         environment = {**os.environ, "PIP_FIND_LINKS": "", **_variables(trainer, data)}
         pip = [str(python / "bin" / "python"), "-m", "pip", "install", "--quiet"]
@@ -68,6 +76,13 @@ def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
     if not data.exists():
         trainer.prepare(folders)
     return folders
+
+
+def _interpreter(trainer: PublishedTrainer) -> str:
+    found = shutil.which(trainer.interpreter) if trainer.interpreter else sys.executable
+    if found is None:
+        raise VplanError(f"{trainer.name} needs {trainer.interpreter}", "install it, and put it on PATH")
+    return found
 
 
 def _variables(trainer: PublishedTrainer, data: Path) -> dict[str, str]:
@@ -135,7 +150,13 @@ def _peaks_when_over(process: subprocess.Popen[bytes], answer: Path) -> Peaks | 
         return None
     found = json.loads(answer.read_text(encoding="utf-8"))
     counters = ("allocated", "reserved", "device")
-    return {RUN: {name: round(found[f"{name}_bytes"] / GIB, 3) for name in counters}}
+    peaks = {RUN: {name: round(found[f"{name}_bytes"] / GIB, 3) for name in counters}}
+    phases = [rank["phases"][name] for rank in found["ranks"] for name in TRAINING_PHASES if name in rank["phases"]]
+    if phases:
+        peaks[TRAINING] = {
+            name: round(max(phase[f"{name}_bytes"] for phase in phases) / GIB, 3) for name in counters
+        }
+    return peaks
 
 
 def _versions(trainer: PublishedTrainer, folders: Folders) -> dict[str, str]:

@@ -77,6 +77,19 @@ class HollowTensors:
             self._note(tensor)
         return True
 
+    def watch_buffers(self) -> None:
+        """Follow `torch.frombuffer` from here on: what a program read from a hollow file with `read`, as musubi-tuner
+        does, is zeros that take RAM. They stay zeros without it. torch does not dispatch that function."""
+        make = self._torch.frombuffer
+
+        def made(*arguments: Any, **options: Any) -> Any:
+            tensor = make(*arguments, **options)
+            if self._places and _is_large(tensor) and _is_zero(tensor) and _let_pages_go(tensor):
+                self._note(tensor)
+            return tensor
+
+        self._torch.frombuffer = made
+
     # ---- operators
 
     def _give(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -84,6 +97,8 @@ class HollowTensors:
         to_host = target is None or target.type == "cpu"
         if source.is_cuda and target is not None and to_host and _nbytes(source) >= LARGE_BYTES:
             result = func(*args, **kwargs)
+            if not result.is_pinned():
+                _give_pages_back(result)
             self._note(result, is_counted=False)  # by the virtual card
             return result
         if not _is_large(source) or not to_host or not self._is_hollow(source):
@@ -95,6 +110,8 @@ class HollowTensors:
             words = {**kwargs, **({"device": "meta"} if target else {})}
             fake, pinned = func(source.to("meta", copy=True), *args[1:], **words), bool(kwargs.get("pin_memory"))
         given = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, pin_memory=pinned)
+        if not pinned:
+            _give_pages_back(given)
         self._note(given)
         return given
 
@@ -127,8 +144,7 @@ class HollowTensors:
         return func(*rest, **kwargs)
 
     def _untouched_zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The same zeros in pages that are given back to the system, which finds them zero when they are next read
-        (madvise(2), MADV_DONTNEED of anonymous memory)."""
+        """The same zeros in pages that were given back to the system."""
         device = kwargs.get("device")
         if device is None and isinstance(args[0], self._torch.Tensor):
             device = args[0].device
@@ -138,14 +154,7 @@ class HollowTensors:
         if _nbytes(fake) < LARGE_BYTES or fake.layout != self._torch.strided:
             return MADE
         given = self._torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-        start, size = given.data_ptr(), given.untyped_storage().nbytes()
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
-            return MADE
-        ctypes.memset(start, 0, first - start)
-        ctypes.memset(last, 0, start + size - last)
-        return given
+        return given if _give_pages_back(given) else MADE
 
     # ---- what is hollow
 
@@ -210,6 +219,39 @@ class HollowUpdates:
     def adam_update(self, *arguments: Any) -> Any:
         """As the library's own; behind eight numbers come parameter, gradient and states."""
         return None if self._hollow.leaves_out(list(arguments[8:])) else self._library.adam_update(*arguments)
+
+
+def _give_pages_back(tensor: Any) -> bool:
+    """Make a new tensor zero without holding RAM. False where the system refuses.
+
+    A program that reads its files with `read` leaves pages behind that it has written to, and malloc hands them out
+    again: without this, what nobody writes to would still take RAM.
+    """
+    pages = _let_pages_go(tensor)
+    if pages is None:
+        return False
+    start, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    ctypes.memset(start, 0, pages[0] - start)
+    ctypes.memset(pages[1], 0, start + size - pages[1])
+    return True
+
+
+def _let_pages_go(tensor: Any) -> tuple[int, int] | None:
+    """Give the pages that lie wholly in a tensor back to the system, which finds them zero when they are next read
+    (madvise(2), MADV_DONTNEED of anonymous memory). From where to where; None where the system refuses."""
+    start, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    refused = libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    return None if refused else (first, last)
+
+
+def _is_zero(tensor: Any) -> bool:
+    """Whether every byte of a large tensor's storage is: the first is, and each is as the one before."""
+    start, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    if ctypes.c_ubyte.from_address(start).value:
+        return False
+    return not ctypes.CDLL(None).memcmp(ctypes.c_void_p(start), ctypes.c_void_p(start + 1), ctypes.c_size_t(size - 1))
 
 
 def _nbytes(tensor: Any) -> int:

@@ -94,6 +94,7 @@ class ProcessObserver:
         if os.environ.get("VPLAN_GPU_VALUES") == "1":
             places = os.environ.get("VPLAN_HOLLOW", "")
             self._hollow = HollowTensors(torch, places.split(os.pathsep) if places else [])
+            self._hollow.watch_buffers()
             watch_values(torch, self._note_read, self._hollow)
         else:  # nothing is computed: whatever is read is not what it would be
             for name in READERS:

@@ -119,8 +119,8 @@ def _plan(request: HollowRequest, cache: Path, work: _Work) -> None:
 def _plan_repository(root: Path, repository: hub.HollowRepository, work: _Work, most: int | None) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for folder, model in hub.models_of(repository).items():
-        (root / folder).mkdir()
-        checkpoint = hub.published_encoder(repository.models[folder])
+        (root / folder).mkdir(exist_ok=True)
+        checkpoint = hub.published_encoder(repository.models[folder], model)
         if checkpoint:
             work.folders.append((root / folder, model, checkpoint.tensors(repository.dtype)))
         else:

@@ -88,11 +88,13 @@ def _model(profile: ModelProfile, part: str) -> ModelClass:
     return ModelClass("transformers", encoder.class_name, encoder.config)
 
 
-def published_encoder(part: str) -> PublishedCheckpoint | None:
+def published_encoder(part: str, model: ModelClass) -> PublishedCheckpoint | None:
     """An encoder whose tensors are listed in `profiles/checkpoints`: transformers has renamed some since, and reads
-    the published names in all versions."""
+    the published names in all versions. The files listed have no projection behind the encoder."""
     checkpoint = published_checkpoints().get(part)
-    return checkpoint if checkpoint and checkpoint.layout.is_transformers else None
+    if checkpoint is None or not checkpoint.layout.is_transformers or model.class_name.endswith("WithProjection"):
+        return None
+    return checkpoint
 
 
 def write_pipeline_files(root: Path, repository: HollowRepository) -> None:

@@ -116,3 +116,31 @@ def test_what_was_hollow_is_filled(tmp_path: Path) -> None:
         filled = hollow_weight(tmp_path)[:1024].float()
         assert hollow.most_unwritten_bytes == 2**22
         assert filled.copy_(torch.ones_like(filled)).mul_(2.0).clone()[0, 0] == 2
+
+
+def test_pages_that_the_program_wrote_to_before_are_given_back(tmp_path: Path) -> None:
+    hollow = HollowTensors(torch, [str(tmp_path)])
+    before = resident_bytes()
+    with mode(hollow):
+        part = hollow_weight(tmp_path)[:1024]
+        casts = []
+        for _ in range(128):
+            read = bytearray(b"\1") * 2**22  # as much as the cast: malloc hands its pages out again
+            del read
+            casts.append(part.float())
+        assert resident_bytes() - before < LITTLE_RAM
+    assert not casts[0].any()
+
+
+def test_zeros_that_a_program_read_itself_take_no_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "frombuffer", torch.frombuffer)  # so that it is put back
+    hollow = HollowTensors(torch, [str(tmp_path)])
+    hollow.watch_buffers()
+    before = resident_bytes()
+    read = [torch.frombuffer(bytearray(b"\0") * 2**22, dtype=torch.uint8) for _ in range(128)]
+    assert resident_bytes() - before < LITTLE_RAM and not read[0].any()
+    assert hollow.most_unwritten_bytes == 128 * 2**22
+    last = bytearray(2**22)
+    last[-1] = 7
+    assert torch.frombuffer(last, dtype=torch.uint8)[-1] == 7
+    assert hollow.most_unwritten_bytes == 128 * 2**22
