@@ -61,6 +61,7 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
         "vplan accuracy runs.jsonl --json",
         "vplan accuracy --only cogvideox",
         "vplan accuracy --seconds",
+        "vplan accuracy --threads",
         "vplan accuracy --history history.json",
     ),
 )
@@ -86,6 +87,9 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
     "--least", metavar="SIZE", default="1MiB", show_default=True, help="With --history: ignore smaller events."
 )
 @click.option("--seconds", "what", flag_value="seconds", help="Compare published step times instead of memory.")
+@click.option(
+    "--threads", "what", flag_value="threads", help="Check commands of public threads, against what was reported."
+)
 @report_option
 @json_option
 def command(
@@ -110,12 +114,17 @@ def command(
     --history finds the cause of an error: the first event where a recorded run and its tape differ.
 
     --seconds compares the step times that others published: what is left out, and why, is listed too.
+
+    --threads asks `vplan check` about commands whose outcome was reported in public threads.
     """
-    if what == "seconds":
+    if what in ("seconds", "threads"):
         if files or report or history is not None:
-            raise VplanError(
-                "--seconds compares the bundled step times only", "leave out FILE, --report, --history", USAGE
-            )
+            raise VplanError(f"--{what} compares bundled rows only", "leave out FILE, --report, --history", USAGE)
+        if what == "threads":
+            from planner.commands._shared.thread_scores import compare_threads
+
+            compare_threads(text, as_json)
+            return None
         from planner.commands._shared.published_seconds import compare_seconds
 
         compare_seconds(text, _estimator({})[0], as_json)
