@@ -72,7 +72,7 @@ def test_a_time_embedding_of_each_token_is_14_vectors_in_fp32(tmp_path: Path) ->
                  for flag in ("", "--force_v2_1_time_embedding"))  # fmt: skip
     assert (each.trainer, one.trainer) == ("musubi-tuner", "musubi-tuner@2.1-time-embedding")
     peaks = [Pricing(case).outcome(case).estimate.peak.allocated_bytes for case in (each, one)]
-    assert peaks[0] - peaks[1] == pytest.approx(14 * 32_760 * 5120 * 4, rel=1e-4)
+    assert peaks[0] - peaks[1] == pytest.approx(14 * 32_760 * 5120 * 4, rel=5e-4)  # and a few numbers more
     older = case_of(tmp_path, "wan_train_network.py", 16, "--task t2v-14B", (81, 480, 832))
     assert Pricing(older).outcome(older).estimate.peak.allocated_bytes < peaks[1] * 1.01
 
@@ -97,8 +97,8 @@ def test_what_its_terms_add_and_take_away_is_freed(script: str, words: str, chec
 
 def test_an_adapter_takes_its_layers_input_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of Wan's block, in tokens of bf16: three copies of what q, k and v share are one, attention and its output are
-    kept as they come, and nothing is in fp32 for an adapter."""
-    case = case_of(tmp_path, "wan_train_network.py", 16, "--task t2v-14B", (9, 480, 832))
+    kept as they come, and nothing is in fp32 for an adapter. Of a model that is not recorded from its own code."""
+    case = case_of(tmp_path, "wan_train_network.py", 16, "--task i2v-14B", (9, 480, 832))
     peak = Pricing(case).outcome(case).estimate.peak.allocated_bytes
     monkeypatch.setattr(kohya_lora, "_uncast", lambda run, stage: None)
     casting = Pricing(case).outcome(case).estimate.peak.allocated_bytes
