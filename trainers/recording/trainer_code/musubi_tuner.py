@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.catalog.profiles import ModelProfile
-from planner.dialects.musubi_tuner.models import FAMILIES
 from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.families.common.base import Grid
@@ -72,7 +71,7 @@ def build_model(
     """Its WanModel in the format of the weights, with a ``LoRAModule`` on every linear layer of the blocks; parameters
     on ``meta``. ``version``: with ``--force_v2_1_time_embedding``."""
     published = config or profile.config
-    settings = _named("wan.configs", "WAN_CONFIGS")[FAMILIES[profile.name][1]["--task"]]
+    settings = _settings(profile)
     with init_empty_weights():
         model: nn.Module = _named("wan.modules.model", "WanModel")(
             model_type="i2v" if settings.i2v else "t2v",
@@ -97,6 +96,14 @@ def build_model(
         model.enable_gradient_checkpointing()  # type: ignore[operator]  # its own method
         return model.train()
     return model.eval()  # as its trainer has it then
+
+
+def _settings(profile: ModelProfile) -> Any:
+    """Its configuration of the task that trains a model: the first of its version, width and channels."""
+    per_token = profile.trained_with("musubi-tuner", "time-per-token")
+    shape = profile.config["num_attention_heads"], profile.config["in_channels"], per_token
+    tasks = _named("wan.configs", "WAN_CONFIGS").values()
+    return next(task for task in tasks if (task.num_heads, task.in_dim, task.v2_2) == shape)
 
 
 class _SizesOnHost:

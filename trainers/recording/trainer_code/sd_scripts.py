@@ -48,7 +48,7 @@ def build_model(
     transformers; parameters on ``meta``."""
     published = config or profile.config
     with init_empty_weights():
-        model: nn.Module = _named("library.original_unet", "UNet2DConditionModel")(
+        model: nn.Module = _named("library.original_unet", profile.diffusers_class)(
             sample_size=published["sample_size"],
             attention_head_dim=published["attention_head_dim"],
             cross_attention_dim=published["cross_attention_dim"],
