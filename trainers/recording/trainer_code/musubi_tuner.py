@@ -117,7 +117,7 @@ class _SizesOnHost:
         return np.array(values)
 
     def stack(self, rows: Sequence[Any], dim: int = 0) -> Any:
-        return np.stack(rows) if isinstance(rows[0], np.ndarray) else torch.stack(rows, dim)
+        return np.stack(rows) if isinstance(rows[0], np.ndarray) else torch.stack(list(rows), dim)
 
 
 def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -132,10 +132,11 @@ def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tens
     """The loss of ``NetworkTrainer.process_batch``, over noise that the loop draws before it."""
     with _disable_current_modes():  # what it sets up lies in host memory
         trainer = _named("wan_train_network", "WanNetworkTrainer")()
-    trainer.config, trainer._i2v_training, trainer._control_training = model.settings, model.settings.i2v, False
+    own: Any = model  # its own class, with its trainer's settings
+    trainer.config, trainer._i2v_training, trainer._control_training = own.settings, own.settings.i2v, False
     trainer.high_low_training = False
     frames, height, width = batch["latents"].shape[2:]
-    model.freqs_fhw = {(frames, height // 2, width // 2): batch["positions"]}
+    own.freqs_fhw = {(frames, height // 2, width // 2): batch["positions"]}
     clip = {"latents": batch["latents"], "t5": list(batch["prompt"]), "timesteps": None}
     names = {"condition": "latents_image", "image": "clip"}
     clip |= {names[name]: tensor for name, tensor in batch.items() if name in names}
