@@ -118,7 +118,7 @@ def _model(settings: Settings) -> Fields:
 
 
 def _method(settings: Settings) -> Fields:
-    kind = str(_of(settings, "model_type"))
+    kind = str(_of(settings, "model_type", "full"))  # the default of field_registry/sections/model.py
     if kind not in ("lora", "full"):
         raise VplanError(f"SimpleTuner's model_type {quoted(kind)} is not priced", "lora and full are")
     if kind == "lora" and (adapter := str(_of(settings, "lora_type") or "standard").lower()) != "standard":
