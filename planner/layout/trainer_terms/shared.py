@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from planner.layout.run import Run, Transform
+from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.single_gpu import fetched_when_needed
 from planner.spec.job import SPLIT
+from planner.tape.program import Stage
 
 
 def swap_in_place(run: Run) -> None:
@@ -107,4 +108,13 @@ def steps_by_itself(run: Run) -> bool:
         and not (strategy.sharding == "ddp" and strategy.grad_buckets == "view")
         and strategy.optimizer_step != "backward"
         and strategy.offload_gradients == "none"
+    )
+
+
+def passing(run: Run, nbytes: int, name: str) -> None:
+    """Something that is on the GPU before the weights are as they stay, and gone then."""
+    whole = run.new(nbytes, "residents", name)
+    run.phases.before_load = (
+        *run.phases.before_load,
+        Stage("load", [(STRATEGY_MOMENT._replace(passes=name), [whole, ~whole])]),
     )

@@ -84,6 +84,14 @@ def test_what_an_older_version_explains_counts_apart(scored):
     assert [row["agrees"] for row in told["threads"]] == [True, False, False, None]
 
 
+def test_a_model_that_is_quantised_on_the_card_is_there_in_16_bits_first():
+    """The thread's two runs: `quantize_via` decides."""
+    rows = {row.id: row for row in ROWS}
+    default, on_cpu = (score(rows[f"simpletuner-1149-int8{end}"]) for end in ("-default", ""))
+    assert (default.verdict, default.agrees, default.phase_agrees) == ("no", True, True)
+    assert (on_cpu.verdict, on_cpu.agrees) == ("fits", True)
+
+
 def sample():
     return [row for row in ROWS if int(hashlib.sha256(row.id.encode()).hexdigest(), 16) % SAMPLE == 0]
 
