@@ -372,7 +372,7 @@ def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() ->
     job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
     configuration = Configuration.of(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
     known = library.load_facts(configuration)
-    ours, theirs = (lay_out(configuration, known, grid(MODEL, job), name) for name in ("vplan", "musubi-tuner"))
+    ours, theirs = (lay_out(configuration, known, grid(MODEL, job), name) for name in ("vplan", "diffusion-pipe"))
     added = {op: theirs.sizes[buffer] for buffer, op in enumerate(theirs.program.op) if buffer >= len(ours.sizes)}
     width, wider, rank = 1536, 8960, 16
     feed_forward = 4 * rank * 2 * (width + wider) * MODEL.blocks  # two more fp32 adapters in each block
@@ -382,7 +382,7 @@ def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() ->
     assert added["kept for more adapters"] * 16 > tokens * wider * 2  # at least the casted input of the second one
     bf16 = resolve(job, Strategy(gradient_checkpointing="full"), ONE)
     plain = library.load_facts(Configuration.of(job, bf16, ONE))
-    over_16_bits = lay_out(Configuration.of(job, bf16, ONE), plain, grid(MODEL, job), "musubi-tuner").program.op
+    over_16_bits = lay_out(Configuration.of(job, bf16, ONE), plain, grid(MODEL, job), "diffusion-pipe").program.op
     assert "adapters on more layers" not in over_16_bits
 
 
