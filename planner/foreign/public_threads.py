@@ -225,7 +225,8 @@ def summary(scores: Sequence[ThreadScore]) -> dict[str, Any]:
     """How many are read, and of these how many agree; those that an older version of the trainer explains apart."""
     read = [each for each in scores if each.checked]
     today = [each for each in read if each.agrees or not each.thread.older]
-    errors = [abs(each.error_pct) for each in today if each.error_pct is not None]
+    numbered = [each for each in today if not each.thread.older]
+    errors = [abs(each.error_pct) for each in numbered if each.error_pct is not None]
     return {
         "of": len(scores),
         "read": len(read),
@@ -235,7 +236,7 @@ def summary(scores: Sequence[ThreadScore]) -> dict[str, Any]:
         "tight": sum(each.agrees is True and each.verdict == "tight" for each in today),
         "phase_agree": _yes(each.phase_agrees for each in today),
         "phase_of": _said(each.phase_agrees for each in today),
-        "number_agree": _yes(each.number_agrees for each in today),
+        "number_agree": _yes(each.number_agrees for each in numbered),
         "number_of": len(errors),
         "median_abs_pct": statistics.median(errors) if errors else None,
         "max_abs_pct": max(errors, default=None),

@@ -212,8 +212,7 @@ OWN_CODE = {
 """Trainers, and versions of them as `planner.layout.trainer_terms` names those, whose own models are recorded
 (trainers/recording/trainer_code). DiffSynth-Studio has no batch size, and always checkpoints Wan's blocks;
 musubi-tuner turns one sample after another by its positions, and its adapters are on every layer of a block, over a
-base in fp8 too. Anything else is answered for by
-diffusers' model."""
+base in fp8 too. Anything else is answered for by diffusers' model."""
 
 
 def ages(profile: ModelProfile, precision: Precision) -> tuple[bool, ...]:
