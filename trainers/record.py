@@ -21,7 +21,8 @@ from planner.errors import VplanError
 from planner.launch.recorders import PARAMETERS, Derivation, TapeTask
 from planner.tape.codec import tape_json
 from planner.tape.format import Tape
-from planner.tape.packed_json import DAMAGES, unpack, write_packed
+from planner.tape.packed_json import DAMAGES, pack, write_packed
+from planner.tape.packs import is_stored, read_text
 from planner.tape.variants import SampleVariant, StepVariant
 from planner.worker_process import result_file, write_json
 from trainers.recording.comparison import NOT_COMPARED, first_difference
@@ -71,13 +72,14 @@ def _record(order: dict[str, Any]) -> dict[str, Any]:
     if not task.check:
         unclassified = [name for name in recorded.get("operators", ()) if name not in CLASSIFIED]
         return _tape_answer(write_packed(recorded, task.path).stat().st_size, "", unclassified)
-    if not task.path.is_file():
+    if not is_stored(task.path):
         return _tape_answer(0, f"there is no {task.path}")
     stored = _read(task.path)
+    nbytes = len(pack(stored))
     for key in NOT_COMPARED:
         stored.pop(key, None)
         recorded.pop(key, None)
-    return _tape_answer(task.path.stat().st_size, first_difference(stored, recorded))
+    return _tape_answer(nbytes, first_difference(stored, recorded))
 
 
 def _tape_answer(nbytes: int, difference: str, unclassified: list[str] | None = None) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _of_own(profile: ModelProfile, variant: Any) -> Tape:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        stored: dict[str, Any] = json.loads(unpack(path))
+        stored: dict[str, Any] = json.loads(read_text(path))
     except DAMAGES as error:
         raise VplanError(f"tape {path.name} is damaged ({type(error).__name__})", "record it again") from None
     return stored

@@ -23,6 +23,7 @@ from planner.commands._shared import own_model
 from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, quoted
 from planner.launch.recorders import CHECKOUT, PARAMETERS, Recorders, TapeTask
+from planner.tape import packs
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.terminal import console
 
@@ -132,6 +133,9 @@ def command(
             for entry in own_models:
                 user_data.forget(entry.profile.name)
             raise
+    for place in sorted({task.path.parent for task in tasks}):
+        if place.is_relative_to(profiles.TAPES):
+            packs.pack_folder(place)
     answer = {
         "folder": str(user_data.tapes() if own_models or any(lookup.model(name).is_own for name in names) else folder),
         "checked": check,
@@ -221,7 +225,7 @@ def _tasks(models: dict[str, None], selection: _VariantSelection, folder: Path) 
         named = [(name, folder / model / f"{name}.json.gz") for name in _names(profile, selection)]
         if selection.check:  # not all of them are shipped
             required = {*own_model.first_variants(profile), *selection.texts}
-            named = [(name, path) for name, path in named if name in required or path.is_file()]
+            named = [(name, path) for name, path in named if name in required or packs.is_stored(path)]
         tasks += [TapeTask(model, name, "", path, selection.check) for name, path in named]
         tasks.append(TapeTask(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, selection.check))
         for part in components(profile):
@@ -255,14 +259,14 @@ def _own_tasks(profile: ModelProfile, selection: _VariantSelection) -> list[Tape
         if part.name == profile.vae.folder and profile.vae.class_name not in known_vaes:
             continue  # how such a VAE takes a clip is not known: an estimate counts its weights, and says so
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
-        if not (profiles.TAPES / place).is_file():
+        if not packs.is_stored(profiles.TAPES / place):
             tasks.append(TapeTask(profile.name, part.variant, part.name, user_data.tapes() / place, selection.check))
     return tasks
 
 
 def _is_due(task: TapeTask) -> bool:
     """Whether a tape of an own model is to be recorded, or checked: what is there is not recorded again."""
-    return task.path.is_file() if task.check else not own_model.is_current(task.path)
+    return packs.is_stored(task.path) if task.check else not own_model.is_current(task.path)
 
 
 def _names(profile: ModelProfile, selection: _VariantSelection) -> list[str]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import profiles
 from planner.catalog import lookup, user_data
 from planner.errors import VplanError
 from planner.hardware import nvml
-from planner.tape.packed_json import unpack
+from planner.tape.packs import Pack
 from planner.units import GIB
 
 Facts = dict[str, Any]
@@ -343,11 +342,10 @@ def tapes() -> Facts:
     """The library versions that the bundled tapes were recorded with, and which libraries are installed here in another
     version."""
     recorded: dict[str, set[str]] = {name: set() for name in TAPE_LIBRARIES}
-    for folder in sorted(profiles.TAPES.iterdir()):
-        first = min(folder.glob("*.json.gz"), default=None)
-        versions: Mapping[str, str] = json.loads(unpack(first))["versions"] if first else {}
-        for name in recorded.keys() & versions.keys():
-            recorded[name].add(versions[name])
+    for path in sorted(profiles.TAPES.glob("*.zip")):
+        for versions in Pack.read(path).versions:
+            for name in recorded.keys() & versions.keys():
+                recorded[name].add(versions[name])
     installed = {name: (package_version(name) or "").split("+")[0] for name in TAPE_LIBRARIES}
     differs = [name for name in TAPE_LIBRARIES if installed[name] and recorded[name] - {installed[name]}]
     return {

@@ -18,6 +18,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
 from planner.tape.codec import read_tape
 from planner.tape.format import NOTHING, Tape
+from planner.tape.packs import is_stored, written_ns
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.tape.parameter_table import Parameters, read_parameters
 from planner.tape.variants import OWN_CODE, WIDE, OptimizerVariant, SampleVariant, StepVariant
@@ -36,19 +37,23 @@ def tapes(model: str, *variants: str) -> list[Tape]:
         flags = " ".join(f"--variant {variant}" for variant in missing)
         fault = f"no tape {' or '.join(missing)} of {model}"
         raise NotRecordedError(fault, f"record it once (needs vplan[train]): vplan record {model} {flags}")
-    return [_read(path, path.stat().st_mtime_ns) for path in paths if path is not None]
+    return [_read(path, written_ns(path)) for path in paths if path is not None]
 
 
 def _stored(*parts: str) -> Path | None:
-    """A file under the bundled tapes, or else under the user's own; None where there is none."""
+    """The path of a recording under the bundled ones, or else under the user's own; None where there is none."""
     bundled: Path = profiles.TAPES.joinpath(*parts)
-    if bundled.is_file():
+    if is_stored(bundled):
         return bundled
     own = user_data.tapes().joinpath(*parts)
     return own if own.is_file() else None
 
 
-@functools.cache
+TAPES_KEPT = 128
+"""More than a search of one model reads; with what is derived from it, a tape takes some 5 MB."""
+
+
+@functools.lru_cache(maxsize=TAPES_KEPT)
 def _read(path: Path, written_ns: int) -> Tape:
     return read_tape(path)
 
@@ -56,7 +61,7 @@ def _read(path: Path, written_ns: int) -> Tape:
 def parameters(model: str) -> Parameters:
     """The parameter table of a model, by its name. Raises a NotRecordedError when none was recorded."""
     if path := _stored(model, PARAMETERS_FILE):
-        return _read_table(path, path.stat().st_mtime_ns)
+        return _read_table(path, written_ns(path))
     raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
 
 
@@ -211,4 +216,4 @@ def around(model: ModelProfile, job: Job, strategy: Strategy, library: Library) 
 def component_tape(name: str, variant: str) -> Tape | None:
     """A tape of a text encoder or VAE, bundled or of the user's own; None when there is none."""
     path = _stored(COMPONENTS, name, f"{variant}.json.gz")
-    return _read(path, path.stat().st_mtime_ns) if path else None
+    return _read(path, written_ns(path)) if path else None

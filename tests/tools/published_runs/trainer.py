@@ -84,8 +84,19 @@ class PublishedTrainer:
     """moment -> the line of the log behind which its counters stand; none where the trainer prints none"""
     counter: str = ""
     """pattern of a counter of the log: groups `name` and `gib`"""
+    sampler: tuple[str, str] = ("", "")
+    """file of its packages, and pattern, where the number of denoising steps of its validation stands"""
     steps: int = 0
     """optimizer steps behind which the run is ended; 0: behind the counters of `last`"""
+
+    def set_denoising_steps(self, folders: Folders, steps: int) -> None:
+        """Writes the number of denoising steps of its validation into its packages: a pipeline's default, which its
+        command cannot set."""
+        name, pattern = self.sampler
+        (file,) = folders.python.glob(f"lib/python3*/site-packages/{name}")
+        text, found = re.subn(pattern, lambda hit: f"{hit[1]}{steps}", file.read_text(encoding="utf-8"))
+        assert found == 1, f"{name}: {found} places"
+        file.write_text(text, encoding="utf-8")
 
     def peaks(self, log: str) -> dict[str, dict[str, float]]:
         """GiB by moment and counter, as far as the trainer has printed them."""

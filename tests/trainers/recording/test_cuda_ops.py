@@ -3,8 +3,8 @@ meanwhile."""
 
 from __future__ import annotations
 
-import gzip
 import inspect
+import itertools
 import json
 
 import pytest
@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import profiles
 from planner.catalog import lookup
+from planner.tape.packs import read_text, stored
+from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.variants import StepVariant
 from trainers.recording import cuda_ops, op_table
 from trainers.recording.cuda_ops import Rounded, autocast_lists, cuda_semantics, workspaces
@@ -33,9 +35,10 @@ def shipped_operators() -> dict[str, str]:
     """Operator -> a tape that shows it. Their list stands before the tape itself, which need not be read."""
     found: dict[str, str] = {}
     key = '"operators":'
-    for path in sorted(profiles.TAPES.glob("*/*.json.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            head = file.read(20_000)
+    for path in itertools.chain.from_iterable(stored(profiles.TAPES / name) for name in profiles.model_names()):
+        if path.name == PARAMETERS:
+            continue
+        head = read_text(path)[:20_000].decode()
         names, _ = json.JSONDecoder().raw_decode(head, head.index(key) + len(key))
         for name in names:
             found.setdefault(name, f"{path.parent.name}/{path.name}")

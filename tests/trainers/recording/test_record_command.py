@@ -22,6 +22,7 @@ from planner.launch.recorders import CHECKOUT
 from planner.layout.inputs import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
+from planner.tape.packs import stored_below
 from planner.tape.variants import OWN_CODE
 from tests.trainers.recording.in_process import InProcess
 from trainers.recording.comparison import first_difference
@@ -97,7 +98,7 @@ def test_check_is_of_every_tape_that_is_shipped(monkeypatch: pytest.MonkeyPatch)
     def checked() -> set[Path]:
         return {task.path for task in record._tasks(dict.fromkeys(profiles.model_names()), wanted, profiles.TAPES)}
 
-    shipped = set(profiles.TAPES.rglob("*.gz"))
+    shipped = set(stored_below(profiles.TAPES))
     ends = tuple(f"-{code.replace('@', '-')}.json.gz" for code in OWN_CODE)
     of_trainers = {path for path in shipped if path.name.endswith(ends)}
     monkeypatch.delenv(CHECKOUT, raising=False)
