@@ -285,6 +285,14 @@ def _text_encoder_dtype(settings: Settings) -> Fields:
     return {"text_encoder_dtype": "fp32" if whole or plain else "bf16"}
 
 
+def _write_text_encoder_dtype(fields: Fields) -> Settings:
+    in_fp32 = fields["autocast"] == "none" or WHOLE_TEXT_ENCODER in str(fields.get("version") or "")
+    if fields["text_encoder_dtype"] not in ("bf16", *(["fp32"] if in_fp32 else [])):
+        why = "text encoders have --mixed_precision"
+        raise InexpressibleError(UnsupportedValue("text_encoder_dtype", fields["text_encoder_dtype"], "bf16", why))
+    return {}
+
+
 def _vae_dtype(settings: Settings) -> Fields:
     """SDXL's own VAE overflows in half precision, and is fp32 (`vae.to(accelerator.device, dtype=torch.float32)`);
     another one that is named has the mixed precision's format."""
@@ -417,7 +425,7 @@ DIALECT = Dialect(
             ("text_encoder_dtype",),
             (),
             _text_encoder_dtype,
-            lambda fields: {},
+            _write_text_encoder_dtype,
             {"text_encoder_dtype": "bf16; fp32 where it is trained"},
         ),
         *our_defaults("validation", "compute_dtype", "checkpointed_blocks", "swap_blocks"),

@@ -94,6 +94,26 @@ def _write_method(fields: Fields) -> Settings:
     return {}
 
 
+STEPS = Choice(
+    "optimizer_step",
+    {
+        "foreach": {},
+        "fused": {"--optimizer_args": ["fused=True"]},
+        "loop": {"--optimizer_args": ["foreach=False"]},
+    },
+    "LoRA steps after backward",
+)
+
+
+def _step_of(settings: Settings) -> Fields:
+    """``--fused_backward_pass`` is of full training alone."""
+    return {"optimizer_step": "backward"} if settings.get("--fused_backward_pass") else STEPS.to_fields(settings)
+
+
+def _write_step(fields: Fields) -> Settings:
+    return STEPS.to_settings(fields)
+
+
 def _formats_of(settings: Settings) -> Fields:
     """Full training keeps fp32 weights unless ``--full_bf16`` or ``--full_fp16`` says otherwise (hv_train.py:871,
     qwen_image_train.py:171)."""
@@ -278,12 +298,7 @@ TABLE: tuple[Binding | When, ...] = (
     }, "every block is checkpointed, or none"),
     Fixed("checkpointed_blocks", None),
     _pair(_optimizer_of, _write_optimizer, ("--optimizer_type",), optimizer="--optimizer_type"),
-    Choice("optimizer_step", {
-        "foreach": {},
-        "fused": {"--optimizer_args": ["fused=True"]},
-        "loop": {"--optimizer_args": ["foreach=False"]},
-        "backward": {"--fused_backward_pass": True},
-    }, "LoRA steps after backward"),
+    _pair(_step_of, _write_step, ("--optimizer_args", "--fused_backward_pass"), optimizer_step="foreach, fused, loop"),
     Value("gradient_accumulation", "--gradient_accumulation_steps", 1, int),
     _pair(_sharding_of, _write_sharding, (), sharding="none on one GPU, ddp on several"),
     When("sharding", frozenset({"ddp"}), Choice("grad_buckets", {

@@ -38,6 +38,10 @@ def unpriced_layers_note(profile: ModelProfile, targets: object) -> str | None:
     return f"{what} and what more of them take over a base in 16 bits" if wide else what
 
 
+HALF_ADAPTERS = "half-adapters"
+"""The version of memory terms with adapters in 16 bits over a quantised base, where fp32 is recorded."""
+
+
 class _Step(NamedTuple):
     """Of one recorded step, in bytes."""
 
@@ -73,6 +77,7 @@ def wider_adapters(run: Run) -> None:
     except NotRecordedError:  # of a model of the user's own, of which not everything is recorded
         return
     trained, kept = more.trained - usual.trained, max(0, more.peak - usual.peak)
+    trained //= 2 if HALF_ADAPTERS in run.trainer else 1  # of two recordings in fp32
     own = run.total_bytes(run.named("gradient").values())
     states = run.total_bytes(run.named("optimizer").values())
     copies = run.trained_experts
