@@ -130,6 +130,8 @@ class Traits(Record):
     """file in trainers/families that trains it, where that is not the family's"""
     frames_per_second: Count | None = None
     """of the clips a video model was trained on, where `inputs` has no frame_rate that the model is given"""
+    trained_in_fp32: Flag = False
+    """other trainers' scripts train all of it in fp32 without autocast, unless they are told otherwise"""
     stages: Flag = False
     """its stacks are the levels of a UNet, each of a resolution of its own with several blocks inside: those are what
     is checkpointed and compiled, and nothing of it is swapped by a search"""

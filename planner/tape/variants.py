@@ -113,6 +113,10 @@ PRECISIONS = {
     "lora": (Precision("half", "fp32", True), Precision("half", "half", True), Precision("half", "half", False)),
     "full": (Precision("fp32", "", True), Precision("half", "", True), Precision("half", "", False)),
 }
+PLAIN_FP32 = Precision("fp32", "", False)
+"""Full training without mixed precision, recorded of the models of which that is usual
+(`planner.catalog.traits.Traits.trained_in_fp32`)."""
+
 QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", "int8", "nf4"))
 """Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see
 trainers.memory.quantise)."""
@@ -172,6 +176,8 @@ def recorded_method(profile: ModelProfile, job: Job) -> str:
 
 def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
     """The precisions that a method of a model is recorded in. A UNet's convolutions cannot be cast layerwise."""
+    if method == "full" and profile.traits.trained_in_fp32:
+        return (*PRECISIONS[method], PLAIN_FP32)
     if method != "lora":
         return PRECISIONS[method.removesuffix("-wide")]
     bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.traits.fp8_base)

@@ -60,7 +60,14 @@ def modulation(run: Run) -> None:
     run.work.backward_bytes -= MODULATION_BYTES * numbers
 
 
-TERMS: tuple[Transform, ...] = (gradients_zeroed, shift, modulation, cache_kept_while_sampling)
+def encoders_together(run: Run) -> None:
+    """All text encoders and the VAE are loaded to the GPU before anything is encoded, and leave when everything is
+    (simpletuner/helpers/training/trainer.py ``init_preprocessing_models``, ``init_unload_text_encoder`` and
+    ``init_unload_vae``, helpers/models/common.py ``load_text_encoder``, at 6a43fd4)."""
+    run.device.encoders_together = True
+
+
+TERMS: tuple[Transform, ...] = (gradients_zeroed, shift, modulation, encoders_together, cache_kept_while_sampling)
 
 QUANTISED_WHOLE = "quantised-whole"
 """The version of memory terms of a model that goes to the GPU in 16 bits to be quantised there."""

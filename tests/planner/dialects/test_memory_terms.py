@@ -18,11 +18,12 @@ from planner.estimate.stages import replay_stages
 from planner.layout import inputs as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoint_inputs import block_inputs
-from planner.layout.encoders_vae import component_bytes
+from planner.layout.encoders_vae import component_bytes, weight_bytes
 from planner.layout.experts import idle_weights
+from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
 from planner.layout.run import STRATEGY_MOMENT, Run
-from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, musubi_tuner
+from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, lora_layers, musubi_tuner
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
@@ -365,6 +366,59 @@ def test_fp8_trainers_cast_the_modulation_that_a_recording_leaves_in_16_bits() -
     weights = [sum(run.sizes[buffer] for buffer in run.named("weight").values()) for run in (ours, theirs)]
     width = known.model.config["num_attention_heads"] * known.model.config["attention_head_dim"]
     assert weights[0] - weights[1] == (19 * 2 * 6 + 38 * 3) * width * width  # shifts, scales and gates of both streams
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_adapted_modulation_keeps_the_factors_of_scales_and_gates(mode: str) -> None:
+    """Behind each norm in fp32, and before each gate in 16 bits: twice for the tokens of both streams of a double
+    block, once for those of a single one. Without checkpoints from its forward on, with them where a block runs
+    again."""
+    job = job_for(lookup.model("flux.1-dev"), {"height": 512, "width": 512})
+    configuration = Configuration.of(job, Strategy(gradient_checkpointing=mode), ONE)
+    known = library.load_facts(configuration)
+    run = lay_out(configuration, known, grid(known.model, job), "sd-scripts")
+    kept = {buffer for buffer, op in enumerate(run.program.op) if op == "factors of scales and gates"}
+    tokens, width = 1024 + 512, 3072
+    once = [event for _, events in run.step.stretches for event in events if event in kept]
+    assert sum(run.sizes[buffer] for buffer in once) == (4 + 2) * tokens * width * (19 * 2 + 38)
+    alive, most = set(), 0
+    for event in run.step.ops:
+        alive = alive | {event} if event in kept else alive - {~event} if ~event in kept else alive
+        most = max(most, len(alive))
+    assert not alive and most == (57 if mode == "none" else 1)
+
+
+def test_simpletuner_encodes_with_all_encoders_and_the_vae_there() -> None:
+    job = job_for(lookup.model("sd3.5-medium"), {"height": 1024, "width": 1024})
+    strategy = Strategy(gradient_checkpointing="full", text_encoder="cached", vae="cached")
+    configuration = Configuration.of(job, strategy, ONE)
+    known = library.load_facts(configuration)
+    runs = [lay_out(configuration, known, grid(known.model, job), name) for name in ("vplan", "simpletuner")]
+    apart, (together,) = map(encodings, runs)
+    assert [part.name for part in together.components] == [entry.components[0].name for entry in apart]
+    assert len(together.components) == 4
+    weights = sum(weight_bytes(part) for part in together.components)
+    assert weights == pytest.approx(11_344_229_888, rel=0.002)  # rehearsed, when all are loaded
+    assert together.only.peak_bytes == pytest.approx(12_794_487_296, rel=0.01)  # rehearsed, with the VAE at work
+
+
+def test_diffusion_pipe_s_adapters_in_16_bits_over_fp8_take_half() -> None:
+    """Weights, gradients and the two states of AdamW; and a third one, which fp32 ones have not."""
+    job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
+    configuration = Configuration.of(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
+    known = library.load_facts(configuration)
+    names = ("diffusion-pipe", f"diffusion-pipe@{lora_layers.HALF_ADAPTERS}")
+    fp32, half = (lay_out(configuration, known, grid(MODEL, job), name) for name in names)
+    for kind in ("gradient", "optimizer"):
+        whole, less = (run.total_bytes(run.named(kind).values()) for run in (fp32, half))
+        assert less == pytest.approx(whole / 2, rel=0.001)
+    added = [
+        {op: run.sizes[buffer] for buffer, op in enumerate(run.program.op) if "more adapters" in op or "Kahan" in op}
+        for run in (fp32, half)
+    ]
+    assert added[1]["states of more adapters"] == pytest.approx(added[0]["states of more adapters"] / 2, rel=0.001)
+    assert added[1]["Kahan buffer"] == half.total_bytes(half.named("gradient").values())
+    assert "Kahan buffer" not in added[0]
 
 
 def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() -> None:

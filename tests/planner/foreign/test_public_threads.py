@@ -99,7 +99,7 @@ def sample():
 ANSWERS = {
     "diffusers-4368": False,
     "diffusers-6230": True,
-    "dpipe-82-33": False,
+    "dpipe-82-33": True,
     "kohya-2972-noswap": True,
     "simpletuner-doc-flux-bf16": True,
     "simpletuner-doc-flux-lowest": None,
