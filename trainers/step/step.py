@@ -405,7 +405,7 @@ def forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) 
     with random_draws.from_seeds(batch.get(random_draws.SEEDS), device):
         inputs, target = family.inputs_and_target(batch)
     with autocast(strategy, device):
-        outputs = trainee.model(**inputs, return_dict=False)
+        outputs = trainee.model(**inputs, **family.plain_outputs)
     # Outside autocast: accelerate wraps the model's forward alone.
     return family.loss(family.prediction(outputs), target, inputs)
 
@@ -418,7 +418,7 @@ def sample_forward(trainee: Trainee, family: Family, batch: Batch, strategy: Str
     """
     inputs, _ = family.inputs_and_target(batch)
     with autocast(strategy, next(iter(batch.values())).device):
-        return family.prediction(trainee.model(**inputs, return_dict=False))
+        return family.prediction(trainee.model(**inputs, **family.plain_outputs))
 
 
 def optimizer_step(trainee: Trainee) -> None:
