@@ -55,14 +55,25 @@ def _two_levels(kind: str) -> dict[str, Any]:
 CONFIGS: dict[str, dict[str, Any]] = {
     "CosmosTransformer3DModel": {"concat_padding_mask": False},  # else it needs torchvision
     "DreamLiteTransformer2DModel": {"in_channels": 320},
-    "EasyAnimateTransformer3DModel": {"in_channels": 33, "out_channels": 16, "patch_size": 2, "mmdit_layers": BLOCKS},
+    "EasyAnimateTransformer3DModel": {"in_channels": 16, "out_channels": 16, "patch_size": 2, "mmdit_layers": BLOCKS},
     "HiDreamImageTransformer2DModel": {"patch_size": 2, "caption_channels": [4096, 4096], "llama_layers": [0] * 14},
     "I2VGenXLUNet": _two_levels("3D"),
     "UNet2DConditionModel": _two_levels("2D"),
     "UNet3DConditionModel": _two_levels("3D"),
     "UNetMotionModel": {**_two_levels("Motion"), "motion_num_attention_heads": 8},
     "UNetSpatioTemporalConditionModel": {**_two_levels("SpatioTemporal"), "num_attention_heads": [5, 10]},
-    "HunyuanDiT2DModel": {"hidden_size": 1408},
+    "HunyuanDiT2DModel": {"hidden_size": 1408, "in_channels": 4, "patch_size": 2},
+    "LatteTransformer3DModel": {
+        "attention_head_dim": 72, "caption_channels": 4096, "cross_attention_dim": 1152, "in_channels": 4,
+        "norm_elementwise_affine": False, "norm_type": "ada_norm_single", "out_channels": 8, "patch_size": 2,
+    },
+    "StableCascadeUNet": {
+        "down_num_layers_per_block": [1, 1], "up_num_layers_per_block": [1, 1],
+        "down_blocks_repeat_mappers": [1, 1], "up_blocks_repeat_mappers": [1, 1],
+    },
+    "UNet1DModel": {"extra_in_channels": 64},
+    "LuminaNextDiT2DModel": {"num_kv_heads": 8},
+    "OmniGenTransformer2DModel": {"rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48}},
     "Transformer2DModel": {"in_channels": 320},
     "TransformerTemporalModel": {"in_channels": 320},
 }

@@ -62,7 +62,11 @@ class Uniform:
         elif name == "aten.bitwise_not" and args[0].dtype == torch.bool:
             self._note(out, 1 - number)
         elif name == "aten.eq":
-            self._note(out, int(number == args[1]))
+            other = self.of(args[1]) if isinstance(args[1], Tensor) else args[1]
+            if other is not None:
+                self._note(out, int(number == other))
+        elif name == "aten.sum":
+            self._note(out, number * (args[0].numel() // max(1, out.numel())))
         elif name == "aten.all":
             self._note(out, int(bool(number)))
         return out

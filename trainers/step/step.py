@@ -209,13 +209,13 @@ def set_checkpointing(
         if on_host is not None:
             on_host.begin()
 
-    def run(block: nn.Module, *args: Any) -> Any:
+    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if limit is not None and calls > limit:
-            return block(*args)
-        with on_host.around(*args) if on_host is not None else contextlib.nullcontext():
-            return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop)
+            return block(*args, **kwargs)
+        with on_host.around(*args, *kwargs.values()) if on_host is not None else contextlib.nullcontext():
+            return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
 
     if strategy.nested_checkpointing:
         for part in block_parts(model, profile):

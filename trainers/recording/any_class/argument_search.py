@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from planner.catalog.forward_inputs import SAMPLES
+from planner.catalog.forward_inputs import SAMPLES, parse
 from trainers.recording.any_class import candidates
 from trainers.recording.any_class.candidates import IGNORED, MAIN, ClassFacts
 from trainers.recording.any_class.dry_run import (
@@ -186,13 +186,13 @@ class ArgumentSearch:
                     return None
                 sources = {name: "given" if name in self.question.given else "found" for name in table}
                 return FoundArguments(table, outcome, self.grid, sources)
-            if step := next(iter(learned(outcome.error, set(owners))), None):
+            if step := next(iter(self._widths(outcome.error, owners)), None):
                 placeholder, width = step
                 table = _replaced(table, str(placeholder), str(width))
                 owners = {number: name for number, name in owners.items() if number != placeholder}
                 continue
-            if tokens := self._tokens_of_table(outcome.error):
-                table = _replaced(table, "T", str(tokens))
+            if (fixed := self._of_table(table, outcome.error)) is not None:
+                table = fixed
                 continue
             if found := self._joined(table, owners, outcome.error):
                 return found
@@ -211,12 +211,26 @@ class ArgumentSearch:
             return None
         return None
 
-    def _tokens_of_table(self, error: str) -> int | None:
-        """The number of text tokens that a table of positions holds, where the config has it and a size is off by as
-        many: such a model takes no other."""
+    def _widths(self, error: str, owners: Mapping[int, str]) -> Iterator[tuple[int, int]]:
+        """What `learned` reads from a complaint; groups of channels say no width, and the config has that of latents."""
+        channels = self.question.config.get("in_channels")
+        mine = next((number for number, name in owners.items() if name == self.main), None)
+        if "num_groups" in error and mine is not None and isinstance(channels, int):
+            yield mine, channels
+        yield from learned(error, set(owners))
+
+    def _of_table(self, table: dict[str, Any], error: str) -> dict[str, Any] | None:
+        """The arguments at the number of text tokens, or of frames, that a table of positions holds: where the config
+        has it and a size is off by as many. Such a model takes no other."""
         numbers = {value for value in self.question.config.values() if type(value) is int}
-        more = {left - right + self.grid["T"] for left, right in mismatched(error)}
-        return next(iter((more & numbers) - {self.grid["T"]}), None)
+        for letter in "TF":
+            size = self.grid[letter]
+            off = {left - right + size for left, right in mismatched(error)} if letter == "T" else set()
+            off |= {right for left, right in mismatched(error) if left == size}
+            for number in sorted(off & numbers - {size, 1}):
+                if (fixed := _replaced(table, letter, str(number))) != table:
+                    return fixed
+        return None
 
     def _joined(self, table: dict[str, Any], owners: Mapping[int, str], error: str) -> FoundArguments | None:
         """Where two arguments of unknown width are joined along it (the latents once or twice): the split at which the
@@ -231,9 +245,15 @@ class ArgumentSearch:
             for width in sorted(numbers):
                 less = {number: name for number, name in owners.items() if number != sums[wrong]}
                 found = self._solved(_replaced(table, str(sums[wrong]), str(width)), less)
-                if found and width in next(tensors_in(found.output)).shape:
+                if found and self._is_as_wide(found):
                     return found
         return None
+
+    def _is_as_wide(self, found: FoundArguments) -> bool:
+        """Whether the model's output has the shape of its latents."""
+        latents = found.forward[self.main] if self.main else None
+        shape = tuple(next(tensors_in(found.output)).shape)
+        return isinstance(latents, str) and parse(latents, "latents").shape(self.grid) == shape
 
     def _note(self, missing: list[MissingArgument], complaint: str = "") -> None:
         """Keeps what the combination that came furthest ended with."""

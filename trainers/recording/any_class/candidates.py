@@ -159,7 +159,7 @@ RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
             ],
         ),
     ),
-    (r"(encoder|text|prompt).*mask.*|.*text.*mask.*|encoder_mask", ("B T ones", "B T bool", "B T")),
+    (r"mask|(encoder|text|prompt).*mask.*|.*text.*mask.*|encoder_mask", ("B T ones", "B T bool", "B T")),
     (r"visual_rope_pos", (["F long", "H long", "W long"],)),
     (r"text_rope_pos", ("T long",)),
     (r"padding_mask", ("1 1 H W", "B FHW ones")),
@@ -167,7 +167,7 @@ RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (r"encoder_hidden_states_image|image_embed(ding)?s|clip_img", ("B E ?", "B ?", "B 1 ?")),
     (
         r"text_bth|clip_text|encoder_hidden_states(_\d|_t5|_llama3)?|cap_feats",
-        ("B T ?", {"samples": "T ?"}, "B ?", "B FHW ?"),
+        ("B T ?", {"samples": "T ?"}, "BF T ?", "B ?", "B FHW ?"),
     ),
     (r"prior_token_id", ("B FHW long",)),
     (r"prior_token_drop", ("B FHW false",)),

@@ -101,7 +101,8 @@ class _Description:
     @property
     def patch(self) -> Patch:
         """Cells of the model's own patches, as its config says them; of a UNet, whose levels halve."""
-        size = self.config.get("patch_size")
+        several = self.config.get("all_patch_size")  # a class may have more than one way in: the first
+        size = self.config.get("patch_size", several[0] if isinstance(several, list) and several else None)
         levels = self.config.get("block_out_channels")
         if self.inputs.patch:
             return Patch(*self.inputs.patch)

@@ -139,7 +139,7 @@ def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[s
     Of ``c`` times ``constant + sum of products`` at both shapes, ``c`` is the quotient of the differences, and the
     constant what is left.
     """
-    atoms = [atom for atom in "BFHWTE" if grid[atom] > 1]
+    atoms = [atom for atom in "BFHWTE" if min(grid[atom], other[atom]) > 12]  # a batch of two says nothing in a size
     rests = {(_rest(entry.first, grid, atoms), _rest(entry.second, other, atoms)) for entry in found}
     fits = []
     for (left, right), products in itertools.product(rests, _combinations(grid)):
@@ -166,7 +166,7 @@ def _rest(number: int, grid: Mapping[str, int], atoms: Sequence[str]) -> int:
 
 
 def _combinations(grid: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
-    """Up to three products to sum. Sizes that are 1 stand for nothing."""
+    """Up to four products to sum, as of a clip, two texts and an image. Sizes that are 1 stand for nothing."""
     products = [product for product in PRODUCTS if all(grid[atom] > 1 for atom in product)]
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 4):
         yield from itertools.combinations_with_replacement(products, count)

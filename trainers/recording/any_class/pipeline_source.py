@@ -66,7 +66,7 @@ def pipelines_of(class_name: str) -> list[PipelineFacts]:
         folder, facts = entry
         no_length = is_video_class(class_name) and "num_frames" not in facts.defaults
         other = facts.name.lower() != f"{folder.name.replace('_', '')}pipeline"
-        rank = (_special(facts.name), "vae" not in facts.parts, no_length, -plain[folder], other)
+        rank = (_special(facts.name), folder.parent.name == "deprecated", "vae" not in facts.parts, no_length, -plain[folder], other)
         return (*rank, len(facts.name), facts.name)
 
     return [facts for _, facts in sorted(found, key=order)]
