@@ -144,10 +144,11 @@ def page(rows: Sequence[dict[str, Any]], total: int) -> str:
     exact = sum(not any(row["error_pct"].values()) for row in recorded)
     alone = sum(not row["described"] for row in recorded)
     lines = [
-        f"diffusers {rows[0]['diffusers']} exports {total} transformers and UNets; {len(rows)} were tried, by their",
-        f"defaults with {BLOCKS} blocks of each kind. {len(recorded)} record LoRA and full training, checkpointed and not",
-        f"where the class can ({alone} by dry runs alone, the others with arguments that vplan knows of the class); the",
-        f"allocated peaks of {exact} are to the byte those of a recording at full depth and another shape.",
+        f"diffusers {rows[0]['diffusers']} exports {total} transformers and UNets. {len(rows)} were tried, by their",
+        f"defaults with {BLOCKS} blocks of each kind, without a family and without a file. {len(recorded)} record LoRA",
+        f"and full training, checkpointed and not where the class can: {alone} by dry runs alone, the others with",
+        f"arguments that vplan knows of the class. The allocated peaks of {exact} are to the byte those of a recording",
+        "at full depth and another shape.",
         "",
         "| class | outcome | largest difference |",
         "|---|---|---|",

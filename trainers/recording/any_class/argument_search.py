@@ -212,7 +212,7 @@ class ArgumentSearch:
         return None
 
     def _widths(self, error: str, owners: Mapping[int, str]) -> Iterator[tuple[int, int]]:
-        """What `learned` reads from a complaint; groups of channels say no width, and the config has that of latents."""
+        """What `learned` reads from a complaint; groups of channels say no width, and the config has the latents'."""
         channels = self.question.config.get("in_channels")
         mine = next((number for number, name in owners.items() if name == self.main), None)
         if "num_groups" in error and mine is not None and isinstance(channels, int):
@@ -228,7 +228,8 @@ class ArgumentSearch:
             off = {left - right + size for left, right in mismatched(error)} if letter == "T" else set()
             off |= {right for left, right in mismatched(error) if left == size}
             for number in sorted(off & numbers - {size, 1}):
-                if (fixed := _replaced(table, letter, str(number))) != table:
+                fixed: dict[str, Any] = _replaced(table, letter, str(number))
+                if fixed != table:
                     return fixed
         return None
 

@@ -314,7 +314,11 @@ class _Description:
         tokens = self.inputs.text_tokens or defaults.get("max_sequence_length")
         if tokens is None and any("T" in text for text in _all_texts(self.answer.forward)):
             self.assumed.append(f"prompts of {DEFAULT_TEXT_TOKENS} tokens, as no pipeline says (else --text-tokens)")
+        others = any("E" in letters for letters in _all_texts(self.answer.forward))
+        if others:
+            self.assumed.append("its other tokens, as of sound or a picture, are as many as the cells of an image")
         return {
+            "references": int(others),
             "patch": tuple(patch),
             "frame_step": step,
             "size_multiple": multiple,

@@ -186,7 +186,8 @@ _PATTERNS = (
 
 
 _BROADCAST = re.compile(
-    r"Mismatching argument at index \d+ had torch\.Size\(\[(?P<one>[\d, ]*)\]\); .*broadcastable to \[(?P<two>[\d, ]*)\]"
+    r"Mismatching argument at index \d+ had torch\.Size\(\[(?P<one>[\d, ]*)\]\); "
+    r".*broadcastable to \[(?P<two>[\d, ]*)\]"
 )
 
 
@@ -217,5 +218,5 @@ def learned(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
                 yield placeholder, right // (wrong // placeholder)  # it was folded, as cells of a patch are
     numbers = [int(number) for number in re.findall(r"\d+", error)]
     for placeholder, number in itertools.product(unknown & set(numbers), numbers):
-        if number not in unknown and number > 1 and number not in LENGTHS:
+        if number not in unknown and number > GRID["B"] and number not in LENGTHS:
             yield placeholder, number

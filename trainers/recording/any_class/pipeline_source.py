@@ -53,8 +53,11 @@ def _sources() -> tuple[tuple[Path, str], ...]:
 
 
 def pipelines_of(class_name: str) -> list[PipelineFacts]:
-    """The pipelines that a model of a class is a part of, the plainest first: one that has a VAE, and a length where the
-    class's name is that of a video's; of the folder that has most of them, the one that the folder is named after, else by the length of the name."""
+    """The pipelines that a model of a class is a part of, the plainest first.
+
+    That is one that has a VAE, and a length where the class's name is that of a video's; of the folder that has most of
+    them the one that is called as the folder, else the one of the shortest name.
+    """
     found: list[tuple[Path, PipelineFacts]] = []
     for path, text in _sources():
         if class_name in text:
@@ -66,8 +69,8 @@ def pipelines_of(class_name: str) -> list[PipelineFacts]:
         folder, facts = entry
         no_length = is_video_class(class_name) and "num_frames" not in facts.defaults
         other = facts.name.lower() != f"{folder.name.replace('_', '')}pipeline"
-        rank = (_special(facts.name), folder.parent.name == "deprecated", "vae" not in facts.parts, no_length, -plain[folder], other)
-        return (*rank, len(facts.name), facts.name)
+        unusual = (_special(facts.name), folder.parent.name == "deprecated", "vae" not in facts.parts, no_length)
+        return (*unusual, -plain[folder], other, len(facts.name), facts.name)
 
     return [facts for _, facts in sorted(found, key=order)]
 
