@@ -100,8 +100,7 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if func in fakes.READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
             self.recording.ops.add("aten._local_scalar_dense")
-            known = self._uniform.of(args[0])
-            return fakes.read(args[0]) if known is None else type(fakes.read(args[0]))(known)
+            return fakes.read(args[0])
         kwargs = kwargs or {}
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
         out = self._uniform.call(func, name, args, kwargs)

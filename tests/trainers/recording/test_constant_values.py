@@ -42,7 +42,6 @@ ROWS = {
     "a branch on zeros": lambda: torch.randn(1 if torch.all(torch.zeros(4, 2) == 0) else 2),
     "a branch on ones": lambda: torch.randn(1 if torch.all(torch.ones(4, 2) == 0) else 2),
     "a full mask of two dimensions": lambda: torch.randn(2, 5, 3)[torch.ones(2, 5).bool()],
-    "as many as a mask has": lambda: torch.randn(int(torch.ones(2, 5, dtype=torch.long).sum(1)[0].item())),
     "a number": lambda: torch.randn(int(torch.ones(1, dtype=torch.long).item()) + 3),
 }
 
