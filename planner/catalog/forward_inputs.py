@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 from planner.errors import VplanError, did_you_mean, quoted
 
 LETTERS = "BFHWTE"
-KINDS = ("float", "fp32", "long", "bool", "ones", "zeros", "timestep", "sigma")
-"""What a tensor holds: numbers in the compute dtype, in fp32, indices, a mask of bools, a mask of long that is all ones
-(or zeros), the noise level in training steps, the noise level from 0 to 1."""
+KINDS = ("float", "fp32", "complex", "long", "bool", "false", "ones", "zeros", "timestep", "sigma")
+"""What a tensor holds: numbers in the compute dtype, in fp32, in complex64, indices, a mask of bools that are all true
+(or false), a mask of long that is all ones (or zeros), the noise level in training steps, the same from 0 to 1."""
+UNKNOWN = "?"
+"""In place of a width that a layer of the model asks for: dry runs find it out."""
 SAMPLES = "samples"
 """The only key of a table that stands for a list with one entry per sample."""
 _TERM = re.compile(rf"(\d*)\*?([{LETTERS}]*)", re.ASCII)
@@ -134,8 +136,17 @@ def check(table: object, where: str) -> dict[str, Any]:
         raise VplanError(f"{where}: inputs is no table of shapes", 'write inputs.hidden_states = "B 16 F 2H 2W"')
     entries = 0
     for name, tree in table.items():
-        for _ in leaves(tree, f"inputs.{name}"):
+        for _ in leaves(_with_widths(tree), f"inputs.{name}"):
             entries += 1
     if entries > _MOST_ENTRIES:
         raise VplanError(f"{where}: more inputs than any model has", f"{_MOST_ENTRIES} at most")
     return table
+
+
+def _with_widths(tree: Any) -> Any:
+    """A description with a width for each that is not known."""
+    if isinstance(tree, dict):
+        return {key: _with_widths(inner) for key, inner in tree.items()}
+    if isinstance(tree, list):
+        return [_with_widths(inner) for inner in tree]
+    return " ".join("1" if word == UNKNOWN else word for word in tree.split()) if isinstance(tree, str) else tree

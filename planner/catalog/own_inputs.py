@@ -14,6 +14,7 @@ Every line is optional.
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import profiles
 from planner.catalog.forward_inputs import check
 from planner.catalog.traits import Text
 from planner.schema import Count, Record
@@ -36,6 +37,17 @@ class OwnInputs(Record):
     lora_targets: tuple[Text, ...] = ()
     vae: Shrinkage | None = None
     inputs: dict[str, Any] = {}
+
+    @classmethod
+    def of_class(cls, class_name: str) -> Self:
+        """What is bundled about a class of diffusers; empty for most."""
+        path = profiles.CLASSES / f"{class_name}.toml"
+        return cls.from_file(path) if path.is_file() else cls()
+
+    def beside(self, known: Self) -> Self:
+        """This, and what is known where this says nothing."""
+        said = {name: value for name, value in self if name in self.model_fields_set and name != "inputs"}
+        return known.replace(**said, inputs={**known.inputs, **self.inputs})
 
     @classmethod
     def from_file(cls, path: Path) -> Self:

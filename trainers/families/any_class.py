@@ -7,9 +7,11 @@ is the plain one: the squared error of the velocity, or of the noise where the p
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any, Self
 
+import diffusers
 import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
@@ -28,6 +30,8 @@ from trainers.families.common.base import Family, Grid
 class AnyClass(Family):
     """A model without a file of its own. Its batch holds a tensor for each that the description names."""
 
+    copies_masks = True
+
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
         self.called = ForwardCall.read(profile.inputs)
@@ -39,6 +43,9 @@ class AnyClass(Family):
             name for name, leaf in self._leaves.items() if not leaf.has_samples and leaf.kind != "number"
         )
         self._grid: Mapping[str, int] | None = None
+        forward = getattr(diffusers, profile.diffusers_class).forward
+        if "return_dict" not in inspect.signature(forward).parameters:
+            self.plain_outputs = {}
 
     @functools.cached_property
     def _leaves(self) -> dict[str, Argument]:
@@ -98,7 +105,10 @@ class AnyClass(Family):
     def _expanded(self, levels: Tensor, argument: Argument) -> Tensor:
         """Noise levels (B,) as an argument takes them: one per sample, or the same for several of its places."""
         if not argument.has_samples:
-            return levels[0] if not argument.dims else levels[:1]
+            if not argument.dims:
+                return levels[0]
+            size = argument.shape(self._sizes() if argument.letters else {})
+            return levels[:1].expand(size).contiguous()
         if len(argument.dims) == 1:
             return levels
         size = argument.shape(self._sizes())
@@ -127,10 +137,10 @@ class AnyClass(Family):
             return argument.shape(self._sizes() if argument.letters else {})[0]
         return values[name]
 
-    def prediction(self, outputs: tuple[Any, ...]) -> Any:
+    def prediction(self, outputs: Any) -> Any:
         """The model's first output; stacked where it is a list of samples, and its first half where the model predicts
-        a variance behind the noise."""
-        first = outputs[0]
+        a variance behind the noise. Some classes return no tuple."""
+        first = outputs if isinstance(outputs, Tensor) else outputs[0]
         if isinstance(first, list | tuple):
             first = torch.stack(list(first))
         if self.called.prediction == "half":
@@ -163,10 +173,10 @@ def _filled(size: tuple[int, ...], kind: str, device: torch.device | str, dtype:
     """A tensor of one kind of `planner.catalog.forward_inputs.KINDS`."""
     if kind in ("ones", "zeros"):
         return (torch.ones if kind == "ones" else torch.zeros)(size, device=device, dtype=torch.long)
-    if kind in ("bool", "long"):
+    if kind in ("bool", "false", "long"):
         make = torch.ones if kind == "bool" else torch.zeros
-        return make(size, device=device, dtype=torch.bool if kind == "bool" else torch.long)
-    return torch.randn(size, device=device, dtype=torch.float32 if kind == "fp32" else dtype)
+        return make(size, device=device, dtype=torch.long if kind == "long" else torch.bool)
+    return torch.randn(size, device=device, dtype={"fp32": torch.float32, "complex": torch.complex64}.get(kind, dtype))
 
 
 FAMILY = AnyClass

@@ -134,12 +134,16 @@ def attention(
     and newer: ATen/native/transformers/attention.cpp, convert_boolean_attn_mask). For memory-efficient attention a
     mask whose rows are not a multiple of 8 elements is then copied into padded rows (pad_bias), and the copy is what is
     saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows. cuDNN takes
-    it as it is, see `planner.layout.attention_kernel`.
+    it as it is, see `planner.layout.attention_kernel`. Fewer heads of keys than of queries are taken by flash alone
+    (check_batch_size_and_num_heads_dense in sdp_utils_cpp.h); what it does not take goes the plain way.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is None and half and query.shape[-1] <= 256:
         flash: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        plain: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_attention_math
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             kept, blocked = (
@@ -217,11 +221,14 @@ def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
     """FlashAttention-2 backward: fp32 dq accumulator and row sums, on query rows rounded up to 128.
 
     flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded to 32), softmax_d (B,
-    heads, S).
+    heads, S). Where several heads of queries share one of keys, dk and dv are made for each and then summed
+    (dk_expanded, dv_expanded).
     """
-    query = args[1]
+    query, key = args[1], args[2]
     batch, heads, rows, size = query.shape
+    expanded: Workspace = ("flash", (key.element_size(), batch, heads, key.shape[2], size))
     return [
+        *([expanded, expanded] if key.shape[1] != heads else []),
         ("flash", (4, batch, heads, Rounded(rows, 128))),
         ("flash", (4, batch, heads, Rounded(rows, 128), _round_up(size, 32))),
     ]

@@ -27,6 +27,7 @@ from trainers.families import family
 from trainers.recording.block_places import find_runs
 from trainers.recording.components import short_tape, vae_tape
 from trainers.recording.compress import Header, compress
+from trainers.recording.cuda_ops import MASK_ALIGNMENT
 from trainers.recording.encoders import text_tape
 from trainers.recording.recorder import RawRecording, record_optimizer, record_sample, record_step
 from trainers.recording.trainer_code import check_out
@@ -65,7 +66,9 @@ def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int]
     for height, extra, text, frames, width in itertools.product(heights, extras, texts, lengths, widths):
         grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
         sums = derived(grid, kind.rounded, kind.sums)
-        if all(_shows(value) or (name in kind.rounded and _is_prime(value)) for name, value in sums.items()):
+        aligned = kind.copies_masks and any(value % MASK_ALIGNMENT == 0 for value in sums.values())
+        shown = all(_shows(value) or (name in kind.rounded and _is_prime(value)) for name, value in sums.items())
+        if shown and not aligned:
             _check_positions(profile, kind.longest_side, max(grid["F"], grid["H"], grid["W"]))
             return grid, sums, regime
     raise AssertionError(f"no prime shape for {profile.name}")

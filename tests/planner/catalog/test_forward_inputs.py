@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import profiles
 from planner.catalog.forward_call import ForwardCall
 from planner.catalog.forward_inputs import check, leaves, parse
 from planner.catalog.own_inputs import OwnInputs
@@ -93,6 +94,18 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     found = OwnInputs.from_file(place)
     assert found.vae and (found.kind, found.text_tokens, found.vae.spatial, found.vae.temporal) == ("image", 77, 8, 1)
     assert found.inputs == {"sample": "B 4 8H 8W"}
+
+
+def test_what_the_user_says_stands_beside_what_is_known_of_a_class() -> None:
+    known = OwnInputs.read({"patch": [1, 2, 2], "inputs": {"x": "B HW ?", "mask": "B T ones"}})
+    both = OwnInputs.read({"kind": "video", "inputs": {"mask": "none"}}).beside(known)
+    assert (both.kind, both.patch, both.inputs) == ("video", (1, 2, 2), {"x": "B HW ?", "mask": "none"})
+    assert OwnInputs.of_class("NoSuchClass") == OwnInputs()
+
+
+@pytest.mark.parametrize("place", sorted(profiles.CLASSES.glob("*.toml")), ids=lambda place: place.stem)
+def test_what_is_known_of_a_class_can_be_read(place: Path) -> None:
+    assert OwnInputs.of_class(place.stem) != OwnInputs()
 
 
 def test_parameters_without_gradient_are_known_at_any_depth() -> None:

@@ -93,6 +93,27 @@ def test_a_complaint_about_something_else_teaches_nothing() -> None:
     assert not list(learned("not enough values to unpack (expected 5, got 4)", {10007}))
 
 
+def test_shapes_that_do_not_broadcast_say_a_width() -> None:
+    complaint = (
+        "Attempting to broadcast a dimension of length 10007 at -1! Mismatching argument at index 1 had "
+        "torch.Size([1, 1, 572, 10007]); but expected shape should be broadcastable to [2, 24, 572, 64]"
+    )
+    assert next(learned(complaint, {10007})) == (10007, 64)
+    assert not list(learned("shapes [2, 10007] and 606 do not match", {10007}))  # 606 is a length of the dry run
+
+
+def test_the_plainest_pipeline_is_asked() -> None:
+    assert pipelines_of("UNet2DConditionModel")[0].name == "StableDiffusionPipeline"
+    assert "num_frames" in pipelines_of("Kandinsky5Transformer3DModel")[0].defaults
+
+
+def test_a_batch_of_two_says_nothing_in_a_size() -> None:
+    grid = {"B": 2, "F": 1, "H": 367, "W": 373, "T": 1021, "E": 1}
+    other = {"B": 2, "F": 1, "H": 349, "W": 347, "T": 1019, "E": 1}
+    sizes = [73728 * (shape["H"] * shape["W"] + shape["T"]) for shape in (grid, other)]
+    assert new_sum([Mismatch("cat", *sizes)], grid, other, {}) == {"S": (0, ("HW", "T"))}
+
+
 def test_a_length_that_is_a_sum_is_told_from_two_shapes() -> None:
     grid = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "E": 1}
     other = {"B": 997, "F": 353, "H": 349, "W": 347, "T": 1019, "E": 1}

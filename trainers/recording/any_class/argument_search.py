@@ -10,33 +10,31 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from planner.catalog.forward_inputs import SAMPLES
+from planner.catalog.forward_inputs import SAMPLES, parse
 from trainers.recording.any_class import candidates
-from trainers.recording.any_class.candidates import IGNORED, MAIN, Patch
-from trainers.recording.any_class.dry_run import GRID, MOST_RUNS, PLACEHOLDERS, Complaint, FakeModel, learned
-from trainers.recording.any_class.pipeline_source import PipelineFacts
+from trainers.recording.any_class.candidates import IGNORED, MAIN, ClassFacts
+from trainers.recording.any_class.dry_run import (
+    GRID,
+    MOST_RUNS,
+    PLACEHOLDERS,
+    Complaint,
+    FakeModel,
+    learned,
+    mismatched,
+)
 
-MATTERS = re.compile(r".*rotary.*|.*mask.*|.*_ids|guidance")
+MORE_RUNS = 30
+"""Tries of one more argument."""
+MATTERS = re.compile(r".*rotary.*|.*mask.*|(img|image|txt|text|position)_ids|guidance")
 """Optional arguments that change what a step keeps without any weight of their own: not left out in silence."""
 ABSENT = "none"
 """What a user writes for an argument that is not given."""
-
-
-class ClassFacts(NamedTuple):
-    """What is known before the first call."""
-
-    config: Mapping[str, Any]
-    patch: Patch
-    one_frame: bool
-    pipeline: PipelineFacts | None
-    given: Mapping[str, Any]
-    """arguments as the user described them"""
 
 
 class MissingArgument(NamedTuple):
@@ -80,7 +78,8 @@ class ArgumentSearch:
         """how the combination that came furthest failed, for messages"""
 
         self.missing: list[MissingArgument] = []
-        self._furthest = 0
+        self._furthest = (-1, -1)
+        self._progress = (0, 0)
         self._absent = {name for name, tree in question.given.items() if tree == ABSENT}
         self._unused = itertools.cycle(PLACEHOLDERS)
         passed = question.pipeline.passed if question.pipeline else {}
@@ -102,26 +101,56 @@ class ArgumentSearch:
         options = {name: self._options(name) for name in ordered}
         if none := [name for name in names if not options[name]]:
             return [MissingArgument(name, "its shape is said nowhere", self._example(name)) for name in none]
-        for choice in itertools.product(*options.values()):
-            table, owners = _numbered(dict(zip(ordered, choice, strict=True)), self._unused)
-            found = self._solved(table, owners)
-            if isinstance(found, FoundArguments):
-                return self._completed(found)
-            if self.runs >= MOST_RUNS:
-                break
+        if found := self._climbed(ordered, options):
+            return self._completed(found)
         return self.missing or [
             MissingArgument(self.main or names[0], f"no candidate runs ({self.last})", self._example(names[0]))
         ]
+
+    def _climbed(self, names: Sequence[str], options: Mapping[str, list[Any]]) -> FoundArguments | None:
+        """A combination that runs, one argument changed at a time: what comes further before it fails is kept.
+
+        Noise levels are changed together, as a model that takes one per frame takes all so; and all that lies like the
+        latents.
+        """
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name in names:
+            alike = candidates.LEVEL.fullmatch(name) or candidates.LIKE_LATENTS.fullmatch(name) or name == self.main
+            groups.setdefault(tuple(map(str, options[name])) if alike else (name,), []).append(name)
+        chosen = dict.fromkeys(names, 0)
+        found, best = self._tried(options, chosen)
+        better = True
+        while found is None and better and self.runs < MOST_RUNS:
+            better = False
+            for group in reversed(groups.values()):  # the latents first
+                kept = chosen
+                for index in range(len(options[group[0]])):
+                    other = {**chosen, **dict.fromkeys(group, index)}
+                    if other == kept or found is not None:
+                        continue
+                    found, progress = self._tried(options, other)
+                    if progress > best:
+                        kept, best, better = other, progress, True
+                chosen = kept
+        return found
+
+    def _tried(
+        self, options: Mapping[str, list[Any]], chosen: Mapping[str, int]
+    ) -> tuple[FoundArguments | None, tuple[int, int]]:
+        """One combination, and how far it came: modules called and tensors made before it failed."""
+        table, owners = _numbered({name: options[name][index] for name, index in chosen.items()}, self._unused)
+        self._progress = (0, 0)
+        return self._solved(table, owners), self._progress
 
     def _options(self, name: str) -> list[Any]:
         if name in self.question.given:
             return [self.question.given[name]]
         entry = self.parameters[name]
-        if name == self.main:
-            return self._layouts(entry)
+        if name == self.main or (self.main and candidates.LIKE_LATENTS.fullmatch(name)):
+            return self._layouts(self.parameters[self.main])
         if IGNORED.fullmatch(name):
             return []
-        found = candidates.candidates(name, entry, self.doc, self.question.config, self.question.patch)
+        found = candidates.candidates(name, entry, self.doc, self.question)
         options = list(found)
         annotation = str(entry.annotation).lower()
         if "list" in annotation and "dict" not in annotation:
@@ -147,28 +176,34 @@ class ArgumentSearch:
         while self.runs < MOST_RUNS:
             self.runs += 1
             outcome = self.model.call(table, self.grid)
+            self._progress = max(self._progress, (len(self.model.called), self.model.allocations))
             if not isinstance(outcome, Complaint):
                 if owners:
                     why = "any width runs, so that none can be told"
                     self._note(
-                        len(table), [MissingArgument(name, why, self._example(name)) for name in set(owners.values())]
+                        [MissingArgument(name, why, self._example(name)) for name in set(owners.values())]
                     )
                     return None
                 sources = {name: "given" if name in self.question.given else "found" for name in table}
                 return FoundArguments(table, outcome, self.grid, sources)
-            if step := next(iter(learned(outcome.error, set(owners))), None):
+            if step := next(iter(self._widths(outcome.error, owners)), None):
                 placeholder, width = step
                 table = _replaced(table, str(placeholder), str(width))
                 owners = {number: name for number, name in owners.items() if number != placeholder}
                 continue
+            if (fixed := self._of_table(table, outcome.error)) is not None:
+                table = fixed
+                continue
+            if found := self._joined(table, owners, outcome.error):
+                return found
             absent = [name for name in outcome.missing if name in self.parameters and name not in table]
             refused = self._decided_off | self._absent
             wanted = [name for name in absent if not IGNORED.fullmatch(name) and name not in refused]
             if not wanted:
-                self._note(len(table), [], f"{outcome.kind}: {outcome.error[:110]}")
+                self._note([], f"{outcome.kind}: {outcome.error[:110]}")
                 return None
             why = "the model does not run without it"
-            self._note(len(table), [MissingArgument(name, why, self._example(name)) for name in wanted[:1]])
+            self._note([MissingArgument(name, why, self._example(name)) for name in wanted[:1]])
             for option in self._options(wanted[0]):
                 more, unknown = _numbered({wanted[0]: option}, self._unused)
                 if found := self._solved({**table, **more}, {**owners, **unknown}):
@@ -176,10 +211,55 @@ class ArgumentSearch:
             return None
         return None
 
-    def _note(self, progress: int, missing: list[MissingArgument], complaint: str = "") -> None:
+    def _widths(self, error: str, owners: Mapping[int, str]) -> Iterator[tuple[int, int]]:
+        """What `learned` reads from a complaint; groups of channels say no width, and the config has the latents'."""
+        channels = self.question.config.get("in_channels")
+        mine = next((number for number, name in owners.items() if name == self.main), None)
+        if "num_groups" in error and mine is not None and isinstance(channels, int):
+            yield mine, channels
+        yield from learned(error, set(owners))
+
+    def _of_table(self, table: dict[str, Any], error: str) -> dict[str, Any] | None:
+        """The arguments at the number of text tokens, or of frames, that a table of positions holds: where the config
+        has it and a size is off by as many. Such a model takes no other."""
+        numbers = {value for value in self.question.config.values() if type(value) is int}
+        for letter in "TF":
+            size = self.grid[letter]
+            off = {left - right + size for left, right in mismatched(error)} if letter == "T" else set()
+            off |= {right for left, right in mismatched(error) if left == size}
+            for number in sorted(off & numbers - {size, 1}):
+                fixed: dict[str, Any] = _replaced(table, letter, str(number))
+                if fixed != table:
+                    return fixed
+        return None
+
+    def _joined(self, table: dict[str, Any], owners: Mapping[int, str], error: str) -> FoundArguments | None:
+        """Where two arguments of unknown width are joined along it (the latents once or twice): the split at which the
+        model's output is as wide as its latents. Their width is taken to be a number of the config."""
+        mine = [number for number, name in owners.items() if name == self.main]
+        others = [number for number in owners if number not in mine]
+        sums = {times * number + other: number for number in mine for other in others for times in (1, 2)}
+        for wrong, right in mismatched(error):
+            if wrong not in sums:
+                continue
+            numbers = {value for value in self.question.config.values() if type(value) is int and 1 < value < right}
+            for width in sorted(numbers):
+                less = {number: name for number, name in owners.items() if number != sums[wrong]}
+                found = self._solved(_replaced(table, str(sums[wrong]), str(width)), less)
+                if found and self._is_as_wide(found):
+                    return found
+        return None
+
+    def _is_as_wide(self, found: FoundArguments) -> bool:
+        """Whether the model's output has the shape of its latents."""
+        latents = found.forward[self.main] if self.main else None
+        shape = tuple(next(tensors_in(found.output)).shape)
+        return isinstance(latents, str) and parse(latents, "latents").shape(self.grid) == shape
+
+    def _note(self, missing: list[MissingArgument], complaint: str = "") -> None:
         """Keeps what the combination that came furthest ended with."""
-        if progress > self._furthest:
-            self._furthest, self.missing, self.last = progress, missing, complaint
+        if self._progress > self._furthest:
+            self._furthest, self.missing, self.last = self._progress, missing, complaint
 
     def _completed(self, answer: FoundArguments) -> FoundArguments | list[MissingArgument]:
         """With the optional arguments that the pipeline gives, and those without which weights stay idle."""
@@ -208,26 +288,27 @@ class ArgumentSearch:
         answer.idle = idle
         answer.left_out = [name for name in optional if name not in answer.forward]
         sizes = [letter for letter in "BFHT" if answer.grid[letter] > 1]
-        more = {letter: self._allocations(answer, {letter: 2 * answer.grid[letter]}) for letter in sizes}
+        # Three times: twice as many tokens could be a multiple of 8, at which masks are no longer copied.
+        more = {letter: self._allocations(answer, {letter: 3 * answer.grid[letter]}) for letter in sizes}
         # The call that is kept is the last one, so that `called` is of it.
         usual = self._allocations(answer, {})
         other = [letter for letter, count in more.items() if count not in (0, usual)]
         # Some keep tables of positions for the shapes they have seen: only what is more once more is a loop.
-        again = {letter: self._allocations(answer, {letter: 2 * answer.grid[letter]}) for letter in other}
+        again = {letter: self._allocations(answer, {letter: 3 * answer.grid[letter]}) for letter in other}
         if other:
             usual = self._allocations(answer, {})
         answer.varies = [letter for letter, count in again.items() if count not in (0, usual)]
         return answer
 
     def _allocations(self, answer: FoundArguments, other: Mapping[str, int]) -> int:
-        """How many allocations a call makes at a shape; 0 where it does not run there. A model that makes more at twice
-        a size loops over it."""
+        """How many allocations a call makes at a shape; 0 where it does not run there. A model that makes more at
+        another size loops over it."""
         outcome = self.model.call(answer.forward, {**answer.grid, **other})
         return 0 if isinstance(outcome, Complaint) else self.model.allocations
 
     def _with_one_more(self, answer: FoundArguments, name: str) -> FoundArguments | None:
+        self.runs = MOST_RUNS - MORE_RUNS
         for option in self._options(name):
-            self.runs = 0
             more, unknown = _numbered({name: option}, self._unused)
             if tried := self._solved({**answer.forward, **more}, unknown):
                 tried.sources = {**answer.sources, name: "found"}

@@ -47,8 +47,8 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
 
 
 def block_lists(model_class: Any, config: Mapping[str, Any], model: nn.Module) -> list[BlockList]:
-    """The lists of blocks of a model, in no order. A list is one when a config key counts it, or when its class says
-    that its blocks checkpoint."""
+    """The lists of blocks of a model, in no order. A list is one when a config key counts it, or when it is called as
+    the stages of a UNet are."""
     counts = {name: len(module) for name, module in _lists(model)}
     candidates = [key for key, value in config.items() if type(value) is int and value in counts.values()]
     keys = _counting_keys(model_class, config, candidates, counts)
@@ -56,8 +56,8 @@ def block_lists(model_class: Any, config: Mapping[str, Any], model: nn.Module) -
     for name, module in _lists(model):
         if name in keys:
             found.append(BlockList(name, keys[name], counts[name], _last_apart(module)))
-        elif list_key := _list_key(config, counts[name], name, module):
-            found.append(BlockList(name, list_key, counts[name], False))
+        elif name in STAGE_KEYS:
+            found.append(BlockList(name, _stage_key(config, counts[name], name), counts[name], False))
     return found
 
 
@@ -101,8 +101,9 @@ STAGE_KEYS = {"down_blocks": "down_block_types", "up_blocks": "up_block_types"}
 """The stages of a UNet, and the list in its config that has an entry for each."""
 
 
-def _list_key(config: Mapping[str, Any], count: int, name: str, module: nn.ModuleList) -> str:
-    key = STAGE_KEYS.get(name, "")
+def _stage_key(config: Mapping[str, Any], count: int, name: str) -> str:
+    """The config's list with an entry for each stage; "" where it has none of that length."""
+    key = STAGE_KEYS[name]
     value = config.get(key)
     return key if isinstance(value, list | tuple) and len(value) == count else ""
 

@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-MAIN = ("hidden_states", "sample", "x")
+from trainers.recording.any_class.pipeline_source import PipelineFacts
+
+MAIN = ("hidden_states", "sample", "x", "decoder_input_tokens")
 """What the noisy latents are called: the first of these that a `forward` has."""
 
 IGNORED = re.compile(
@@ -45,22 +47,38 @@ class Patch(NamedTuple):
         return frames, rows, columns
 
 
+class ClassFacts(NamedTuple):
+    """What is known before the first call."""
+
+    config: Mapping[str, Any]
+    patch: Patch
+    one_frame: bool
+    pipeline: PipelineFacts | None
+    given: Mapping[str, Any]
+    """arguments as the user described them"""
+
+
 def layouts(patch: Patch, one_frame: bool) -> list[str]:
     """How latents may lie in a tensor. ``one_frame``: of an image."""
     frames, rows, columns = patch.sizes
     if one_frame:
+        side = columns[:-1]
         return [
             f"B ? {rows} {columns}",
             "B HW ?",
             f"B ? 1 {rows} {columns}",
             f"BF ? {rows} {columns}",
-            f"B ? {columns}",
+            f"B ? {side}HW",
+            *([f"B {side}HW ?"] if side else []),
+            "B ?",
+            f"B ? {rows} {rows}",
         ]
     return [
         f"B ? {frames} {rows} {columns}",
         f"B {frames} ? {rows} {columns}",
         f"B {frames} {rows} {columns} ?",
         "B FHW ?",
+        "B ? FHW",
         f"BF ? {rows} {columns}",
     ]
 
@@ -95,13 +113,19 @@ def from_words(words: Sequence[str], name: str, patch: Patch) -> str | None:
     return " ".join(letters) if letters and letters.count("?") <= 1 else None
 
 
+LEVEL = re.compile(r"t|timesteps?|timestep_r|r_timestep|timestep_ratio|(audio_)?sigma|(target|audio)_timestep")
+"""What noise levels are called."""
+
+LIKE_LATENTS = re.compile(r".*latents.*|(control|pose)_hidden_states|effnet")
+"""What lies as the noisy latents do."""
+
 RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    (
-        r"t|timesteps?|timestep_r|r_timestep|timestep_ratio|sigma",
-        ("B timestep", "timestep", "B F timestep", "1 timestep"),
-    ),
+    (LEVEL.pattern, ("B timestep", "timestep", "B F timestep", "1 timestep", "BF timestep")),
     (r"guidance", ("B",)),
-    (r"(num_frames|frames)", ("number F",)),
+    (r"num_frames|frames", ("number F",)),
+    (r"audio_num_frames", ("number E",)),
+    (r"audio_hidden_states", ("B E ?",)),
+    (r"audio_encoder_hidden_states", ("B T ?",)),
     (r"height", ("number H",)),
     (r"width", ("number W",)),
     (r"fps", ("number 24", "B long")),
@@ -111,16 +135,42 @@ RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (r"image_meta_size", ("B 6",)),
     (r"style", ("B long",)),
     (r"text_lens", ("B long",)),
-    (r"img_shapes", ({"samples": [["number F", "number H", "number W"]]},)),
+    (
+        r"img_shapes",
+        (
+            {"samples": [["number F", "number H", "number W"]]},
+            {"samples": ["number F", "number H", "number W"]},
+        ),
+    ),
     (r".*pooled.*|text_embeds|global_hidden_states|proj_embedding", ("B ?", "B 1 ?")),
     (r"img_ids|image_ids", ("FHW ? fp32", "B FHW ? fp32")),
     (r"txt_ids|text_ids", ("T ? fp32", "B T ? fp32")),
-    (r"image_rotary_emb|rotary_embedding|video_rotary_emb", (["FHW ? fp32", "FHW ? fp32"], "FHW ? fp32")),
-    (r"(encoder|text|prompt).*mask.*|.*text.*mask.*|encoder_mask", ("B T ones", "B T bool", "B T")),
+    (r"position_ids", ("B FHW+T ? long", "FHW+T ? long", "B FHW+T long")),
+    (r"segment_ids|indicator|token_type.*", ("B FHW+T long", "FHW+T long")),
+    (
+        r"image_rotary_emb|rotary_embedding|video_rotary_emb",
+        (
+            ["FHW ? fp32", "FHW ? fp32"],
+            "FHW ? fp32",
+            ["FHW+1 ? fp32", "FHW+1 ? fp32"],
+            [
+                [["F ? fp32", "F ? fp32"], ["H ? fp32", "H ? fp32"], ["W ? fp32", "W ? fp32"]],
+                ["1 FHW long", "1 FHW long", "1 FHW long"],
+            ],
+        ),
+    ),
+    (r"mask|(encoder|text|prompt).*mask.*|.*text.*mask.*|encoder_mask", ("B T ones", "B T bool", "B T")),
     (r"visual_rope_pos", (["F long", "H long", "W long"],)),
     (r"text_rope_pos", ("T long",)),
-    (r"attention_mask", ("B FHW+T ones", "B T ones", "B FHW ones")),
-    (r"text_bth|clip_text|encoder_hidden_states(_\d|_t5|_llama3)?|cap_feats", ("B T ?", {"samples": "T ?"}, "B ?")),
+    (r"padding_mask", ("1 1 H W", "B FHW ones")),
+    (r"attention_mask", ("B FHW+T ones", "B T ones", "B FHW ones", "B FHW+T bool")),
+    (r"encoder_hidden_states_image|image_embed(ding)?s|clip_img", ("B E ?", "B ?", "B 1 ?")),
+    (
+        r"text_bth|clip_text|encoder_hidden_states(_\d|_t5|_llama3)?|cap_feats",
+        ("B T ?", {"samples": "T ?"}, "BF T ?", "B ?", "B FHW ?"),
+    ),
+    (r"prior_token_id", ("B FHW long",)),
+    (r"prior_token_drop", ("B FHW false",)),
 )
 """By name: what diffusers means by it wherever it is used (diffusers/models, docstrings of `forward`)."""
 
@@ -134,22 +184,26 @@ AXES = ("axes_dims_rope", "axes_dim", "axes_dims", "rope_axes_dim")
 """Config keys with an entry for each axis that positions have."""
 
 
-def candidates(
-    name: str, parameter: inspect.Parameter, doc: str, config: Mapping[str, Any], patch: Patch
-) -> Iterator[Any]:
+def candidates(name: str, parameter: inspect.Parameter, doc: str, facts: ClassFacts) -> Iterator[Any]:
     """Descriptions an argument may have, the likeliest first; none where neither name nor docstring says anything."""
     for pattern, shapes in RULES:
         if re.fullmatch(pattern, name):
-            for shape in shapes:
-                yield _with_axes(shape, name, config)
+            said = len(documented(doc, name))
+            for shape in sorted(shapes, key=lambda shape: said not in (0, _dimensions(shape))):
+                yield _with_axes(shape, name, facts.config)
             return
     if name == "added_cond_kwargs":
         yield from ADDED
         return
     if parameter.annotation in (int, "int"):
         return
-    if shape := from_words(documented(doc, name), name, patch):
+    if shape := from_words(documented(doc, name), name, facts.patch):
         yield shape + _kind(name, parameter, doc)
+
+
+def _dimensions(shape: Any) -> int:
+    """How many dimensions a description of a tensor has, without the kind behind them; 0 for what is no tensor."""
+    return sum(not word.islower() for word in shape.split()) if isinstance(shape, str) else 0
 
 
 def _with_axes(shape: Any, name: str, config: Mapping[str, Any]) -> Any:

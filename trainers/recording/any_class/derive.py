@@ -25,17 +25,16 @@ from planner.tape.format import HEAD, TAIL
 from trainers.recording import own
 from trainers.recording.any_class.argument_search import (
     ArgumentSearch,
-    ClassFacts,
     FoundArguments,
     MissingArgument,
     tensors_in,
 )
 from trainers.recording.any_class.block_lists import BlockList, block_lists, built, in_running_order
-from trainers.recording.any_class.candidates import Patch
+from trainers.recording.any_class.candidates import MAIN, ClassFacts, Patch
 from trainers.recording.any_class.dry_run import FakeModel
 from trainers.recording.any_class.length_sums import with_sums
-from trainers.recording.any_class.pipeline_source import PipelineFacts, pipelines_of
-from trainers.recording.any_class.vae import LatentSpace, latent_space
+from trainers.recording.any_class.pipeline_source import PipelineFacts, is_video_class, pipelines_of
+from trainers.recording.any_class.vae import Latents, LatentSpace, latent_space
 
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0")
 """What diffusers' examples adapt (examples/dreambooth, train_dreambooth_lora_*.py), where a model has them."""
@@ -80,7 +79,9 @@ class _Description:
     """What is found out about one model, step by step."""
 
     def __init__(self, model_class: Any, config: Config, source: Source, inputs: OwnInputs) -> None:
-        self.model_class, self.config, self.source, self.inputs = model_class, config, source, inputs
+        self.model_class, self.config, self.source = model_class, config, source
+        self.said = inputs
+        self.inputs = inputs.beside(OwnInputs.of_class(source.class_name))
         found = pipelines_of(source.class_name)
         self.pipeline: PipelineFacts | None = found[0] if found else None
         self.assumed: list[str] = []
@@ -95,12 +96,13 @@ class _Description:
         if self.inputs.kind:
             return self.inputs.kind == "video"
         from_pipeline = self.pipeline is not None and "num_frames" in self.pipeline.defaults
-        return from_pipeline or bool(re.search(r"3D|Video|Motion|SpatioTemporal", self.source.class_name))
+        return from_pipeline or is_video_class(self.source.class_name)
 
     @property
     def patch(self) -> Patch:
         """Cells of the model's own patches, as its config says them; of a UNet, whose levels halve."""
-        size = self.config.get("patch_size")
+        several = self.config.get("all_patch_size")  # a class may have more than one way in: the first
+        size = self.config.get("patch_size", several[0] if isinstance(several, list) and several else None)
         levels = self.config.get("block_out_channels")
         if self.inputs.patch:
             return Patch(*self.inputs.patch)
@@ -141,7 +143,9 @@ class _Description:
     def profile(self, name: str, parameters: int) -> ModelProfile:
         """The whole profile, with sums that hold at two shapes."""
         main = self._main_name()
-        space = latent_space(self.source, self.pipeline, self.inputs, self._latent_channels(main), self.is_video)
+        is_sequence = not re.search(r"\b\d*H\b", self._main_dims(main))
+        latents = Latents(self._latent_channels(main), self.is_video, is_sequence)
+        space = latent_space(self.source, self.pipeline, self.inputs, latents)
         self.assumed += space.assumed
         profile = self._profile(name, parameters, main, space)
         for alike in (True, False):
@@ -156,7 +160,7 @@ class _Description:
         raise AssertionError("one of both returns or raises")
 
     def _main_name(self) -> str:
-        names = [leaf for name in ("hidden_states", "sample", "x") for leaf in self.answer.forward if leaf == name]
+        names = [name for name in MAIN if name in self.answer.forward]
         if not names:
             fault = f"forward of {self.source.class_name} has no argument for noisy latents"
             raise VplanError(fault, "it needs a family of its own")
@@ -258,7 +262,8 @@ class _Description:
             call["target"] = _described(out, self.answer.grid)
             self.assumed.append(f"the loss compares an output of {call['target']} with one of its kind")
         for name, tree in self.answer.forward.items():
-            said = "as you said" if self.answer.sources.get(name) == "given" else "found by dry runs"
+            known = "as is known of the class" if name in self.inputs.inputs else "found by dry runs"
+            said = "as you said" if name in self.said.inputs else known
             text = ", ".join(_shape_text(argument) for _, argument in _leaf_texts(tree, name))
             self.assumed.append(f"{name} is {text}, {said}")
         if self.answer.left_out:
@@ -309,7 +314,11 @@ class _Description:
         tokens = self.inputs.text_tokens or defaults.get("max_sequence_length")
         if tokens is None and any("T" in text for text in _all_texts(self.answer.forward)):
             self.assumed.append(f"prompts of {DEFAULT_TEXT_TOKENS} tokens, as no pipeline says (else --text-tokens)")
+        others = any("E" in letters for letters in _all_texts(self.answer.forward))
+        if others:
+            self.assumed.append("its other tokens, as of sound or a picture, are as many as the cells of an image")
         return {
+            "references": int(others),
             "patch": tuple(patch),
             "frame_step": step,
             "size_multiple": multiple,
@@ -318,8 +327,14 @@ class _Description:
             "max_frames": max(frames, 257) if self.is_video else 1,
             "resolutions": (tuple(max(1, round(side / multiple)) * multiple for side in size),),
             "default_frames": (frames - 1) // step * step + 1 if self.is_video else 1,
+            "only_listed": self._is_square(),
             "batches": (1, 2) if "B" in self.answer.varies else (),
         }
+
+    def _is_square(self) -> bool:
+        """Whether the class takes images as high as wide alone: then its sizes are all said in rows."""
+        words = self._main_dims(self._main_name()).split()
+        return len(words) == 4 and words[-1] == words[-2] and words[-1].endswith("H")
 
     def _size(self, defaults: Mapping[str, Any], space: LatentSpace) -> tuple[int, int]:
         height, width = defaults.get("height"), defaults.get("width")

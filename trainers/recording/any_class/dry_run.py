@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import itertools
 import logging
+import math
 import re
 import types
 import warnings
@@ -31,9 +32,17 @@ from trainers.step import step
 
 GRID = {"B": 2, "F": 5, "H": 22, "W": 26, "T": 34, "E": 38}
 """A shape at which models that halve several times still run."""
+LENGTHS = {
+    math.prod(GRID[letter] for letter in letters) + more
+    for letters in ("HW", "FHW")
+    for more in (-1, 0, 1, GRID["T"], GRID["E"])
+}
+"""Lengths at that shape: no width is learned from those."""
 PLACEHOLDERS = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)
 """Primes beyond every width of a published model that divide none."""
-MOST_RUNS = 60
+MOST_RUNS = 150
+FAILURES = (*REFUSALS, NameError, ImportError)
+"""What a call may raise: a class may need a package that is not there."""
 
 
 class Complaint(NamedTuple):
@@ -85,13 +94,16 @@ class FakeModel:
     def call(self, arguments: Mapping[str, Any], grid: Mapping[str, int]) -> tuple[Any, ...] | Complaint:
         """What the model returns for arguments as `planner.catalog.forward_inputs` describes them; a Complaint where it
         raises."""
-        self.called = []
         with self._environment():
             try:
-                inputs = {name: value_of(tree, grid) for name, tree in arguments.items()}
-                out = self.model(**inputs, **self._plain_tuple())
-            except (*REFUSALS, NameError, ImportError) as error:  # a class may need a package that is not there
+                return self._run(arguments, grid)
+            except FAILURES as error:
                 return _complaint(error, self.model)
+
+    def _run(self, arguments: Mapping[str, Any], grid: Mapping[str, int]) -> tuple[Any, ...]:
+        self.called = []
+        inputs = {name: value_of(tree, grid) for name, tree in arguments.items()}
+        out = self.model(**inputs, **self._plain_tuple())
         return out if isinstance(out, tuple) else tuple(out.values()) if isinstance(out, dict) else (out,)
 
     def _plain_tuple(self) -> dict[str, bool]:
@@ -100,16 +112,14 @@ class FakeModel:
     def idle_parameters(self, arguments: Mapping[str, Any], grid: Mapping[str, int]) -> set[str] | Complaint:
         """Names of the parameters that get no gradient from the first output."""
         self.model.requires_grad_(True)
-        out = self.call(arguments, grid)
-        if isinstance(out, Complaint):
-            return out
-        with self._environment():
-            tensors = [leaf for leaf in tree_leaves(out[0]) if isinstance(leaf, Tensor)]
-            if not tensors or tensors[0].grad_fn is None:
-                return Complaint("the first output has no gradient", "RuntimeError", ())
+        with self._environment():  # one for both ways: it knows which tensors hold one number throughout
             try:
+                out = self._run(arguments, grid)
+                tensors = [leaf for leaf in tree_leaves(out[0]) if isinstance(leaf, Tensor)]
+                if not tensors or tensors[0].grad_fn is None:
+                    return Complaint("the first output has no gradient", "RuntimeError", ())
                 torch.stack([tensor.float().mean() for tensor in tensors]).sum().backward()
-            except REFUSALS as error:
+            except FAILURES as error:
                 return _complaint(error, self.model)
             idle = {name for name, parameter in self.model.named_parameters() if parameter.grad is None}
             for parameter in self.model.parameters():
@@ -135,7 +145,9 @@ def tensor_of(argument: Argument, grid: Mapping[str, int]) -> Tensor:
     size = argument.shape(grid)
     if argument.kind in ("ones", "zeros", "long"):
         return torch.ones(size, dtype=torch.long) if argument.kind == "ones" else torch.zeros(size, dtype=torch.long)
-    return torch.ones(size, dtype=torch.bool) if argument.kind == "bool" else torch.randn(size)
+    if argument.kind in ("bool", "false"):
+        return (torch.ones if argument.kind == "bool" else torch.zeros)(size, dtype=torch.bool)
+    return torch.randn(size, dtype=torch.complex64 if argument.kind == "complex" else None)
 
 
 def _complaint(error: BaseException, model: nn.Module) -> Complaint:
@@ -173,21 +185,38 @@ _PATTERNS = (
 )
 
 
-def learned(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
-    """(placeholder, the width that a layer wants in its place), the likeliest first, from a complaint."""
+_BROADCAST = re.compile(
+    r"Mismatching argument at index \d+ had torch\.Size\(\[(?P<one>[\d, ]*)\]\); "
+    r".*broadcastable to \[(?P<two>[\d, ]*)\]"
+)
+
+
+def mismatched(error: str) -> Iterator[tuple[int, int]]:
+    """Pairs of sizes that a complaint says should be the same, either way round."""
+    if shapes := _BROADCAST.search(error):
+        sides = [[int(size) for size in shapes[name].split(",") if size.strip()] for name in ("one", "two")]
+        for one, two in zip(*(reversed(side) for side in sides), strict=False):
+            if one != two and 1 not in (one, two):
+                yield one, two
+                yield two, one
     for pattern in _PATTERNS:
         if match := re.search(pattern, error):
-            wrong, right = int(match["wrong"]), int(match["right"])
-            for placeholder in unknown:
-                if wrong == placeholder and right not in unknown:
-                    yield placeholder, right
-                elif wrong in unknown:
-                    continue
-                elif wrong > placeholder and right - (wrong - placeholder) > 0 and wrong - placeholder < 9000:
-                    yield placeholder, right - (wrong - placeholder)  # something was joined to it
-                elif right and wrong % placeholder == 0 and right % (wrong // placeholder) == 0:
-                    yield placeholder, right // (wrong // placeholder)  # it was folded, as cells of a patch are
+            yield int(match["wrong"]), int(match["right"])
+
+
+def learned(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
+    """(placeholder, the width that a layer wants in its place), the likeliest first, from a complaint."""
+    for wrong, right in mismatched(error):
+        for placeholder in unknown:
+            if wrong == placeholder and right not in unknown:
+                yield placeholder, right
+            elif wrong in unknown:
+                continue
+            elif wrong > placeholder and right - (wrong - placeholder) > 0 and wrong - placeholder < 9000:
+                yield placeholder, right - (wrong - placeholder)  # something was joined to it
+            elif right and wrong % placeholder == 0 and right % (wrong // placeholder) == 0:
+                yield placeholder, right // (wrong // placeholder)  # it was folded, as cells of a patch are
     numbers = [int(number) for number in re.findall(r"\d+", error)]
     for placeholder, number in itertools.product(unknown & set(numbers), numbers):
-        if number not in unknown and number > 1:
+        if number not in unknown and number > GRID["B"] and number not in LENGTHS:
             yield placeholder, number

@@ -24,11 +24,13 @@ from trainers.recording.recorder import RawAllocation, RawRecording, record_step
 
 PRODUCTS = ("FHW", "HW", "T", "F", "H", "W", "E", "FH", "FW")
 SECOND = {"B": 997, "F": 353, "H": 349, "W": 347, "T": 1019, "R": 1013, "E": 2053}
-"""Other primes than those of the recording."""
-SECOND_SHORT = {**SECOND, "F": 53, "H": 43, "W": 47}
+"""Other primes than those of the recording, at which clip and text together are no multiple of 8 either."""
+SECOND_SHORT = {**SECOND, "F": 53, "H": 43, "W": 47, "T": 1033}
 CONSTANTS = range(-64, 4097)
 """Register tokens, class tokens, image tokens of an encoder."""
 MOST_SUMS = 6
+JOINED = {"S": LengthSum(constant=0, products=("FHW", "T"))}
+"""Clip and text together, as most classes join them."""
 
 
 def with_sums(profile: ModelProfile) -> ModelProfile:
@@ -39,7 +41,10 @@ def with_sums(profile: ModelProfile) -> ModelProfile:
     for short in (False, True):
         tried = _with(profile, call.replace(short_sides=short))
         try:
-            return _with_sums(tried)
+            try:
+                return _with_sums(tried)
+            except ShapeDependence:  # a mask over all tokens is copied unless they are a multiple of 8
+                return _with_sums(_with(profile, call.replace(short_sides=short, sums=JOINED)))
         except REFUSALS as error:
             if isinstance(error, AssertionError | VplanError):
                 raise
@@ -80,6 +85,10 @@ def _with_sums(profile: ModelProfile) -> ModelProfile:
     raise VplanError(f"{profile.diffusers_class} has more lengths that are sums than {MOST_SUMS}", "it needs a family")
 
 
+class ShapeDependence(VplanError):
+    """What a model does, not only how large it is, differs between two shapes."""
+
+
 class Mismatch(NamedTuple):
     """A size that the first recording's product does not explain in the second."""
 
@@ -107,7 +116,7 @@ def mismatches(
         )
         op = left[position].op if position < len(left) else right[position].op
         fault = f"which operators run depends on the shape of a clip (first at allocation {position}, {op})"
-        raise VplanError(fault, "it cannot be recorded for all shapes; a family of its own can")
+        raise ShapeDependence(fault, "it cannot be recorded for all shapes; a family of its own can")
     atoms = {**grid, **derived(grid, {}, sums)}
     values = {**other, **derived(other, {}, sums)}
     factoriser = Factoriser(atoms)
@@ -130,7 +139,7 @@ def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[s
     Of ``c`` times ``constant + sum of products`` at both shapes, ``c`` is the quotient of the differences, and the
     constant what is left.
     """
-    atoms = [atom for atom in "BFHWTE" if grid[atom] > 1]
+    atoms = [atom for atom in "BFHWTE" if min(grid[atom], other[atom]) > 12]  # a batch of two says nothing in a size
     rests = {(_rest(entry.first, grid, atoms), _rest(entry.second, other, atoms)) for entry in found}
     fits = []
     for (left, right), products in itertools.product(rests, _combinations(grid)):
@@ -157,7 +166,7 @@ def _rest(number: int, grid: Mapping[str, int], atoms: Sequence[str]) -> int:
 
 
 def _combinations(grid: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
-    """Up to three products to sum. Sizes that are 1 stand for nothing."""
+    """Up to four products to sum, as of a clip, two texts and an image. Sizes that are 1 stand for nothing."""
     products = [product for product in PRODUCTS if all(grid[atom] > 1 for atom in product)]
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 4):
         yield from itertools.combinations_with_replacement(products, count)

@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib.util
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,20 +48,36 @@ class PipelineFacts(NamedTuple):
 def _sources() -> tuple[tuple[Path, str], ...]:
     spec = importlib.util.find_spec("diffusers")
     assert spec is not None and spec.origin
-    paths = sorted((Path(spec.origin).parent / "pipelines").glob("*/*pipeline*.py"))
+    paths = sorted((Path(spec.origin).parent / "pipelines").glob("**/*pipeline*.py"))
     return tuple((path, path.read_text(encoding="utf-8")) for path in paths)
 
 
 def pipelines_of(class_name: str) -> list[PipelineFacts]:
-    """The pipelines that a model of a class is a part of; the plainest first, by the length of the name."""
-    found = []
-    for _, text in _sources():
-        if class_name not in text:
-            continue
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.ClassDef) and (facts := _facts(node, class_name)):
-                found.append(facts)
-    return sorted(found, key=lambda facts: (_special(facts.name), len(facts.name), facts.name))
+    """The pipelines that a model of a class is a part of, the plainest first.
+
+    That is one that has a VAE, and a length where the class's name is that of a video's; of the folder that has most of
+    them the one that is called as the folder, else the one of the shortest name.
+    """
+    found: list[tuple[Path, PipelineFacts]] = []
+    for path, text in _sources():
+        if class_name in text:
+            classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+            found += [(path.parent, facts) for node in classes if (facts := _facts(node, class_name))]
+    plain = Counter(folder for folder, facts in found if not _special(facts.name))
+
+    def order(entry: tuple[Path, PipelineFacts]) -> tuple[Any, ...]:
+        folder, facts = entry
+        no_length = is_video_class(class_name) and "num_frames" not in facts.defaults
+        other = facts.name.lower() != f"{folder.name.replace('_', '')}pipeline"
+        unusual = (_special(facts.name), folder.parent.name == "deprecated", "vae" not in facts.parts, no_length)
+        return (*unusual, -plain[folder], other, len(facts.name), facts.name)
+
+    return [facts for _, facts in sorted(found, key=order)]
+
+
+def is_video_class(class_name: str) -> bool:
+    """Whether the name of a class says that it takes several frames."""
+    return bool(re.search(r"3D|Video|Motion|SpatioTemporal", class_name))
 
 
 SPECIAL = ("Inpaint", "Img2Img", "Control", "Edit", "Fill", "Upscale", "Upsample", "Image2Image", "KV", "Redux")

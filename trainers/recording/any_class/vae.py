@@ -16,9 +16,11 @@ from planner.errors import VplanError, quoted
 from trainers.recording import own
 from trainers.recording.any_class.pipeline_source import PipelineFacts
 
-SPATIAL = ("vae_scale_factor_spatial", "vae_scale_factor", "vae_spatial_compression_ratio")
-TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+SPATIAL = ("vae_scale_factor_spatial", "vae_scale_factor", "vae_spatial_scale_factor", "vae_spatial_compression_ratio")
+TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_scale_factor", "vae_temporal_compression_ratio")
 """What pipelines call the factors."""
+ENCODERS = ("vae", "vqvae", "movq", "vqgan")
+"""What they call the part that makes latents."""
 
 
 class LatentSpace(NamedTuple):
@@ -32,21 +34,29 @@ class LatentSpace(NamedTuple):
     """of its latents; None where the VAE is not known"""
 
 
+class Latents(NamedTuple):
+    """What is known of a model's latents without their VAE."""
+
+    channels: int
+    is_video: bool
+    is_sequence: bool
+    """one after the other, as sound is, or packed into tokens"""
+
+
 def latent_space(
-    source: Source, pipeline: PipelineFacts | None, inputs: OwnInputs, channels: int, is_video: bool
+    source: Source, pipeline: PipelineFacts | None, inputs: OwnInputs, latents: Latents
 ) -> LatentSpace:
     """The latent space of a model. Raises a VplanError where nothing says how much the VAE shrinks a clip."""
     if source.vae is not None:
         return _of_folder(source.vae, inputs)
-    constants = pipeline.constants if pipeline else {}
-    spatial = inputs.vae.spatial if inputs.vae else next((constants[key] for key in SPATIAL if key in constants), None)
-    temporal = inputs.vae.temporal if inputs.vae else next((constants[key] for key in TEMPORAL if key in constants), 1)
+    class_name = (pipeline.parts.get("vae", "") if pipeline else "").split(" | ")[0]
+    spatial, temporal, origin = _factors(pipeline, inputs, latents, class_name)
     if spatial is None:
         fault = f"nothing says by how much the VAE of {source.class_name} shrinks a clip"
         raise VplanError(fault, "name the pipeline's folder, or write vae = { spatial = 8, temporal = 4 } for --inputs")
-    origin = "as you said" if inputs.vae else f"as {pipeline.name if pipeline else 'nobody'} has it"
-    words = [f"the VAE shrinks {spatial} times" + (f", {temporal} in time" if is_video else "") + f", {origin}"]
-    class_name = (pipeline.parts.get("vae", "") if pipeline else "").split(" | ")[0]
+    in_time = f", {temporal} in time" if latents.is_video else ""
+    words = [f"the VAE shrinks {spatial} times{in_time}, {origin}"]
+    channels = latents.channels
     for vae in _bundled():
         alike = (vae.class_name, vae.spatial, vae.temporal) == (class_name, spatial, temporal)
         if alike and vae.latent_channels in (channels, channels // 4):
@@ -54,6 +64,27 @@ def latent_space(
             return LatentSpace(spatial, temporal, vae.to_json(), tuple(words), vae.latent_channels)
     words.append("the VAE itself is not known and not counted: name the pipeline's folder")
     return LatentSpace(spatial, temporal, _unknown(class_name or "unknown", spatial, temporal, channels), tuple(words))
+
+
+def _factors(
+    pipeline: PipelineFacts | None, inputs: OwnInputs, latents: Latents, class_name: str
+) -> tuple[int | None, int, str]:
+    """(pixels per latent, frames per latent frame, who says so)."""
+    if inputs.vae:
+        return inputs.vae.spatial, inputs.vae.temporal, "as you said"
+    constants = pipeline.constants if pipeline else {}
+    spatial = next((constants[key] for key in SPATIAL if key in constants), None)
+    temporal = next((constants[key] for key in TEMPORAL if key in constants), 1)
+    if pipeline and spatial is not None:
+        return spatial, temporal, f"as {pipeline.name} has it"
+    of_class = {(vae.spatial, vae.temporal) for vae in _bundled() if vae.class_name == class_name}
+    if len(of_class) == 1:
+        return *of_class.pop(), f"as every {class_name} does that is known"
+    if pipeline and not any(name.startswith(ENCODERS) for name in pipeline.parts):
+        return 1, 1, f"as {pipeline.name} has none"
+    if latents.is_sequence:
+        return 1, 1, "as its samples are sequences: a size counts latents, one row after the other"
+    return None, temporal, ""
 
 
 def _bundled() -> Iterable[Vae]:
