@@ -117,6 +117,12 @@ MASK_ALIGNMENT = 8
 """Elements that rows of a mask are padded to (mem_eff_alignment in ATen/native/transformers/attention.cpp)."""
 
 
+def _mask_of_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a boolean mask becomes. The two numbers that it is made of are gone before attention begins."""
+    kept, blocked = (torch.full((), number, dtype=dtype, device=mask.device) for number in (0.0, -math.inf))
+    return torch.where(mask, kept, blocked)
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -146,10 +152,7 @@ def attention(
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
-            kept, blocked = (
-                torch.full((), number, dtype=query.dtype, device=query.device) for number in (0.0, -math.inf)
-            )
-            attn_mask = torch.where(attn_mask, kept, blocked)
+            attn_mask = _mask_of_numbers(attn_mask, query.dtype)
         length = key.shape[2]
         if attn_mask.shape[-2] > 1 and length % MASK_ALIGNMENT:
             attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]

@@ -211,6 +211,17 @@ def test_a_shipped_tape_is_what_the_code_records_now(name: str) -> None:
     assert first_difference(there, now) == "", f"vplan record {MODEL}"
 
 
+def test_a_tape_with_a_mask_is_what_the_code_records_now() -> None:
+    """Where text is masked, attention makes numbers of a boolean mask first."""
+    name, profile = "step-lora-half-fp32-autocast-none-one", lookup.model("hunyuan-video-1.5")
+    (variant,) = (variant for variant in StepVariant.all(profile) if variant.name == name)
+    there = json.loads(read_text(profiles.TAPES / profile.name / f"{name}.json.gz"))
+    now = tape_json(tapes.step_tape(profile, variant))
+    for key in NOT_COMPARED:
+        del there[key], now[key]
+    assert first_difference(there, now) == ""
+
+
 def expected() -> set[Path]:
     """The file of every variant of every model, also of those made on request, its table of parameters, and its VAE's
     and text encoders' tapes."""
