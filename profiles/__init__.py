@@ -1,5 +1,5 @@
-"""What is known, as data: models, cards, tapes and measurements. This is where it lies; `planner.catalog.lookup` reads
-it."""
+"""What is known, as data: models, cards, tapes and measurements. This is where it lies; `planner.catalog.lookup` and
+`planner.catalog.card_lookup` read it."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
 from planner.catalog.forward_inputs import Argument, leaves
-from planner.catalog.traits import Text, Traits
-from planner.schema import Count, CountOrZero, Flag, Record
+from planner.catalog.traits import Traits
+from planner.schema import Count, CountOrZero, Flag, Record, Text
 
 FAMILY = "any-class"
 """The family of profiles that are called so, as `planner.catalog.profiles.ModelProfile` names it."""

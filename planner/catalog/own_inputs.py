@@ -16,8 +16,7 @@ from typing import Any, Literal, Self
 
 import profiles
 from planner.catalog.forward_inputs import check
-from planner.catalog.traits import Text
-from planner.schema import Count, Record
+from planner.schema import Count, Record, Text
 from planner.untrusted import read_document
 
 

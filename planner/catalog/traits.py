@@ -10,9 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.schema import Count, Flag, Record
-
-Text = Annotated[str, Field(min_length=1)]
+from planner.schema import Count, Flag, Record, Text
 
 
 class VaeTraits(Record):

@@ -43,7 +43,7 @@ from planner.units import parse_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.catalog.profiles import GpuProfile
+    from planner.catalog.card_profiles import GpuProfile
 
 REHEARSED_TITLE = "rehearsed: our own trainer on virtual GPUs, whose context and NCCL are estimated"
 """Rows of `--runner rehearse`, which no other number here counts."""
@@ -260,13 +260,13 @@ def _render_learned(console: Console, found: dict[str, Any]) -> None:
 
 def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
     """Name -> the card as it was calibrated, of those that our own rows were taken on; a VplanError without any."""
-    from planner.catalog import lookup
+    from planner.catalog import card_lookup
     from planner.evidence import calibration
 
     found = {}
     for name, env in {row.machine.gpu: row.env for row in own}.items():
         if known := calibration.read(env.gpu, env.driver, env.torch):
-            card = lookup.parse_gpus(name)[1]
+            card = card_lookup.parse_gpus(name)[1]
             found[card.name] = calibration.calibrated(card, known)
     if not found:
         fault = "none of the GPUs of these rows was calibrated with the same driver and torch"

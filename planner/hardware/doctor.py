@@ -23,7 +23,7 @@ import pynvml
 
 import planner
 import profiles
-from planner.catalog import lookup, user_data
+from planner.catalog import card_lookup, user_data
 from planner.errors import VplanError
 from planner.hardware import nvml
 from planner.tape.packs import Pack
@@ -180,9 +180,9 @@ def _catalog_name(name: str, total_bytes: int | None, ecc: bool | None) -> str |
     with_memory = f"{name} {round((total_bytes or 0) / GIB)}GB"
     for text in (with_memory, name):
         with contextlib.suppress(VplanError):
-            name_of_ours = lookup.gpu(text).name
+            name_of_ours = card_lookup.gpu(text).name
             with_ecc = f"{name_of_ours}-ecc"
-            return with_ecc if ecc and with_ecc in lookup.gpu_names() else name_of_ours
+            return with_ecc if ecc and with_ecc in card_lookup.gpu_names() else name_of_ours
     return None
 
 

@@ -7,10 +7,11 @@ import itertools
 from pathlib import Path
 
 import profiles
-from planner.catalog import lookup, user_data
+from planner.catalog import card_lookup, lookup, user_data
 from planner.catalog.card_limits import refuse_on_card
+from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.components import COMPONENTS, recorded_length, together
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import coded_frames
 from planner.errors import NotRecordedError
 from planner.layout.run import Facts, OwnRecording
@@ -126,7 +127,7 @@ def load_facts(
     library = library or Library()
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     model = model or lookup.model(job.model)
-    card = gpu or lookup.parse_gpus(machine.gpu)[1]
+    card = gpu or card_lookup.parse_gpus(machine.gpu)[1]
     refuse_on_card(configuration, card, model)
     key = model.name, job, strategy, machine.torch
     if key not in library.on_a_card:

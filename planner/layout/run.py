@@ -19,8 +19,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from planner.allocator.implementation import alive
+from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.components import calls
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.profiles import ModelProfile
 from planner.catalog.swapped_stacks import split_of
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.run_records import (

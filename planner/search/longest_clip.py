@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.search.capacity_axes import axis
 from planner.search.objectives import Value, largest_by, other_kind
 from planner.search.question import Question

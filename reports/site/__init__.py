@@ -23,7 +23,7 @@ from typing import Any
 import planner
 import profiles
 from planner import dialects
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.components import COMPONENTS
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
@@ -122,7 +122,7 @@ def _choices(models: Iterable[ModelProfile]) -> dict[str, Any]:
         for model in models
     ]
     trainers = [{"name": name, "title": dialects.dialect(name).title} for name in targets() if name != SLURM]
-    cards = [*(group.name for group in lookup.gpu_classes()), *lookup.gpu_names()]
+    cards = [*(group.name for group in card_lookup.gpu_classes()), *card_lookup.gpu_names()]
     return {"models": offered, "gpus": cards, "trainers": trainers}
 
 

@@ -31,6 +31,7 @@ PRELOADED = [
     "diffusers.models.transformers.cogvideox_transformer_3d",
     "diffusers.models.transformers.transformer_wan",
     "peft",
+    "planner.catalog.card_lookup",
     "planner.catalog.lookup",
     "setuptools",
     "tests.contract.ranks",

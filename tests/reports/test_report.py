@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import reports
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import job_for
 from planner.commands import cli
 from planner.dialects.base import cli_words
@@ -127,7 +127,7 @@ def look(strategy: Strategy, gib: int, seconds: float, ram: int = 0) -> QuickEst
 
 def test_the_front_and_the_ladder() -> None:
     job, machine = Job(model=MODEL.name, frames=17, height=480, width=832), Machine(gpu="24GB", host_ram=10)
-    card = lookup.gpu("24GB")
+    card = card_lookup.gpu("24GB")
     search = Search(Question(job, Strategy(), machine, MODEL, card), Screen(lambda *_: pytest.fail("no facts needed")))
     plain, full = Strategy(), Strategy(gradient_checkpointing="full")
     offload = Strategy(gradient_checkpointing="offload")

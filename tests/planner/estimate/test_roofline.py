@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import profiles
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
 from planner.estimate.roofline import Traffic, attention_efficiency, efficiency, peak_flops, step_seconds
@@ -36,7 +36,7 @@ DISK_BYTES_PER_SECOND = 3.2e9  # a drive on four lanes of PCIe 3
 
 GRID = {"B": 1, "F": 21, "H": 30, "W": 52, "T": 512, "R": 16, "E": 0}
 JOB = Job(model="wan2.1-t2v-1.3b", frames=81, height=480, width=832)
-H100, RTX4090, T4 = (lookup.gpu(name) for name in ("h100-80gb", "rtx4090", "t4"))
+H100, RTX4090, T4 = (card_lookup.gpu(name) for name in ("h100-80gb", "rtx4090", "t4"))
 ONE = Machine(gpu="h100-80gb")
 STILL = Traffic()
 MATMUL, POINTWISE, LAUNCHES = ("matmul", 1), ("pointwise", 0), ("kernels", 0)
@@ -345,7 +345,7 @@ def attention_reaches(card, kernel, head_size=128, job=JOB, half=1, **strategy):
     ],
 )
 def test_attention_reaches_in_forward_what_was_published(card, attention, of_128, of_64):
-    rates = [attention_reaches(lookup.gpu(card), attention, size, FORWARD_ONLY) for size in (128, 64)]
+    rates = [attention_reaches(card_lookup.gpu(card), attention, size, FORWARD_ONLY) for size in (128, 64)]
     assert rates == pytest.approx([of_128, of_64], rel=0.015)
 
 
@@ -365,7 +365,7 @@ def test_matmuls_reach_what_was_published():
         "rtx4090": 0.96,
         "l40s": 0.75,
     }
-    reached = {name: efficiency(lookup.gpu(name), "matmul") for name in cards}
+    reached = {name: efficiency(card_lookup.gpu(name), "matmul") for name in cards}
     assert reached == pytest.approx(cards, rel=0.002)
     assert efficiency(H100, "convolution") == 0.75
 
@@ -407,9 +407,9 @@ def test_attention_is_timed_as_the_kernel_that_the_answer_names(model, os, named
     assert unasked.step_seconds == told(attention=named).step_seconds
 
 
-@pytest.mark.parametrize("name", lookup.gpu_names())
+@pytest.mark.parametrize("name", card_lookup.gpu_names())
 def test_every_card_has_a_finite_time(name):
-    card = lookup.gpu(name)
+    card = card_lookup.gpu(name)
     everything = StepWork({(kind, half): Work(10**15, 10**12) for kind in KINDS[:-1] for half in (0, 1)})
     assert 0 < seconds(everything, card).total < 3600
     for kind, half in everything.passes:
