@@ -125,7 +125,7 @@ def test_models_of_a_class_have_the_same_traits() -> None:
         "same_shape",
         "frames_per_second",
         "wide_is_all_linear",
-        "trained_by",
+        "trained_by", "trained_in_fp32",
         "trainers",
         "saved_tables",
         "distilled",
