@@ -272,12 +272,15 @@ def test_nothing_stays_patched_afterwards() -> None:
     assert (behaviour(), registered()) == before
 
 
-def test_flash_backward_accumulates_dq_in_fp32_over_rounded_rows() -> None:
+@pytest.mark.parametrize(("key_heads", "expanded"), [(4, []), (2, [2 * 2 * 4 * 70 * 72] * 2)])
+def test_flash_backward_accumulates_dq_in_fp32_over_rounded_rows(key_heads: int, expanded: list[int]) -> None:
+    """And dk and dv for each head of queries, where several share one of keys."""
     query = torch.empty(2, 4, 130, 72, dtype=HALF, device="meta")
-    found = workspaces("aten._scaled_dot_product_flash_attention_backward", (None, query))
-    assert [kernel for kernel, _ in found] == ["flash", "flash"]
+    key = torch.empty(2, key_heads, 70, 72, dtype=HALF, device="meta")
+    found = workspaces("aten._scaled_dot_product_flash_attention_backward", (None, query, key))
+    assert {kernel for kernel, _ in found} == {"flash"}
     sizes = [torch.Size(dims).numel() for _, dims in found]
-    assert sizes == [4 * 2 * 4 * 256, 4 * 2 * 4 * 256 * 96]
+    assert sizes == [*expanded, 4 * 2 * 4 * 256, 4 * 2 * 4 * 256 * 96]
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(HALF, 2), (FLOAT, 1)])
