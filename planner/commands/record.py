@@ -133,7 +133,7 @@ def command(
             for entry in own_models:
                 user_data.forget(entry.profile.name)
             raise
-    for place in sorted({task.path.parent for task in tasks}):
+    for place in () if check else sorted({task.path.parent for task in tasks}):
         if place.is_relative_to(profiles.TAPES):
             packs.pack_folder(place)
     answer = {

@@ -2,7 +2,7 @@
 
 `NAME.zip` stands for the folder `NAME` beside it. Its recordings have the paths that they would have as files of that
 folder, and a file that lies there is taken first: what is recorded anew answers at once. Recordings of a model differ
-little, so those of one kind are compressed together (xz; a fifth of what they take as a gzipped file each).
+little, so those of one kind are compressed together (xz; a quarter of what they take as a gzipped file each).
 
 A pack is a zip archive of groups and of their index, each compressed. A group is the recordings' JSON texts one after
 the other, without the head that the index has.
@@ -60,6 +60,8 @@ class Pack:
         try:
             self._archive = zipfile.ZipFile(io.BytesIO(content))
             index = json.loads(self.group(INDEX).text(0, MAX_INDEX_BYTES))
+            if index["format"] != FORMAT:
+                raise ValueError(f"format {index['format']}, this vplan reads {FORMAT}")
             heads = index["heads"]
             self.versions: list[Mapping[str, str]] = [head.get("versions", {}) for head in heads]
             """of the libraries that its recordings were made with"""

@@ -21,15 +21,8 @@ def adapters_on_text_encoders(run: Run) -> None:
     prompts = _prompts(run)
     each = SINGLE if run.strategy.adapter_dtype == "fp32" else HALF
     trained = each * rank * sum(_layer_elements(encoder) * _layers(encoder) for encoder in encoders)
-    own = run.total_bytes(run.named("gradient").values())
-    states = run.total_bytes(run.named("optimizer").values())
     run.add(run.load, trained, "weight", "adapters on text encoders")
-    run.add(run.optimizer_first, states * trained // own, "optimizer", "states of the text encoders' adapters")
-    gradient = run.new(trained, "gradient", "gradients of the text encoders' adapters")
-    for stage in filter(None, (run.first_step, run.step)):
-        run.place(stage, [gradient], "backward of the text encoders")
-    for stage in (run.optimizer_first, run.optimizer):
-        run.free(stage, [gradient])
+    _states_and_gradients(run, trained, "the text encoders' adapters")
     checkpointed = run.strategy.gradient_checkpointing == "full"
     if checkpointed:
         tables = sum(
@@ -43,7 +36,6 @@ def adapters_on_text_encoders(run: Run) -> None:
 
 def text_encoders_whole(run: Run) -> None:
     """All of the text encoders is trained: gradients and states like the model's own, and what autograd keeps of them.
-    With an optimizer that steps inside backward no gradient stays.
 
     Of SDXL's CLIP-L the last layer and the norm behind it give nothing that the model takes, and get no gradient
     (sd-scripts sdxl_train.py ``text_encoder1.text_model.encoder.layers[-1].requires_grad_(False)``).
@@ -52,19 +44,26 @@ def text_encoders_whole(run: Run) -> None:
     each = SINGLE if run.strategy.weights_dtype == "fp32" else HALF
     unused = sum(_layer_parameters(encoder) * (_layers(encoder) - _used(encoder, run)) for encoder in encoders)
     trained = each * (sum(encoder.parameters for encoder in encoders) - unused)
-    own = run.total_bytes(run.named("gradient").values())
-    states = run.total_bytes(run.named("optimizer").values())
-    run.add(run.optimizer_first, states * trained // own, "optimizer", "states of the text encoders")
-    if run.strategy.optimizer_step != "backward":
-        gradient = run.new(trained, "gradient", "gradients of the text encoders")
-        for stage in filter(None, (run.first_step, run.step)):
-            run.place(stage, [gradient], "backward of the text encoders")
-        for stage in (run.optimizer_first, run.optimizer):
-            run.free(stage, [gradient])
+    _states_and_gradients(run, trained, "the text encoders")
     checkpointed = run.strategy.gradient_checkpointing == "full"
     computed = SINGLE if each == SINGLE and run.strategy.autocast == "none" else HALF
     kept = sum(_kept_per_layer(encoder, checkpointed, computed) * _used(encoder, run) for encoder in encoders)
     keep_beside(run, _prompts(run) * kept, "kept of the text encoders")
+
+
+def _states_and_gradients(run: Run, trained: int, whose: str) -> None:
+    """What the optimizer keeps of so many bytes of weights, by the share that it keeps of the model's own, and their
+    gradients; with an optimizer that steps inside backward none of these stays."""
+    own = run.total_bytes(run.named("gradient").values())
+    states = run.total_bytes(run.named("optimizer").values())
+    run.add(run.optimizer_first, states * trained // own, "optimizer", f"states of {whose}")
+    if run.strategy.optimizer_step == "backward":
+        return
+    gradient = run.new(trained, "gradient", f"gradients of {whose}")
+    for stage in filter(None, (run.first_step, run.step)):
+        run.place(stage, [gradient], "backward of the text encoders")
+    for stage in (run.optimizer_first, run.optimizer):
+        run.free(stage, [gradient])
 
 
 def _prompts(run: Run) -> int:
