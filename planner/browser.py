@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import dialects
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import in_words
 from planner.commands import cli
 from planner.commands._shared.fixes import MOST_FIXES
@@ -236,7 +236,7 @@ def _judged(found: Estimate) -> Shown:
     need, low, high, budget = map(gib, (found.peak.device_bytes, found.low_bytes, found.high_bytes, found.budget_bytes))
     word = VERDICTS[found.verdict][0].capitalize()
     why = " There is not enough host RAM." if found.limit == "host" else ""
-    card = lookup.parse_gpus(found.machine.gpu)[1]
+    card = card_lookup.parse_gpus(found.machine.gpu)[1]
     usable = "" if found.machine.host_ram is None else f" of {format_gib(found.machine.host_ram)}"
     return {
         "verdict": found.verdict,

@@ -23,7 +23,9 @@ def _size(value: object) -> object:
 # Strict, because `frames = true` and `frames = "81"` are mistakes. The ceilings catch slips of the keyboard (10**12).
 Count = Annotated[int, Field(strict=True, ge=1, le=100_000)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=100_000)]
+PositiveInt = Annotated[int, Field(strict=True, gt=0)]
 Bytes = Annotated[int, BeforeValidator(_size), Field(strict=True, ge=0, le=MAX_BYTES)]
+Text = Annotated[str, Field(min_length=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]

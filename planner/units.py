@@ -58,7 +58,7 @@ def split_quantity(text: str) -> tuple[str, str] | None:
 def parse_bytes(text: str, what: str = "size") -> int:
     """Bytes named by a text: `23.5GiB`, `24GB` (10**9), `80000MiB`, `512MB`, `1024B`. The unit is required.
 
-    A card class (`--gpu 24GB`) is not a size: `planner.catalog.lookup.gpu` resolves those.
+    A card class (`--gpu 24GB`) is not a size: `planner.catalog.card_lookup.gpu` resolves those.
     """
     fix = "write a number with a unit, as 23.5GiB, 24GB or 800MiB"
     parts = split_quantity(text)

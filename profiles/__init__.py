@@ -1,5 +1,5 @@
-"""What is known, as data: models, cards, tapes and measurements. This is where it lies; `planner.catalog.lookup` reads
-it."""
+"""What is known, as data: models, cards, tapes and measurements. This is where it lies; `planner.catalog.lookup` and
+`planner.catalog.card_lookup` read it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ FOLDER = Path(__file__).resolve().parent
 GPUS = FOLDER / "gpus.toml"
 OTHER_CARDS = FOLDER / "other_cards.toml"
 MODELS = FOLDER / "models"
+CLASSES = FOLDER / "classes"
+"""What `vplan record` is told of classes whose arguments no dry run finds out."""
 TAPES = FOLDER / "tapes"
 MEASUREMENTS = FOLDER / "measurements"
 REHEARSALS = FOLDER / "rehearsals"

@@ -10,8 +10,8 @@ from importlib import metadata
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import planner
-from planner.catalog import lookup
-from planner.catalog.profiles import GpuProfile
+from planner.catalog import card_lookup, lookup
+from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.shapes import grid
 from planner.dialects.base import cli_words
 from planner.estimate import timeline as step_timeline
@@ -165,9 +165,11 @@ class Builder:
         self.cards: dict[str, GpuProfile] = {}
         self.library = Library()
         self.model = lookup.model(plan.job.model)
-        self.gpu = lookup.parse_gpus(plan.machine.gpu)[1]
+        self.gpu = card_lookup.parse_gpus(plan.machine.gpu)[1]
         self.cards[plan.machine.gpu] = self.gpu
         self.screen = Screen(self._facts, plan.trainer)
+        self.suggester = Suggester(plan.trainer, run_cache=self.screen.run_cache)
+        """of what other cards take"""
         # What a search sets is open again: the page is about all ways, not the plan's alone.
         typed = typed_only(plan.job.method, plan.strategy, ())
         self.search = Search(Question(plan.job, typed, plan.machine, self.model, self.gpu), self.screen)
@@ -236,30 +238,29 @@ class Builder:
         """What each of `CLIP_CARDS` and the plan's own class takes, as `vplan suggest` answers for it with `--frames
         max` and without: of those with as much host RAM as the plan's, or of all others."""
         machines = []
-        own_card = lookup.parse_gpus(self.plan.machine.gpu)[1]
-        own_ram = lookup.default_host_ram(own_card, self.plan.machine.gpus, self.plan.machine.os)
-        for group in lookup.gpu_classes():
-            card = lookup.gpu(group.name)
+        own_card = card_lookup.parse_gpus(self.plan.machine.gpu)[1]
+        own_ram = card_lookup.default_host_ram(own_card, self.plan.machine.gpus, self.plan.machine.os)
+        for group in card_lookup.gpu_classes():
+            card = card_lookup.gpu(group.name)
             if group.name not in CLIP_CARDS and card.allocatable_bytes != own_card.allocatable_bytes:
                 continue
-            ram = lookup.default_host_ram(card, self.plan.machine.gpus, self.plan.machine.os)
+            ram = card_lookup.default_host_ram(card, self.plan.machine.gpus, self.plan.machine.os)
             beside_own = ram == own_ram  # the plan's computer with another card of its kind
             ram = self.plan.machine.host_ram or ram if beside_own else ram
             if beside_own is same_ram:
                 machine = self.plan.machine.replace(gpu=card.name, unified=card.unified, host_ram=ram)
                 machines.append((card, machine))
         question = self.search.question._replace(job=self.plan.job.replace(buckets=()))
-        suggester = Suggester(self.plan.trainer)
         return tuple(
-            self._reach(suggester, clip, question._replace(gpu=card, machine=machine))
-            for clip, (card, machine) in zip(longest(suggester, question, machines), machines, strict=True)
+            self._reach(clip, question._replace(gpu=card, machine=machine))
+            for clip, (card, machine) in zip(longest(self.suggester, question, machines), machines, strict=True)
         )
 
-    def _reach(self, suggester: Suggester, clip: Longest, question: Question) -> CardReach:
+    def _reach(self, clip: Longest, question: Question) -> CardReach:
         """``question``: about the plan's own clip on that card."""
         if not max(clip.lossless, clip.lossy):  # not even the shortest clip
             return CardReach(clip, None, "", False)
-        found = suggester.search(question).best(question.job, explain=False)
+        found = self.suggester.search(question).best(question.job, explain=False)
         if found is None:
             return CardReach(clip, None, "", False)
         best = found.plan
@@ -368,7 +369,7 @@ def verdict(title: str, gpu: GpuProfile, answer: Estimate) -> str:
     shape = f"{job.frames} x {job.height} x {job.width}" if job.frames > 1 else f"{job.height} x {job.width}"
     count = f"{answer.machine.world} x " if answer.machine.world > 1 else ""
     card = gpu.title.replace(", as ", " (") + ")" if ", as " in gpu.title else gpu.title
-    card = card if answer.machine.world > 1 or lookup.gpu_class(gpu.name) is None else f"a {card}"
+    card = card if answer.machine.world > 1 or card_lookup.gpu_class(gpu.name) is None else f"a {card}"
     activity = {"lora": "LoRA training", "full": "full fine-tuning", "sample": "sampling"}[job.method]
     batch = f", batch {job.batch_size}" if job.batch_size > 1 else ""
     need = f"it needs {gib(answer.peak.device_bytes):.1f} of {gib(answer.budget_bytes):.1f} GiB"

@@ -15,12 +15,14 @@ from typing import Any
 from planner.catalog import lookup
 from planner.catalog.components import Component
 from planner.catalog.diffusers_folder import Source
+from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.launch.recorders import PARAMETERS, Derivation, TapeTask
 from planner.tape.codec import tape_json
 from planner.tape.format import Tape
-from planner.tape.packed_json import DAMAGES, unpack, write_packed
+from planner.tape.packed_json import DAMAGES, pack, write_packed
+from planner.tape.packs import is_stored, read_text
 from planner.tape.variants import SampleVariant, StepVariant
 from planner.worker_process import result_file, write_json
 from trainers.recording.comparison import NOT_COMPARED, first_difference
@@ -49,8 +51,14 @@ def _derive(order: dict[str, Any]) -> dict[str, Any]:
     """Builds the model on the meta device; a VplanError for an architecture that cannot be built."""
     from trainers.recording import own, tapes
 
-    wanted = Derivation(Source(**order["source"]), order["name"])
-    derived = own.derive(wanted.source, wanted.name)
+    wanted = Derivation(Source(**order["source"]), order["name"], order["inputs"])
+    derived: own.Derived
+    if wanted.source.class_name in lookup.diffusers_classes() and not wanted.inputs:
+        derived = own.derive(wanted.source, wanted.name)
+    else:
+        from trainers.recording.any_class import derive
+
+        derived = derive.derive(wanted.source, wanted.name, OwnInputs.read(wanted.inputs))
     tapes.full_run_lengths.cache_clear()  # counted by name, and the name may mean another architecture now
     return {"profile": derived.profile.to_json(), "notes": derived.notes}
 
@@ -64,13 +72,14 @@ def _record(order: dict[str, Any]) -> dict[str, Any]:
     if not task.check:
         unclassified = [name for name in recorded.get("operators", ()) if name not in CLASSIFIED]
         return _tape_answer(write_packed(recorded, task.path).stat().st_size, "", unclassified)
-    if not task.path.is_file():
+    if not is_stored(task.path):
         return _tape_answer(0, f"there is no {task.path}")
     stored = _read(task.path)
+    nbytes = len(pack(stored))
     for key in NOT_COMPARED:
         stored.pop(key, None)
         recorded.pop(key, None)
-    return _tape_answer(task.path.stat().st_size, first_difference(stored, recorded))
+    return _tape_answer(nbytes, first_difference(stored, recorded))
 
 
 def _tape_answer(nbytes: int, difference: str, unclassified: list[str] | None = None) -> dict[str, Any]:
@@ -102,13 +111,14 @@ def _of_own(profile: ModelProfile, variant: Any) -> Tape:
     except VplanError:
         raise
     except REFUSALS as error:
-        fault = f"a training step of {profile.name} cannot be run as {profile.diffusers_class} of {profile.lent_by}"
+        whose = f" of {profile.lent_by}" if profile.lent_by else ""
+        fault = f"a training step of {profile.name} cannot be run as {profile.diffusers_class}{whose}"
         raise refusal(error, fault, "complete the config, and name the pipeline's folder if there is one") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        stored: dict[str, Any] = json.loads(unpack(path))
+        stored: dict[str, Any] = json.loads(read_text(path))
     except DAMAGES as error:
         raise VplanError(f"tape {path.name} is damaged ({type(error).__name__})", "record it again") from None
     return stored

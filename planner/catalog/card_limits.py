@@ -5,7 +5,8 @@ A search leaves these out; who types one is told.
 
 from __future__ import annotations
 
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.card_profiles import GpuProfile
+from planner.catalog.profiles import ModelProfile
 from planner.errors import NotEstimatedError
 from planner.spec.configuration import Configuration
 from planner.spec.rules import ResolvedStrategy

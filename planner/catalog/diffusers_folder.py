@@ -6,6 +6,9 @@ before it is built: too large a file, not JSON, a class we do not know, numbers 
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
 import json
 import math
 import os
@@ -15,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from planner.errors import VplanError, quoted
+from planner.errors import VplanError, did_you_mean, quoted
 
 Config = dict[str, Any]
 
@@ -60,6 +63,19 @@ class Source(NamedTuple):
     has_second_expert: bool = False
 
 
+@functools.cache
+def installed_classes() -> frozenset[str]:
+    """The transformers and UNets of the installed diffusers, read from its source and not imported; none where there is
+    no diffusers."""
+    spec = importlib.util.find_spec("diffusers")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    files = (Path(spec.origin).parent / "models" / room / "__init__.py" for room in ("transformers", "unets"))
+    imports = (node for file in files if file.is_file() for node in ast.walk(ast.parse(file.read_text("utf-8"))))
+    names = {alias.name for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return frozenset(name for name in names if name[:1].isupper())
+
+
 def locate(text: str) -> tuple[Path, Path] | None:
     """(the folder that nothing may lead out of, the config.json in it) of a path; None when it is no model's.
 
@@ -88,7 +104,7 @@ def is_path(text: str) -> bool:
 def read_source(text: str, classes: Iterable[str]) -> Source:
     """What the folder or config.json at a path says, checked; a VplanError for anything else.
 
-    `classes` are the diffusers classes we can record.
+    `classes` are the diffusers classes that can be recorded.
     """
     location = locate(text)
     if location is None:
@@ -96,7 +112,7 @@ def read_source(text: str, classes: Iterable[str]) -> Source:
         raise VplanError(f"no model config.json at {quoted(text)}", fix)
     root, place = location
     config = read_config(place, root)
-    class_name = _class_of(config, place, sorted(classes))
+    class_name = _class_of(config, place, classes)
     check_values(config, _relative(place, root))
     if place.parent == root:
         return Source(str(place), _called(root), class_name, config)
@@ -175,19 +191,20 @@ def _not_finite(text: str) -> NoReturn:
     raise VplanError(f"{text} is not a number", "write a finite number")
 
 
-def _class_of(config: Config, place: Path, classes: list[str]) -> str:
-    """The config's class, which must be one of our own table: a name from a file is never looked up anywhere else."""
+def _class_of(config: Config, place: Path, classes: Iterable[str]) -> str:
+    """The config's class, which must be one of those: a name from a file is never looked up anywhere else."""
     name = config.get("_class_name")
     # `auto_map` names Python files that diffusers would import.
     if "auto_map" in config:
         fix = "if the model is one of diffusers' own classes, remove auto_map from a copy of the file"
         raise VplanError(f"{place.name} refers to custom code (auto_map), which is never run", fix)
     if not isinstance(name, str):
-        fix = f"it must be one of {', '.join(classes)}"
+        fix = "pass the config.json of a transformer or UNet of diffusers"
         raise VplanError(f"{place.name} has no _class_name: not the config of a diffusers model", fix)
     if name not in classes:
-        fix = f'supported are {", ".join(classes)}; README, "Adding a model family", says how to add one'
-        raise VplanError(f"class {quoted(name)} cannot be recorded", fix)
+        otherwise = "pass the config.json of one; a newer diffusers may have it"
+        fault = f"class {quoted(name)} cannot be recorded: the installed diffusers has no such transformer or UNet"
+        raise VplanError(fault, did_you_mean(name, classes, otherwise))
     return name
 
 

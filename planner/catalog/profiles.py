@@ -1,4 +1,4 @@
-"""What a profile says about a model or a card: the records of `profiles/models/*.toml` and `profiles/gpus.toml`."""
+"""What a profile says about a model: the records of `profiles/models/*.toml`."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import functools
@@ -8,14 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from planner.catalog.traits import EncoderTraits, Text, TrainerTrait, Traits, VaeTraits
+from planner.catalog.traits import EncoderTraits, TrainerTrait, Traits, VaeTraits
 from planner.errors import VplanError
-from planner.schema import Count, CountOrZero, Flag, NotNegative, Number, Positive, Record
+from planner.schema import Count, CountOrZero, Flag, NotNegative, Number, Positive, PositiveInt, Record, Text
 from planner.spec.job import FloatDtype
 from planner.spec.training import LossWeighting, ModeScale, Objective, Shift, TimestepSampling
-from planner.units import GIB, MIB
 
-PositiveInt = Annotated[int, Field(strict=True, gt=0)]
 Size = tuple[Count, Count]
 """Height and width, pixels."""
 
@@ -24,10 +22,12 @@ class Stack(Record):
     """A module list of repeated blocks. The lists are given in the order they run."""
 
     list: Text
-    depth_key: Text
-    """the config key that holds the number of blocks, or a list with one entry per block (UNets)"""
+    depth_key: str
+    """the config key that holds the number of blocks, or a list with one entry per block (UNets); "" for none"""
     alike: Flag = True
     """false: what runs between the blocks differs from one to the next, so that all of them are recorded"""
+    blocks: Count | None = None
+    """how many there are, where no key of the config says it; none of them is left out then"""
 
 
 VALUES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "force_upcast")
@@ -228,6 +228,8 @@ class ModelProfile(Record):
 
     def depth(self, stack: Stack) -> int:
         """The number of blocks in one stack of the model. Raises a VplanError when the config has no such key."""
+        if stack.blocks is not None:
+            return stack.blocks
         value = self.config.get(stack.depth_key)
         if isinstance(value, list):
             return len(value)
@@ -256,93 +258,3 @@ class ModelProfile(Record):
     def text_encoder_parameters(self) -> int:
         """The number of parameters of all text and image encoders together."""
         return sum(encoder.parameters for encoder in self.text_encoders)
-
-
-class GpuProfile(Record):
-    """One card. Rates are dense, as the kernels use them; a sparse marketing rate is twice that."""
-
-    name: Text
-    title: Text
-    aliases: tuple[Text, ...] = ()
-    vendor: Literal["nvidia", "amd"] = "nvidia"
-    architecture: Text
-    compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
-    multiprocessors: Count
-    """streaming multiprocessors: reductions split their work, and so their workspace, over them"""
-    class_gb: Count
-    """what it is sold as"""
-    nvml_total_mib: PositiveInt
-    """what nvidia-smi shows"""
-    allocatable_gib: Positive
-    """what it gives to a process: torch `total_memory`, without the driver's reserve"""
-    ecc: Flag = False
-    context_mib: Positive
-    """CUDA context of one process, inside what it gives"""
-    bf16_tflops: NotNegative
-    """0: emulated (Pascal, Volta, Turing)"""
-    fp16_tflops: Positive
-    fp8_tflops: NotNegative = 0.0
-    """0: no fp8 matrix units"""
-    fp32_tflops: Positive
-    matmul_tflops: Positive | None = None
-    """best of torch's matrix products in 16 bits, where this card was measured; else published shares are taken"""
-    bandwidth_gbs: Positive
-    """of its memory, GB/s (10**9)"""
-    link: Text
-    link_gbs: Positive
-    """to host RAM, one direction, as reached"""
-    nvlink_gbs: NotNegative = 0.0
-    """to another card, one direction; 0: none"""
-    power_watts: Positive
-    """its power limit as shipped"""
-    attention_tflops: tuple[Positive, Positive] | None = None
-    """(forward, backward) of torch's own attention in bf16, where it was measured; else published shares are taken"""
-    unified: Flag = False
-    reference: Flag = False
-    """one of the cards that stand for its class"""
-    source: Text
-
-    @property
-    def allocatable_bytes(self) -> int:
-        """What torch can allocate on this card, bytes: the budget of a plan. NVML's total less the driver's reserve."""
-        return round(self.allocatable_gib * GIB)
-
-    @property
-    def context_bytes(self) -> int:
-        """The CUDA context of one process on this card, bytes."""
-        return round(self.context_mib * MIB)
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """The compute capability as (major, minor): (8, 9)."""
-        major, minor = self.compute_capability.split(".")
-        return int(major), int(minor)
-
-    @property
-    def threads_per_multiprocessor(self) -> int:
-        """Threads that one multiprocessor holds at a time (CUDA C++ Programming Guide, "Technical Specifications per
-        Compute Capability")."""
-        if self.capability == (7, 5):
-            return 1024
-        return 1536 if self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] >= 11 else 2048
-
-
-class GpuClass(Record):
-    """What "a 24 GB card" means: its reference cards, and the cards that are sold under the same label and give
-    less."""
-
-    gb: Count
-    reference: Annotated[tuple[Text, ...], Field(min_length=1)]
-    smaller: tuple[Text, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The name people type for it: `24GB`."""
-        return f"{self.gb}GB"
-
-
-class GpuFile(Record):
-    """All records of `profiles/gpus.toml`: cards and classes."""
-
-    gpu: Annotated[tuple[GpuProfile, ...], Field(min_length=1)]
-    classes: Annotated[tuple[GpuClass, ...], Field(min_length=1)] = Field(alias="class")

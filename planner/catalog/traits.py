@@ -10,9 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.schema import Count, Flag, Record
-
-Text = Annotated[str, Field(min_length=1)]
+from planner.schema import Count, Flag, Record, Text
 
 
 class VaeTraits(Record):
@@ -130,9 +128,13 @@ class Traits(Record):
     """file in trainers/families that trains it, where that is not the family's"""
     frames_per_second: Count | None = None
     """of the clips a video model was trained on, where `inputs` has no frame_rate that the model is given"""
+    trained_in_fp32: Flag = False
+    """other trainers' scripts train all of it in fp32 without autocast, unless they are told otherwise"""
     stages: Flag = False
     """its stacks are the levels of a UNet, each of a resolution of its own with several blocks inside: those are what
     is checkpointed and compiled, and nothing of it is swapped by a search"""
+    checkpoints: Flag = True
+    """diffusers' class can checkpoint its blocks (``_supports_gradient_checkpointing``)"""
     head_dim_counts_heads: Flag = False
     """attention_head_dim in the config is the number of heads, in spite of its name (diffusers UNets)"""
     last_block_apart: Flag = False

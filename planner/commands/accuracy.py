@@ -43,7 +43,7 @@ from planner.units import parse_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.catalog.profiles import GpuProfile
+    from planner.catalog.card_profiles import GpuProfile
 
 REHEARSED_TITLE = "rehearsed: our own trainer on virtual GPUs, whose context and NCCL are estimated"
 """Rows of `--runner rehearse`, which no other number here counts."""
@@ -61,6 +61,7 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
         "vplan accuracy runs.jsonl --json",
         "vplan accuracy --only cogvideox",
         "vplan accuracy --seconds",
+        "vplan accuracy --threads",
         "vplan accuracy --history history.json",
     ),
 )
@@ -86,6 +87,9 @@ _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
     "--least", metavar="SIZE", default="1MiB", show_default=True, help="With --history: ignore smaller events."
 )
 @click.option("--seconds", "what", flag_value="seconds", help="Compare published step times instead of memory.")
+@click.option(
+    "--threads", "what", flag_value="threads", help="Check commands of public threads, against what was reported."
+)
 @report_option
 @json_option
 def command(
@@ -110,12 +114,17 @@ def command(
     --history finds the cause of an error: the first event where a recorded run and its tape differ.
 
     --seconds compares the step times that others published: what is left out, and why, is listed too.
+
+    --threads asks `vplan check` about commands whose outcome was reported in public threads.
     """
-    if what == "seconds":
+    if what in ("seconds", "threads"):
         if files or report or history is not None:
-            raise VplanError(
-                "--seconds compares the bundled step times only", "leave out FILE, --report, --history", USAGE
-            )
+            raise VplanError(f"--{what} compares bundled rows only", "leave out FILE, --report, --history", USAGE)
+        if what == "threads":
+            from planner.commands._shared.thread_scores import compare_threads
+
+            compare_threads(text, as_json)
+            return None
         from planner.commands._shared.published_seconds import compare_seconds
 
         compare_seconds(text, _estimator({})[0], as_json)
@@ -251,13 +260,13 @@ def _render_learned(console: Console, found: dict[str, Any]) -> None:
 
 def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
     """Name -> the card as it was calibrated, of those that our own rows were taken on; a VplanError without any."""
-    from planner.catalog import lookup
+    from planner.catalog import card_lookup
     from planner.evidence import calibration
 
     found = {}
     for name, env in {row.machine.gpu: row.env for row in own}.items():
         if known := calibration.read(env.gpu, env.driver, env.torch):
-            card = lookup.parse_gpus(name)[1]
+            card = card_lookup.parse_gpus(name)[1]
             found[card.name] = calibration.calibrated(card, known)
     if not found:
         fault = "none of the GPUs of these rows was calibrated with the same driver and torch"

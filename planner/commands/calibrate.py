@@ -13,7 +13,7 @@ import psutil
 from click.core import ParameterSource
 
 import profiles
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.commands import USAGE
 from planner.commands._shared.verb import DONE, FiniteRange, Verb, examples, json_option, show, table
 from planner.commands.probe import FAILED, keep
@@ -35,7 +35,7 @@ from planner.units import MIB, format_gib, gib
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.catalog.profiles import GpuProfile
+    from planner.catalog.card_profiles import GpuProfile
     from planner.commands._shared.grid_options import Where
 
 STEPS = 3
@@ -200,7 +200,7 @@ def _unreal(said: dict[str, Any], stack: contextlib.ExitStack) -> Where:
     from planner.commands._shared.grid_options import Where
     from planner.rehearsal.cards import MOST_CARDS
 
-    machine = Machine(gpu=lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name, gpus=MOST_CARDS)
+    machine = Machine(gpu=card_lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name, gpus=MOST_CARDS)
     if said["runner_name"] == "simulate":
         from planner.probe.simulated import SimulatedRunner
 
@@ -231,7 +231,7 @@ def _card() -> GpuProfile:
     if known is None:
         fault = f"{cards[0]['name'] or 'this card'} is not in the catalogue, so there is nothing to correct"
         raise VplanError(fault, f"give it as memory (--gpu 24GiB); {works}")
-    return lookup.gpu(known)
+    return card_lookup.gpu(known)
 
 
 def _plans(names: Sequence[str], card: GpuProfile | None) -> list[Plan]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.catalog import lookup
-from planner.catalog.profiles import GpuProfile
+from planner.catalog import card_lookup
+from planner.catalog.card_profiles import GpuProfile
 from planner.commands._shared.options import complete_card
 from planner.commands._shared.verb import Verb, examples, json_option, markdown_option, show, table
 from planner.terminal import echo
@@ -33,12 +33,12 @@ def command(name: str | None, as_markdown: bool, as_json: bool) -> None:
 
         echo(gpus_page(), nl=False)
         return
-    cards = [lookup.gpu(each) for each in lookup.gpu_names()]
+    cards = [card_lookup.gpu(each) for each in card_lookup.gpu_names()]
     cards.sort(key=lambda card: (card.class_gb, card.allocatable_gib, card.name))
-    groups = lookup.gpu_classes()
+    groups = card_lookup.gpu_classes()
     if name:
-        group = lookup.gpu_class(name)
-        cards = [card for card in cards if card.class_gb == group.gb] if group else [lookup.parse_gpus(name)[1]]
+        group = card_lookup.gpu_class(name)
+        cards = [card for card in cards if card.class_gb == group.gb] if group else [card_lookup.parse_gpus(name)[1]]
         groups = tuple(each for each in groups if each == group)
     answer = {
         "gpus": [card.to_json() for card in cards],

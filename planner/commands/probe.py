@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import click
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.catalog.plan_id import row_id
 from planner.commands import USAGE
 from planner.commands._shared.verb import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show, table
@@ -183,7 +183,7 @@ def _for_card(plan: Plan, gpu: str | None) -> Plan:
     """The plan as for another card; what it expected of its own is no word about that one."""
     if gpu is None:
         return plan
-    count, card = lookup.parse_gpus(gpu)
+    count, card = card_lookup.parse_gpus(gpu)
     machine = plan.machine.replace(gpu=card.name, unified=card.unified)
     if count > 1:
         machine = machine.replace(gpus=count)

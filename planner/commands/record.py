@@ -9,19 +9,21 @@ import importlib.util
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import click
 
 import profiles
 from planner.catalog import lookup, user_data
 from planner.catalog.components import COMPONENTS, Component, components
+from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
 from planner.commands._shared import own_model
 from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, quoted
 from planner.launch.recorders import CHECKOUT, PARAMETERS, Recorders, TapeTask
+from planner.tape import packs
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.terminal import console
 
@@ -40,6 +42,13 @@ NEEDED = (
     "came_pytorch",
 )
 """What recording imports. A planning laptop has none of them."""
+
+
+class _OwnFacts(TypedDict):
+    """Options about a model of the user's own."""
+
+    name: str | None
+    inputs_file: str | None
 
 
 class RecordedTape(NamedTuple):
@@ -65,6 +74,12 @@ class RecordedTape(NamedTuple):
 @click.argument("models", nargs=-1, metavar="[FOLDER|CONFIG.json|MODEL]...")
 @click.option("--name", metavar="NAME", help="Name for the model in FOLDER.  [default: the folder's name]")
 @click.option(
+    "--inputs",
+    "inputs_file",
+    metavar="FILE.toml",
+    help="What forward of the model in FOLDER is called with, where its class does not tell.",
+)
+@click.option(
     "--variant",
     "texts",
     metavar="TEXT",
@@ -78,31 +93,37 @@ class RecordedTape(NamedTuple):
 @json_option
 def command(
     models: Sequence[str],
-    name: str | None,
     texts: Sequence[str],
     everything: bool,
     check: bool,
     jobs: int,
     output: str | None,
     as_json: bool,
+    **own: Unpack[_OwnFacts],
 ) -> None:
     """Record the tapes that estimates are computed from.
 
     A tape holds every allocation of one real training step, recorded with fake tensors: no GPU, no weights, no
     download. Recording needs the training dependencies: pip install 'vplan[train]'.
 
-    FOLDER is a model of your own in diffusers format, or its config.json. It is kept in your data folder (set
-    VPLAN_HOME to change it) and then known everywhere by its name and its folder. Existing tapes are not recorded
-    again. MODEL is a known model; without any, all bundled models are recorded: 80 to 180 tapes each, 2 to 40 seconds
-    per tape.
+    FOLDER is a model of your own in diffusers format, or its config.json: any transformer or UNet of diffusers. How a
+    class that no bundled model has is called is found out by dry runs; --inputs FILE says what they cannot find.
+
+    The model is kept in your data folder (set VPLAN_HOME to change it) and then known everywhere by its name and its
+    folder. Existing tapes are not recorded again. MODEL is a known model; without any, all bundled models are recorded:
+    80 to 180 tapes each, 2 to 40 seconds per tape.
     """
+    name, inputs_file = own["name"], own["inputs_file"]
     folders = [model for model in models if own_model.is_folder(model)]
     _check_use(models, folders, name, check, output)
+    if inputs_file is not None and not folders:
+        raise VplanError("--inputs is for a folder or config.json", "pass the folder of your model", USAGE)
+    inputs = OwnInputs() if inputs_file is None else OwnInputs.from_file(Path(inputs_file))
     sources = [own_model.read(model, name) for model in folders]
     _require_torch()
     folder = Path(output) if output else _default_folder(check)
     with Recorders(jobs) as recorders:
-        own_models = [own_model.keep(source, chosen, recorders) for source, chosen in sources]
+        own_models = [own_model.keep(source, chosen, inputs, recorders) for source, chosen in sources]
         names_of_known = [lookup.model(model).name for model in models if model not in folders]
         names = [entry.profile.name for entry in own_models] + names_of_known or list(profiles.model_names())
         tasks = _tasks(dict.fromkeys(names), _VariantSelection(tuple(texts), everything, check), folder)
@@ -112,6 +133,9 @@ def command(
             for entry in own_models:
                 user_data.forget(entry.profile.name)
             raise
+    for place in () if check else sorted({task.path.parent for task in tasks}):
+        if place.is_relative_to(profiles.TAPES):
+            packs.pack_folder(place)
     answer = {
         "folder": str(user_data.tapes() if own_models or any(lookup.model(name).is_own for name in names) else folder),
         "checked": check,
@@ -201,7 +225,7 @@ def _tasks(models: dict[str, None], selection: _VariantSelection, folder: Path) 
         named = [(name, folder / model / f"{name}.json.gz") for name in _names(profile, selection)]
         if selection.check:  # not all of them are shipped
             required = {*own_model.first_variants(profile), *selection.texts}
-            named = [(name, path) for name, path in named if name in required or path.is_file()]
+            named = [(name, path) for name, path in named if name in required or packs.is_stored(path)]
         tasks += [TapeTask(model, name, "", path, selection.check) for name, path in named]
         tasks.append(TapeTask(model, PARAMETERS, "", folder / model / PARAMETERS_FILE, selection.check))
         for part in components(profile):
@@ -230,16 +254,19 @@ def _own_tasks(profile: ModelProfile, selection: _VariantSelection) -> list[Tape
     folder = user_data.tapes() / profile.name
     tasks = [TapeTask(profile.name, name, "", folder / f"{name}.json.gz", selection.check) for name in names]
     tasks.append(TapeTask(profile.name, PARAMETERS, "", folder / PARAMETERS_FILE, selection.check))
+    known_vaes = {lookup.model(name).vae.class_name for name in profiles.model_names()}
     for part in components(profile):
+        if part.name == profile.vae.folder and profile.vae.class_name not in known_vaes:
+            continue  # how such a VAE takes a clip is not known: an estimate counts its weights, and says so
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
-        if not (profiles.TAPES / place).is_file():
+        if not packs.is_stored(profiles.TAPES / place):
             tasks.append(TapeTask(profile.name, part.variant, part.name, user_data.tapes() / place, selection.check))
     return tasks
 
 
 def _is_due(task: TapeTask) -> bool:
     """Whether a tape of an own model is to be recorded, or checked: what is there is not recorded again."""
-    return task.path.is_file() if task.check else not own_model.is_current(task.path)
+    return packs.is_stored(task.path) if task.check else not own_model.is_current(task.path)
 
 
 def _names(profile: ModelProfile, selection: _VariantSelection) -> list[str]:

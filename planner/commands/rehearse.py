@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.commands import USAGE
 from planner.commands._shared.fixes import print_checked
 from planner.commands._shared.live_memory_table import print_live
@@ -126,7 +126,7 @@ def command(
         raise VplanError("nothing to rehearse", "pass the training command after --", USAGE)
     if not gpu:
         raise VplanError("no card given", "pass --gpu 24GB, or rtx4090, 2xh100, ... (`vplan gpus` lists them)", USAGE)
-    count, card = lookup.parse_gpus(gpu)
+    count, card = card_lookup.parse_gpus(gpu)
     if count > MOST_GPUS:
         raise VplanError(f"--gpu {gpu} is more than one virtual machine has", f"use up to {MOST_GPUS} cards")
     ram = bounds["host_ram"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.commands import USAGE
 from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options, with_proposed_shapes
 from planner.commands._shared.gpu_count import (
@@ -115,7 +115,7 @@ def command(
     length. With --steps or --epochs it also tells the hours, kWh and money of the whole job.
     """
     started = time.perf_counter()
-    cards = [] if asked.gpu else [group.name for group in lookup.gpu_classes()]
+    cards = [] if asked.gpu else [group.name for group in card_lookup.gpu_classes()]
     length, auto = asked_length(said, cards, proposes=asked.wants_shapes), asked.wants_shapes
     limits = asked_limits(said, length)
     refuse_limits(limits, {"leave out --for": trainer is not None, "write the shapes of --buckets": auto})
@@ -143,7 +143,7 @@ def command(
     if length and length.folders and kind == "models":
         raise VplanError("--data needs a single model", one or "pass --model", USAGE)
     if length and kind == "classes":
-        question = asked.settle(gpu=lookup.gpu_classes()[0].name)
+        question = asked.settle(gpu=card_lookup.gpu_classes()[0].name)
         length = length.counting(question.model, question.job)
     table = _Table(asked, prefer, allow is not None, several, length)
     rows = table.models() if kind == "models" else table.classes()
@@ -272,7 +272,7 @@ class _Table:
     def classes(self) -> list[render_rows.TableRow]:
         """A line for every class of card."""
         rows = []
-        for found in spread(_row_maker, self._typed, [group.name for group in lookup.gpu_classes()], "cards"):
+        for found in spread(_row_maker, self._typed, [group.name for group in card_lookup.gpu_classes()], "cards"):
             if isinstance(found, VplanError):
                 raise found
             rows.append(found)
@@ -295,7 +295,7 @@ class _Table:
         """How a question about many was understood."""
         asked = self.asked
         if asked.model is None or self.several:
-            count, card = lookup.parse_gpus(asked.gpu or "")
+            count, card = card_lookup.parse_gpus(asked.gpu or "")
             cards = f"{count} x " if count > 1 else ""
             models = f"{asked.model!r} may mean {len(self.several)} models" if self.several else "all known models"
             return f"{models}, {asked.job.get('method', 'lora')}, on {cards}{card.title}: " + (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from planner.catalog import lookup, user_data
+from planner.catalog import card_lookup, user_data
 from planner.catalog.plan_id import row_id
 from planner.commands import USAGE
 from planner.commands._shared.progress import Progress
@@ -339,7 +339,7 @@ class _Answer:
             return "rehearsed"
         gpu = self.tuning.setup.gpu if self.tuning.setup else ""
         with contextlib.suppress(VplanError):  # a card that the catalogue does not know
-            if lookup.gpu(gpu).architecture != self.question.gpu.architecture:
+            if card_lookup.gpu(gpu).architecture != self.question.gpu.architecture:
                 return "nearby"
         return "measured"
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import alive, held
+from planner.catalog.forward_call import ForwardCall
 from planner.catalog.shapes import grid, grids
 from planner.estimate import cache_flushes, fragmentation, host_ram
 from planner.estimate.roofline import step_seconds
@@ -327,7 +328,15 @@ def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[Com
     tried = ".".join(map(str, NEWEST_TRIED))
     newer = f"torch {run.machine.torch} is newer than what estimates were compared with ({tried})"
     untried = (newer,) if is_untried(run.machine.torch) else ()
-    return (*left_out, *words, *_elastic(run.strategy), *more, *part, *untried)
+    return (*_of_class(run), *left_out, *words, *_elastic(run.strategy), *more, *part, *untried)
+
+
+def _of_class(run: Run) -> tuple[str, ...]:
+    """What the recording of a model without a family of its own rests on."""
+    call = ForwardCall.of(run.facts.model.inputs)
+    if call is None:
+        return ()
+    return (f"recorded from the signature of {run.facts.model.diffusers_class}: {'; '.join(call.assumed)}",)
 
 
 def _elastic(strategy: Strategy) -> tuple[str, ...]:

@@ -288,14 +288,17 @@ def _loading(run: Run) -> int:
     by shard (diffusers model_loading_utils.py ``load_model_dict_into_meta``); a quantised one goes to the GPU as it is
     made, unless a trainer quantises what is loaded (``HostTerms.quantises_loaded``).
     """
-    sizes = list(map(run.sizes.__getitem__, run.named("weight").values()))
     if run.host.loads_on_cpu and run.strategy.weights(run.job.method) in ("fp32", "bf16", "fp16"):
-        return sum(sizes)
+        return run.summed(_weights)
     if run.host.quantises_loaded:
         return 2 * run.facts.model.parameters
     if run.strategy.sharding in SPLIT and run.elements:  # whole, before it is split
         return 2 * max(run.elements.values())
-    return max(sizes, default=0)
+    return run.summed(_largest_weight)
+
+
+def _largest_weight(run: Run) -> int:
+    return max(map(run.sizes.__getitem__, run.named("weight").values()), default=0)
 
 
 def _saving(run: Run) -> int:
@@ -323,7 +326,7 @@ def _saving(run: Run) -> int:
 def _sampling(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
     """What waits for its turn. With a part that is ``swapped`` the pipeline is whole in host RAM from the start."""
     strategy, vae = run.strategy, run.facts.model.vae
-    held, model = _held(run, share)["weights"], _weights(run)
+    held, model = _held(run, share)["weights"], run.summed(_weights)
     if strategy.vae == "swapped":
         held += int(vae.parameters * BYTES_PER_PARAMETER[strategy.vae_dtype])
     away = model if strategy.vae == "swapped" and not share.groups else 0
@@ -356,8 +359,9 @@ def state_bytes(run: Run) -> int:
         return (HALF + ZERO_STATES) * run.trained_parameters + average
     if run.strategy.sharding == "fsdp":
         return 3 * run.trained_bytes + average
-    gradients = run.named("gradient")
-    # A fused step counts on the GPU, one number a weight, the others in host RAM: as much as nothing.
-    states = run.total_bytes([buffer for name, buffer in run.named("optimizer").items() if name[-5:] != ":step"])
-    trained = run.total_bytes(gradients.values())
-    return run.trained_experts * (trained + states) + master_bytes(run) + average
+    return run.trained_experts * (run.gradient_bytes + run.summed(_states)) + master_bytes(run) + average
+
+
+def _states(run: Run) -> int:
+    """A fused step counts on the GPU, one number a weight, the others in host RAM: as much as nothing."""
+    return run.total_bytes(buffer for name, buffer in run.named("optimizer").items() if name[-5:] != ":step")

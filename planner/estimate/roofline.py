@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.estimate.links import Ring, gpu_rate, node_rate
 from planner.estimate.work import KERNELS, Attention, Kind, StepWork, Work
 from planner.spec.configuration import Configuration

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.evidence.published import Counter, Interval, Row
 from planner.layout import margin
@@ -272,7 +272,7 @@ def _settle(row: Row) -> tuple[Configuration, str]:
     if row.outcome not in RAN | RAN_OUT:
         raise VplanError(f"outcome {row.outcome} says nothing about memory")
     model = lookup.model(row.job.model)
-    count, card = lookup.parse_gpus(row.machine.gpu)
+    count, card = card_lookup.parse_gpus(row.machine.gpu)
     lookup.check_job(model, row.job)
     lookup.check_blocks(model, row.strategy)
     machine = row.machine.replace(
@@ -281,7 +281,7 @@ def _settle(row: Row) -> tuple[Configuration, str]:
         unified=row.machine.unified or card.unified,
     )
     if machine.host_ram is None:
-        machine = machine.replace(host_ram=lookup.installed_host_ram(card, machine.gpus))
+        machine = machine.replace(host_ram=card_lookup.installed_host_ram(card, machine.gpus))
     job = row.job.replace(model=model.name)
     configuration = Configuration.of(job, row.strategy, machine)
     check(configuration)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from planner.catalog import user_data
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.errors import VplanError, quoted
 from planner.estimate.roofline import COPY_EFFICIENCY, matmul_efficiency
 from planner.evidence.measurement import Setup

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import planner
 import profiles
-from planner.catalog import lookup, user_data
-from planner.catalog.profiles import GpuProfile
+from planner.catalog import card_lookup, lookup, user_data
+from planner.catalog.card_profiles import GpuProfile
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.evidence.ledger import OURS, Ledger, default_path
@@ -157,10 +157,10 @@ def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
 def _stands_for(measured: str, planned: str | None, gpu: GpuProfile) -> bool | None:
     """``planned``: the card of a plan that ran capped to it."""
     with contextlib.suppress(VplanError):
-        card, group = lookup.gpu(measured), lookup.gpu_class(gpu.name)
+        card, group = card_lookup.gpu(measured), card_lookup.gpu_class(gpu.name)
         if card.name == gpu.name or (group and card.name in group.reference):
             return True
-        if planned is not None and lookup.parse_gpus(planned)[1].name == gpu.name:
+        if planned is not None and card_lookup.parse_gpus(planned)[1].name == gpu.name:
             return card.architecture == gpu.architecture
     return None
 
@@ -171,7 +171,7 @@ def _runs(
     """What a row tells of the `step`, and of what was gone through before (`encode`)."""
     if row.measured.outcome not in ("ok", "nan", *RAN_OUT) or row.measured.outcome == "host-oom":
         return
-    card = lookup.gpu(row.machine.gpu)
+    card = card_lookup.gpu(row.machine.gpu)
     # A card that was calibrated is not as it is listed, and what it has of its own must not count twice.
     if (prediction := predictions.of(row, gpu if gpu.name == card.name else card)) is None:
         return

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
-from planner.catalog import lookup
-from planner.catalog.profiles import GpuProfile
+from planner.catalog import card_lookup
+from planner.catalog.card_profiles import GpuProfile
 from planner.errors import VplanError
 from planner.evidence import calibration
 from planner.hardware import doctor
@@ -46,9 +46,9 @@ def card_here(typed: Machine) -> CardHere:
     host_ram = ram["available_bytes"]
     name, total, used = here["name"], here["total_bytes"], here["used_bytes"] or 0
     if here["known_as"]:
-        card = lookup.gpu(here["known_as"])
+        card = card_lookup.gpu(here["known_as"])
     elif total:
-        card = lookup.gpu(f"{gib(total - (here['reserved_bytes'] or 0)):.4g}GiB")
+        card = card_lookup.gpu(f"{gib(total - (here['reserved_bytes'] or 0)):.4g}GiB")
     else:
         raise VplanError(f"NVML does not say how much memory {name} has", "pass it: --gpu 24GiB")
     notes = [f"{name}, {format_gib(used)} in use by other processes, {format_gib(host_ram)} of host RAM available"]

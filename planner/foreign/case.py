@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.catalog import lookup
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog import card_lookup, lookup
+from planner.catalog.card_profiles import GpuProfile
+from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
 from planner.dialects.base.dialect import Dialect, Invocation, Translation, translate
@@ -72,7 +73,7 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     settings = dict(invocation.settings)
     settings |= {name: value for name, value in overrides.items() if value is not None}
     notes: list[str] = []
-    count, card = lookup.parse_gpus(str(machine["gpu"]))
+    count, card = card_lookup.parse_gpus(str(machine["gpu"]))
     machine_fields = {name: value for name, value in machine.items() if value is not None}
     settings["gpus"] = machine_fields["gpus"] = _gpus(settings, machine_fields, count, notes)
     settings["nodes"] = machine_fields["nodes"] = int(machine_fields.get("nodes") or settings.get("nodes") or 1)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import profiles
-from planner.catalog import lookup
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog import card_lookup, lookup
+from planner.catalog.card_profiles import GpuProfile
+from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.dialect import capabilities
 from planner.launch.training_laws import preset_words
 from planner.spec.job import Strategy
@@ -145,11 +146,11 @@ def _mark(words: str | None) -> str:
 
 def gpus_page() -> str:
     """The Markdown of docs/gpus.md: all cards and classes of cards with their sources."""
-    cards = [lookup.gpu(name) for name in lookup.gpu_names()]
+    cards = [card_lookup.gpu(name) for name in card_lookup.gpu_names()]
     cards.sort(key=lambda card: (card.class_gb, card.allocatable_gib, card.name))
     classes = [
         [group.name, _names(group.reference), _names(group.smaller) if group.smaller else "none"]
-        for group in lookup.gpu_classes()
+        for group in card_lookup.gpu_classes()
     ]
     lines = [
         "# Cards",

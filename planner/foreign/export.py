@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import dialects
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import check_blocks, check_job
 from planner.dialects.base import config_text
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
@@ -134,7 +134,7 @@ def plan_with(plan: Plan, wanted: Fields) -> Plan:
 def priced(plan: Plan, trainer: str) -> Estimate | None:
     """The estimate of a plan under a trainer's memory terms; None when no recording answers. One that would run only
     because PyTorch empties its cache is `no`: what is exported runs for days."""
-    profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
+    profile, (_, card) = lookup.model(plan.job.model), card_lookup.parse_gpus(plan.machine.gpu)
     try:
         configuration = plan.configuration
         return assess(configuration, load_facts(configuration, profile, card), trainer, flushes=False).estimate

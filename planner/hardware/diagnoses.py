@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.units import GIB, format_gib
 
 Facts = dict[str, Any]
@@ -150,7 +150,7 @@ def _host(facts: Facts) -> Iterator[Finding]:
     names = [card["known_as"] for card in facts["gpus"] if card.get("known_as")]
     have = min(memory["limit_bytes"] or memory["total_bytes"], memory["total_bytes"])
     if names:
-        assumed = lookup.installed_host_ram(lookup.gpu(names[0]), len(names))
+        assumed = card_lookup.installed_host_ram(card_lookup.gpu(names[0]), len(names))
         if have < assumed:
             fault = f"{format_gib(have)} of host RAM; plans assume {format_gib(assumed)} for such cards"
             yield Finding(NOTE, fault, f"pass --host-ram {have / GIB:.0f}GiB")

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ import pynvml
 
 import planner
 import profiles
-from planner.catalog import lookup, user_data
+from planner.catalog import card_lookup, user_data
 from planner.errors import VplanError
 from planner.hardware import nvml
-from planner.tape.packed_json import unpack
+from planner.tape.packs import Pack
 from planner.units import GIB
 
 Facts = dict[str, Any]
@@ -181,9 +180,9 @@ def _catalog_name(name: str, total_bytes: int | None, ecc: bool | None) -> str |
     with_memory = f"{name} {round((total_bytes or 0) / GIB)}GB"
     for text in (with_memory, name):
         with contextlib.suppress(VplanError):
-            name_of_ours = lookup.gpu(text).name
+            name_of_ours = card_lookup.gpu(text).name
             with_ecc = f"{name_of_ours}-ecc"
-            return with_ecc if ecc and with_ecc in lookup.gpu_names() else name_of_ours
+            return with_ecc if ecc and with_ecc in card_lookup.gpu_names() else name_of_ours
     return None
 
 
@@ -343,11 +342,10 @@ def tapes() -> Facts:
     """The library versions that the bundled tapes were recorded with, and which libraries are installed here in another
     version."""
     recorded: dict[str, set[str]] = {name: set() for name in TAPE_LIBRARIES}
-    for folder in sorted(profiles.TAPES.iterdir()):
-        first = min(folder.glob("*.json.gz"), default=None)
-        versions: Mapping[str, str] = json.loads(unpack(first))["versions"] if first else {}
-        for name in recorded.keys() & versions.keys():
-            recorded[name].add(versions[name])
+    for path in sorted(profiles.TAPES.glob("*.zip")):
+        for versions in Pack.read(path).versions:
+            for name in recorded.keys() & versions.keys():
+                recorded[name].add(versions[name])
     installed = {name: (package_version(name) or "").split("+")[0] for name in TAPE_LIBRARIES}
     differs = [name for name in TAPE_LIBRARIES if installed[name] and recorded[name] - {installed[name]}]
     return {

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -28,7 +28,8 @@ TICK_SECONDS = 0.05
 """Between two looks for answers."""
 
 CHECKOUT = "VPLAN_CHECKOUT"
-"""Environment variable with the folder of a trainer's code, from which its own model is recorded."""
+"""Environment variable with the folder of a trainer's code, from which its own model is recorded, or several, as PATH
+has them."""
 
 PARAMETERS = "parameters"
 """What a task calls the table of a model's parameters, which lies beside its tapes."""
@@ -41,10 +42,12 @@ class Derivation(NamedTuple):
     source: Source
     name: str
     """what the model will be called"""
+    inputs: Mapping[str, Any] = {}
+    """what the user said of it (`planner.catalog.own_inputs.OwnInputs` as JSON)"""
 
     def to_json(self) -> dict[str, Any]:
         """The task as JSON, as the worker reads it."""
-        return {"work": "derive", "source": self.source._asdict(), "name": self.name}
+        return {"work": "derive", "source": self.source._asdict(), "name": self.name, "inputs": dict(self.inputs)}
 
 
 class TapeTask(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.errors import NotRecordedError, VplanError, quoted
 from planner.estimate.estimate import estimate
 from planner.launch.launch import Preparation, Validation
@@ -24,7 +24,7 @@ def fitted(plan: Plan) -> tuple[Plan, str | None]:
     """The plan, and None; or the plan without its samples, and why: where they, and nothing else, do not fit."""
     if plan.strategy.validation_mode == "off":
         return plan, None
-    profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
+    profile, (_, card) = lookup.model(plan.job.model), card_lookup.parse_gpus(plan.machine.gpu)
     try:
         configuration = plan.configuration
         answer = estimate(configuration, load_facts(configuration, profile, card), plan.trainer)

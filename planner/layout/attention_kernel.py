@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Collection, Sequence
 
 from planner.catalog.card_limits import FLASH_FROM
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.errors import NotEstimatedError
 from planner.layout.run import Run
 from planner.spec.job import Machine, Strategy

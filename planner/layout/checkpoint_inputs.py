@@ -118,12 +118,16 @@ class _Allocation(NamedTuple):
 
 
 def _allocations(run: Run, events: list[int]) -> list[_Allocation]:
-    places = [at for at, event in enumerate(events) if event >= 0]
+    operators, sizes = run.program.op, run.sizes
+    places: list[int] = []
+    freed: list[int] = []
+    for at, event in enumerate(events):
+        if event >= 0:
+            places.append(at)
+            freed.append(0)
+        elif freed:
+            freed[-1] += sizes[~event]
     return [
-        _Allocation(
-            at,
-            (run.program.op[events[at]], run.sizes[events[at]]),
-            run.total_bytes(~event for event in events[at + 1 : following]),
-        )
-        for at, following in itertools.pairwise([*places, len(events)])
+        _Allocation(at, (operators[events[at]], sizes[events[at]]), nbytes)
+        for at, nbytes in zip(places, freed, strict=True)
     ]

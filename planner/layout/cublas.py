@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.layout.run import Run
 from planner.layout.sharding.stage_editor import first_backward
 from planner.tape.program import Program, Stage

@@ -437,6 +437,7 @@ def encoding_memory(components: tuple[ComponentPass, ...], workspace_bytes: int,
     return EncodingMemory(peak, waiting, split)
 
 
+@functools.lru_cache(maxsize=4096)
 def _summed_peak(component: ComponentPass) -> int | None:
     """The allocated peak of a component that is loaded, encodes and is freed, without laying it out; None where it is
     loaded or run in another form than it was recorded in."""

@@ -7,20 +7,22 @@ import itertools
 from pathlib import Path
 
 import profiles
-from planner.catalog import lookup, user_data
+from planner.catalog import card_lookup, lookup, user_data
 from planner.catalog.card_limits import refuse_on_card
+from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.components import COMPONENTS, recorded_length, together
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import coded_frames
 from planner.errors import NotRecordedError
-from planner.layout.run import Facts
+from planner.layout.run import Facts, OwnRecording
 from planner.spec.configuration import Configuration
-from planner.spec.job import SPLIT, Job, Strategy
+from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
 from planner.tape.codec import read_tape
 from planner.tape.format import NOTHING, Tape
+from planner.tape.packs import is_stored, written_ns
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.tape.parameter_table import Parameters, read_parameters
-from planner.tape.variants import OWN_CODE, OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants import OWN_CODE, WIDE, OptimizerVariant, SampleVariant, StepVariant
 
 
 def tape(model: str, variant: str) -> Tape:
@@ -36,19 +38,23 @@ def tapes(model: str, *variants: str) -> list[Tape]:
         flags = " ".join(f"--variant {variant}" for variant in missing)
         fault = f"no tape {' or '.join(missing)} of {model}"
         raise NotRecordedError(fault, f"record it once (needs vplan[train]): vplan record {model} {flags}")
-    return [_read(path, path.stat().st_mtime_ns) for path in paths if path is not None]
+    return [_read(path, written_ns(path)) for path in paths if path is not None]
 
 
 def _stored(*parts: str) -> Path | None:
-    """A file under the bundled tapes, or else under the user's own; None where there is none."""
+    """The path of a recording under the bundled ones, or else under the user's own; None where there is none."""
     bundled: Path = profiles.TAPES.joinpath(*parts)
-    if bundled.is_file():
+    if is_stored(bundled):
         return bundled
     own = user_data.tapes().joinpath(*parts)
     return own if own.is_file() else None
 
 
-@functools.cache
+TAPES_KEPT = 128
+"""More than a search of one model reads; with what is derived from it, a tape takes some 5 MB."""
+
+
+@functools.lru_cache(maxsize=TAPES_KEPT)
 def _read(path: Path, written_ns: int) -> Tape:
     return read_tape(path)
 
@@ -56,7 +62,7 @@ def _read(path: Path, written_ns: int) -> Tape:
 def parameters(model: str) -> Parameters:
     """The parameter table of a model, by its name. Raises a NotRecordedError when none was recorded."""
     if path := _stored(model, PARAMETERS_FILE):
-        return _read_table(path, path.stat().st_mtime_ns)
+        return _read_table(path, written_ns(path))
     raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
 
 
@@ -69,7 +75,7 @@ NO_PARAMETERS = Parameters()
 
 
 class Library:
-    """The recordings that one search reads: each is looked for once, however many strategies ask for it.
+    """The recordings that one search reads: each is looked for once, however many strategies and cards ask for it.
 
     What is recorded anew while a library is in use is not seen by it.
     """
@@ -78,6 +84,8 @@ class Library:
         self._tapes: dict[tuple[str, ...], list[Tape] | NotRecordedError] = {}
         self._components: dict[tuple[str, str], Tape | None] = {}
         self._parameters: dict[str, Parameters] = {}
+        self.on_a_card: dict[tuple[str, Job, Strategy, str | None], Facts] = {}
+        """model, job, strategy and version of torch -> the facts for whatever card they were first asked for"""
 
     def tapes(self, model: str, *variants: str) -> list[Tape]:
         """The tapes of some variants, or the error that names the missing ones, as `tapes` has them."""
@@ -118,10 +126,19 @@ def load_facts(
     recorded."""
     library = library or Library()
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
-    batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     model = model or lookup.model(job.model)
-    card = gpu or lookup.parse_gpus(machine.gpu)[1]
+    card = gpu or card_lookup.parse_gpus(machine.gpu)[1]
     refuse_on_card(configuration, card, model)
+    key = model.name, job, strategy, machine.torch
+    if key not in library.on_a_card:
+        library.on_a_card[key] = _recorded(configuration, model, card, library)
+    return library.on_a_card[key]._replace(model=model, gpu=card)
+
+
+def _recorded(configuration: Configuration, model: ModelProfile, card: GpuProfile, library: Library) -> Facts:
+    """The recordings, which are the same on all cards."""
+    job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
+    batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     side_by_side = together(model, job.guided)
     if job.method == "sample":
         sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch)
@@ -145,20 +162,31 @@ def load_facts(
         around(model, job, strategy, library),
         recordings.get("sample"),
         recordings.get("checkpointed"),
-        own_code=_own_code(model, variant),
+        own_code=_own_code(model, job, strategy, variant),
     )
 
 
-def _own_code(model: ModelProfile, variant: StepVariant) -> dict[str, Tape]:
-    """The step of each trainer whose model is its own, by the trainer's name, where that is recorded of a variant and
-    shipped: of Wan 2.1 T2V 14B and 2.2 T2V only LoRA without autocast is, and diffusers' model answers for the rest."""
+def _own_code(model: ModelProfile, job: Job, strategy: Strategy, variant: StepVariant) -> dict[str, OwnRecording]:
+    """What is recorded, and shipped, of each trainer whose model is its own, by the trainer's name: of Wan 2.1 T2V 14B
+    and 2.2 T2V only LoRA without autocast is of DiffSynth-Studio's, and diffusers' model answers for the rest. So it
+    does where some blocks are checkpointed, which takes two recordings of one model."""
+    if strategy.gradient_checkpointing == "partial":
+        return {}
     recorded = set(StepVariant.in_own_code(model))
     in_code = {trainer: variant._replace(code=trainer) for trainer in OWN_CODE}
     return {
-        trainer: tape(model.name, own.name)
+        trainer: OwnRecording(tape(model.name, own.name), _wider_optimizer(model, job, strategy, own))
         for trainer, own in in_code.items()
         if own in recorded and _stored(model.name, f"{own.name}.json.gz")
     }
+
+
+def _wider_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepVariant) -> Tape | None:
+    """The optimizer's step over adapters on every layer of a block, which musubi-tuner has over a quantised base, where
+    diffusers' model is recorded with those on its usual layers."""
+    if own.precision.weights not in QUANTISED or own.method == WIDE:
+        return None
+    return tape(model.name, OptimizerVariant.of(model, job, strategy)._replace(method=WIDE).name)
 
 
 def counts_elements(strategy: Strategy) -> bool:
@@ -189,4 +217,4 @@ def around(model: ModelProfile, job: Job, strategy: Strategy, library: Library) 
 def component_tape(name: str, variant: str) -> Tape | None:
     """A tape of a text encoder or VAE, bundled or of the user's own; None when there is none."""
     path = _stored(COMPONENTS, name, f"{variant}.json.gz")
-    return _read(path, path.stat().st_mtime_ns) if path else None
+    return _read(path, written_ns(path)) if path else None

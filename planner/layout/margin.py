@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.spec.plan import Verdict
 
 RECORDED = (0.02, 0.04)

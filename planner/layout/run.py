@@ -19,8 +19,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from planner.allocator.implementation import alive
+from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.components import calls
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.profiles import ModelProfile
 from planner.catalog.swapped_stacks import split_of
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.run_records import (
@@ -49,6 +50,14 @@ STRATEGY_MOMENT = Moment("", "", "", -1)
 """The moment of what a strategy adds outside the model's code."""
 
 
+class OwnRecording(NamedTuple):
+    """What is recorded of one trainer's own model."""
+
+    step: Tape
+    optimizer: Tape | None = None
+    """where it trains more than is recorded of diffusers' model"""
+
+
 class Facts(NamedTuple):
     """Everything that a layout reads besides the question: the model, the card, the tapes and the measurements."""
 
@@ -73,14 +82,14 @@ class Facts(NamedTuple):
     measurements: ModelMeasurements = NO_MEASUREMENTS
     """what measurements of this model on this card say"""
 
-    own_code: Mapping[str, Tape] = MappingProxyType({})
-    """the step of trainers whose model is their own, by the trainer's name"""
+    own_code: Mapping[str, OwnRecording] = MappingProxyType({})
+    """what is recorded of trainers whose model is their own, by the trainer's name, or that of its version"""
 
     def trained_by(self, trainer: str) -> Facts:
         """These facts with the step of a trainer's own model, where that is recorded. ``trainer`` may name a version,
         as "diffsynth@model-offload"."""
-        own = self.own_code.get(trainer.partition("@")[0])
-        return self if own is None else self._replace(step=own)
+        own = self.own_code.get(trainer) or self.own_code.get(trainer.partition("@")[0])
+        return self if own is None else self._replace(step=own.step, optimizer=own.optimizer or self.optimizer)
 
 
 @dataclass
@@ -141,6 +150,9 @@ class Run:
     resized: bool = field(init=False, default=False)
     """whether a recorded buffer takes other than what was recorded"""
 
+    sums: dict[Callable[[Run], int], int] | None = field(init=False, default=None)
+    """of `summed`, where a search keeps them for this shape and nothing was transformed yet"""
+
     _shared: dict[object, Any] = field(init=False, default_factory=dict)
 
     @property
@@ -163,12 +175,14 @@ class Run:
         """The run before any transformation; this run itself where none was kept apart."""
         return self.base.recording if self.base is not None else self
 
-    def shared(self, compute: Callable[[Run], T]) -> T:
-        """The result of `compute` on the untransformed run, cached for all runs that are laid out from it."""
+    def shared(self, compute: Callable[..., T], *also: object) -> T:
+        """The result of `compute` on the untransformed run, cached for all runs that are laid out from it. ``also``:
+        what else it is given."""
         recording = self.recording
-        if compute not in recording._shared:
-            recording._shared[compute] = compute(recording)
-        result: T = recording._shared[compute]
+        key = (compute, also) if also else compute
+        if key not in recording._shared:
+            recording._shared[key] = compute(recording, *also)
+        result: T = recording._shared[key]
         return result
 
     def shared_at_shape(self, compute: Callable[[Run], T], *also: object) -> T:
@@ -179,6 +193,15 @@ class Run:
             cache[key] = compute(self)
         result: T = cache[key]
         return result
+
+    def summed(self, compute: Callable[[Run], int]) -> int:
+        """The result of `compute`, which looks at nothing but the sizes of what is recorded; a run that was not
+        transformed yet has it from others of the same recordings and shape."""
+        if self.sums is None:
+            return compute(self)
+        if compute not in self.sums:
+            self.sums[compute] = compute(self)
+        return self.sums[compute]
 
     def untransformed_copy(self) -> Run:
         """A copy to apply transformations to. The run itself, which must have had none, then serves as its base."""
@@ -336,11 +359,21 @@ class Run:
         return [b for name, b in states if ":state" in name and self.sizes[b] >= PAGED_ELEMENTS]
 
     @property
+    def gradient_bytes(self) -> int:
+        """The bytes of all gradients together, at the run's shape."""
+        return self.summed(_gradient_bytes)
+
+    @property
     def trained_parameters(self) -> int:
         """The number of trained parameters, over all experts that the run trains."""
         if self.strategy.sharding in SPLIT:
             return self.trained_experts * self._split_elements
-        return self.trained_experts * (self.total_bytes(self.named("gradient").values()) // self._trained_size)
+        return self.trained_experts * (self.gradient_bytes // self._trained_size)
+
+    @property
+    def in_own_code(self) -> bool:
+        """Whether its step is that of its trainer's own model, which needs no terms for what that does otherwise."""
+        return bool({self.trainer, self.trainer.partition("@")[0]} & self.facts.own_code.keys())
 
     @property
     def trained_bytes(self) -> int:
@@ -403,6 +436,10 @@ class Run:
         Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
         """
         return self.shared(_weights_by_block if self.strategy.optimizer_step == "backward" else _frozen_by_block)
+
+
+def _gradient_bytes(run: Run) -> int:
+    return run.total_bytes(run.named("gradient").values())
 
 
 def _weights_by_block(run: Run) -> dict[Block, list[int]]:

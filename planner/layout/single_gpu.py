@@ -6,7 +6,7 @@ Each one function, one named buffer or lifetime, one source.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from planner.errors import VplanError
 from planner.layout.checkpoint_inputs import block_inputs, recomputation
@@ -28,33 +28,69 @@ def checkpoint_offload(run: Run) -> None:
         run.step.stretches = _with_inputs_offloaded(run)
 
 
+Recomputations = tuple[tuple[int, int] | None, ...]
+"""What `recomputation` says of one of each of `_likes`, by their numbers."""
+
+
 def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
-    inputs, forward = block_inputs(run), _forward_events(run)
-    likes = run.shared(_likes) if run.step.stretches == run.recording.step.stretches else _likes(run)
-    recomputations: dict[int, tuple[int, int] | None] = {}
-    before = dict(zip([*forward][1:], forward, strict=False))
+    """The step with each checkpoint's input in host RAM while it is not needed. Shapes differ in where recomputations
+    begin and end, and hardly any do."""
+    if run.step.stretches != run.recording.step.stretches:
+        likes, forward = _likes(run), _forward_events(run)
+        return _woven(run, likes, forward, _recomputations(run, likes, forward))
+    return run.shared(_woven_recording, _recomputations(run, run.shared(_likes), run.shared(_forward_events)))
+
+
+def _recomputations(run: Run, likes: dict[int, int], forward: dict[Block, list[int]]) -> Recomputations:
+    """By their numbers, `recomputation` of the stretches that are alike."""
+    inputs = block_inputs(run)
+    first: dict[int, int] = {}
+    for at, number in likes.items():
+        first.setdefault(number, at)
+    found = []
+    for at in first.values():
+        moment, events = run.step.stretches[at]
+        block = (moment.module_list, moment.block)
+        found.append(recomputation(run, forward[block], _but(events, inputs[block])))
+    return tuple(found)
+
+
+def _but(events: list[int], freed: list[int]) -> list[int]:
+    """Events without the frees of some buffers."""
+    frees = {~buffer for buffer in freed}
+    return events if frees.isdisjoint(events) else [event for event in events if event not in frees]
+
+
+def _woven_recording(recording: Run, recomputations: Recomputations) -> list[tuple[Moment, list[int]]]:
+    return _woven(recording, recording.shared(_likes), recording.shared(_forward_events), recomputations)
+
+
+def _woven(
+    run: Run, likes: dict[int, int], forward: Collection[Block], recomputations: Recomputations
+) -> list[tuple[Moment, list[int]]]:
+    inputs, blocks = block_inputs(run), [*forward]
+    before = dict(zip(blocks[1:], blocks, strict=False))
     # The last block's backward may come in parts, around what stands between it and the head.
     backward = [(at, moment) for at, (moment, _) in enumerate(run.step.stretches) if moment.passes == "backward"]
     over = {(moment.module_list, moment.block): at for at, moment in backward}
-    last = [*forward][-1:]
+    last = blocks[-1:]
     left: set[Block] = set()
     brought: set[Block] = set()
     freed: set[Block] = set()
     woven: list[tuple[Moment, list[int]]] = []
     for at, (moment, events) in enumerate(run.step.stretches):
         block = (moment.module_list, moment.block)
-        frees = [~buffer for buffer in inputs.get(block, ())]
         if block not in inputs or moment.passes not in ("forward", "backward"):
             woven.append((moment, events))
-        elif moment.passes == "forward":
+            continue
+        frees = [~buffer for buffer in inputs[block]]
+        if moment.passes == "forward":
             # It goes when the next block begins; the last one's when backward brings the first back.
             leaving = [] if block in left or block in last else frees
             left.add(block)
             woven.append((moment, [*events, *leaving]))
         else:
-            events = [event for event in events if event not in frees]
-            if likes[at] not in recomputations:
-                recomputations[likes[at]] = recomputation(run, forward[block], events)
+            events = _but(events, inputs[block])
             begins, ends = recomputations[likes[at]] or (0, len(events) if at == over[block] else None)
             woven.append((moment, [*events[:begins], *(frees if block in last and block not in brought else [])]))
             for fetched, name in ((block, "checkpoint"), (before.get(block), FETCHED_AHEAD)):

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.errors import VplanError, quoted
 from planner.hardware import doctor
 from planner.hardware.diagnoses import HELD_BYTES
@@ -38,7 +38,7 @@ def cards_of(plan: Plan) -> list[Facts]:
 
 def _with_free(card: Facts) -> Facts:
     """A card that shares the CPU's memory has no number of its own: what the system has is what it has."""
-    if card["free_bytes"] is not None or not (card["known_as"] and lookup.gpu(card["known_as"]).unified):
+    if card["free_bytes"] is not None or not (card["known_as"] and card_lookup.gpu(card["known_as"]).unified):
         return card
     return {**card, "free_bytes": doctor.host_ram()["available_bytes"], "unified": True}
 

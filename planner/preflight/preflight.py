@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import check_blocks, check_job
 from planner.dataset.sources import DataSource
 from planner.errors import NotEstimatedError, VplanError
@@ -162,7 +162,7 @@ def ready(plan: Plan) -> Plan:
 def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     """(estimate, checks): the plan estimated again on this version, and whether it fits its own budget. Where nothing
     is recorded of it: a VplanError with `must`, else None."""
-    profile, (_, card) = lookup.model(plan.job.model), lookup.parse_gpus(plan.machine.gpu)
+    profile, (_, card) = lookup.model(plan.job.model), card_lookup.parse_gpus(plan.machine.gpu)
     try:
         machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine
         configuration = replace(plan.configuration, machine=machine)

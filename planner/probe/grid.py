@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import psutil
 
 from planner.catalog import lookup
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.card_profiles import GpuProfile
+from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.hardware import doctor

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.plan_id import row_id
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
@@ -128,7 +128,7 @@ def _capped(entry: GridEntry, answer: Estimate) -> Machine:
         budget = round(entry.cap_share * answer.peak.device_bytes / MIB) * MIB
     else:
         budget = answer.low_bytes // MIB * MIB - MIB if entry.cap == "under" else -(-answer.high_bytes // MIB) * MIB
-    card = lookup.parse_gpus(answer.machine.gpu)[1].allocatable_bytes
+    card = card_lookup.parse_gpus(answer.machine.gpu)[1].allocatable_bytes
     if budget >= card:
         raise VplanError(f"a cap at {gib(budget):.1f} GiB does not cap a card of {gib(card):.1f}")
     return answer.machine.replace(reserve=card - budget)

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import psutil
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.catalog.plan_id import row_id
 from planner.errors import VplanError, quoted
 from planner.evidence.measurement import REHEARSED, ProbeRow
@@ -114,7 +114,7 @@ def probe(
         raise VplanError("the allocator's history needs a GPU", "leave out --record-history, or --device cpu")
     if history and not Path(history).absolute().parent.is_dir():
         raise VplanError(f"there is no folder for {quoted(str(history))}", "create it, or choose another file")
-    card = lookup.parse_gpus(plan.machine.gpu)[1]
+    card = card_lookup.parse_gpus(plan.machine.gpu)[1]
     request = {
         "plan": {"schema": 1, **{part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")}},
         "device": device,
@@ -409,8 +409,8 @@ def _machine(planned: Machine, gpu: str | None, capped: int | None, python: Work
     if python.is_virtual:
         return planned
     with contextlib.suppress(VplanError):  # a card that the catalogue does not know: `env` names it
-        card = lookup.gpu(gpu or "")
-        if card.name != lookup.parse_gpus(planned.gpu)[1].name:
+        card = card_lookup.gpu(gpu or "")
+        if card.name != card_lookup.parse_gpus(planned.gpu)[1].name:
             ram = psutil.virtual_memory().total
             reserve = 0 if capped is None else max(0, card.allocatable_bytes - capped)
             return planned.replace(gpu=card.name, host_ram=ram, unified=card.unified, reserve=reserve, links=None)

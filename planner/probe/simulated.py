@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from planner.allocator.caching import Replayed
 from planner.allocator.implementation import CachingAllocator
-from planner.catalog import lookup
+from planner.catalog import card_lookup
+from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.plan_id import row_id
-from planner.catalog.profiles import GpuProfile
 from planner.catalog.shapes import grids
 from planner.estimate.estimate import Layout
 from planner.evidence.measurement import ProbeRow
@@ -67,7 +67,7 @@ class SimulatedRunner:
         name = row_id(plan)
         self.asked[name] = self.asked.get(name, 0) + 1
         chance = random.Random(f"{self.seed} {name} {self.asked[name]}")
-        gpu = lookup.parse_gpus(plan.machine.gpu)[1]
+        gpu = card_lookup.parse_gpus(plan.machine.gpu)[1]
         played = self.played.get(name) or _Played(self.runs(plan), Hidden.drawn(gpu, self.seed))
         seconds = played.step_seconds * chance.gauss(1.0, NOISE)
         slack = int(chance.uniform(-NOISE / 2, NOISE / 2) * gpu.allocatable_bytes)

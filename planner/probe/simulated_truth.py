@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.layout.checkpoint_inputs import block_inputs
 from planner.layout.run import Run, main_piece
 from planner.spec.job import SPLIT

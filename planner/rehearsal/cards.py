@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.errors import VplanError
 from planner.units import MIB
 

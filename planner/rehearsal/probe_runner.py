@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from planner.catalog import lookup
-from planner.catalog.profiles import GpuProfile
+from planner.catalog import card_lookup
+from planner.catalog.card_profiles import GpuProfile
 from planner.errors import VplanError
 from planner.evidence.measurement import REHEARSED, ProbeRow, Setup
 from planner.launch import launch
@@ -159,7 +159,7 @@ class RehearsalRunner(RealRunner):
 
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
         libraries = libraries_for(self.interpreter, say=self.say)
-        card = lookup.parse_gpus(plan.machine.gpu)[1]
+        card = card_lookup.parse_gpus(plan.machine.gpu)[1]
         rehearsal = Rehearsal((), card, plan.machine.gpus, steps=0, time_limit=time_limit, host_ram=None)
         with tempfile.TemporaryDirectory(prefix="vplan-", ignore_cleanup_errors=True) as place:
             folder = Path(place)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import psutil
 
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.errors import VplanError
 from planner.layout.single_gpu import NCCL_BYTES
 from planner.rehearsal import launcher

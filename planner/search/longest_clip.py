@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.search.capacity_axes import axis
 from planner.search.objectives import Value, largest_by, other_kind
 from planner.search.question import Question
@@ -26,6 +26,7 @@ class Longest:
     host_ram: int | None
     lossless: int
     lossless_by: ResolvedStrategy | None
+    """a plan that takes it, not the fastest"""
     lossy: int
     """0 where loss takes no longer ones"""
     lossy_by: ResolvedStrategy | None
@@ -43,11 +44,11 @@ def longest(suggester: Suggester, question: Question, cards: Iterable[tuple[GpuP
 
 def _longest(search: Search) -> Longest:
     question, objective = search.question, axis(search.question.model)
-    plain = largest_by(search, question.job, objective, False)
+    plain = largest_by(search, question.job, objective, False, fastest=False)
     if plain is None:
-        other = largest_by(search, question.job, objective, True)
+        other = largest_by(search, question.job, objective, True, fastest=False)
     else:
-        other = next((wish.plan for wish in other_kind(search, plain, objective)), None)
+        other = next((wish.plan for wish in other_kind(search, plain, objective, fastest=False)), None)
     lengths = [_length(objective.read(plan.job)) if plan else 0 for plan in (plain, other)]
     ways = [plan.configuration.strategy if plan else None for plan in (plain, other)]
     return Longest(

@@ -8,7 +8,8 @@ only swap, offloaded checkpoints and the optimizer's states are counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -190,43 +191,34 @@ def walked(tape: Tape, grid: Mapping[str, int], bare: bool = False) -> Walked:
     """Walks through a recorded step at a shape and keeps the levels of allocated bytes that bounds are made of.
     ``grid``: values of the tape's atoms. ``bare``: as if weights and gradients took nothing."""
     walk = _Walk(tape, grid, bare)
-    level = load_peak = step_peak = gradients = 0
-    loaded: dict[tuple[int, int], list[Weight]] = {}
-    forward: dict[tuple[int, int], None] = {}
-    backward: dict[tuple[int, int], list[Backward]] = {}
-    for stretch in walk.stretches("load"):
-        if stretch.block:
-            loaded[stretch.block] = stretch.made.weights
-        load_peak = max(load_peak, level + stretch.did.most)
-        level += stretch.did.rise
-    for stretch in walk.stretches("step"):
-        if stretch.passes == "forward" and stretch.block in loaded:
-            forward[stretch.block] = None
-        if stretch.passes == "backward" and stretch.block:
-            backward.setdefault(stretch.block, []).append(Backward(level + stretch.did.most, stretch.did.inputs))
-        gradients += stretch.made.gradients
-        step_peak = max(step_peak, level + stretch.did.most)
-        level += stretch.did.rise
-    alike: dict[int, list[int]] = {}
-    frozen = []
-    for block in forward:
-        weights = loaded[block]
-        if id(weights) not in alike:
-            alike[id(weights)] = [nbytes for run, leaf, nbytes in weights if (run, leaf) not in walk.trained]
-        frozen.append(alike[id(weights)])
-    inputs = [sum(part.inputs for part in parts) for parts in backward.values()]
+    load, step = _order(tape, "load"), _order(tape, "step")
+    loading = walk.levels(load, 0)
+    stepping = walk.levels(step, loading.end)
+    loaded = {block: walk.made_by(load.frees[which]).weights for block, which in load.last.items()}
+    gradients = sum(times * walk.made_by(step.frees[which]).gradients for which, times in step.times.items())
+    forward = [block for block in step.forward if block in loaded]
+    backward = [
+        [Backward(stepping.peaks[at], walk.did_by(step.frees[step.which[at]]).inputs) for at in places]
+        for places in step.backward.values()
+    ]
+    frozen: dict[int, tuple[int, int]] = {}
+    for weights in {id(loaded[block]): loaded[block] for block in forward}.values():
+        sizes = [nbytes for run, leaf, nbytes in weights if (run, leaf) not in walk.trained]
+        frozen[id(weights)] = sum(sizes), sum(map(_whole, sizes))
+    by_block = [frozen[id(loaded[block])] for block in forward]
+    inputs = [sum(part.inputs for part in parts) for parts in backward]
     offloaded = 0
-    for at, parts in enumerate(backward.values()):
+    for at, parts in enumerate(backward):
         waiting = inputs[at] + sum(inputs[at + 2 :])  # its own goes once it is recomputed
         offloaded = max(offloaded, max(part.peak for part in parts) - waiting)
     return Walked(
-        load_peak,
-        step_peak,
+        max(loading.peaks, default=0),
+        max(stepping.peaks, default=0),
         offloaded,
         sum(inputs),
         gradients,
-        tuple(map(sum, frozen)),
-        tuple(sum(map(_whole, block)) for block in frozen),
+        tuple(nbytes for nbytes, _ in by_block),
+        tuple(nbytes for _, nbytes in by_block),
     )
 
 
@@ -257,6 +249,9 @@ class Backward(NamedTuple):
 
 Sizes = NDArray[np.int64]
 
+BlockOfRun = tuple[int, int]
+"""(run, block)"""
+
 
 class Made(NamedTuple):
     """What a template allocates, bytes: all buffers, weights and gradients."""
@@ -278,16 +273,6 @@ class Did(NamedTuple):
     """what it frees of what other blocks made in forward, but for weights"""
 
 
-class Stretch(NamedTuple):
-    """The events of a template at one block."""
-
-    passes: str
-    block: tuple[int, int] | None
-    """(run, block)"""
-    made: Made
-    did: Did
-
-
 class _Frees(NamedTuple):
     """A template with those whose buffers it frees, as blocks that are alike have them."""
 
@@ -298,6 +283,8 @@ class _Frees(NamedTuple):
     what is freed by name"""
     inputs: NDArray[np.intp]
     """events that free what other blocks made in forward, but for weights"""
+    masks: list[tuple[int, int]]
+    """of what ``columns`` makes: (mask, its padded copy)"""
 
     @classmethod
     def of(cls, columns: TemplateColumns, freed: Sequence[tuple[TemplateColumns, bool]]) -> _Frees:
@@ -313,20 +300,38 @@ class _Frees(NamedTuple):
             for event, (origin, position) in enumerate(zip(columns.origins, columns.positions, strict=True))
             if origin and freed[origin - 1][1] and others[origin - 1].categories[position] != "weight"
         ]
-        return cls(columns, others, places, np.array(inputs, dtype=np.intp))
+        return cls(columns, others, places, np.array(inputs, dtype=np.intp), padded_masks(columns.ops))
 
 
-Steps = tuple[tuple[str, tuple[int, int] | None, _Frees], ...]
-"""(passes, (run, block), template and what it frees) of every stretch"""
+class _Order(NamedTuple):
+    """A piece of a tape in order, at whatever shape: its stretches, of which most do the same as others."""
+
+    piece: str
+    frees: tuple[_Frees, ...]
+    """each template with what it frees, by when it first runs"""
+    which: NDArray[np.intp]
+    """of every stretch, which of them it is"""
+    times: dict[int, int]
+    """which of them -> how many stretches"""
+    last: dict[BlockOfRun, int]
+    """block -> which of them its last stretch is"""
+    forward: tuple[BlockOfRun, ...]
+    """blocks that run forward, in order"""
+    backward: dict[BlockOfRun, list[int]]
+    """block -> the places of the stretches that run it backward"""
 
 
 @functools.lru_cache(maxsize=256)
-def _steps(tape: Tape, piece: str) -> Steps:
-    """A piece of a tape in order, at whatever shape. A VplanError where its events free what is not there."""
+def _order(tape: Tape, piece: str) -> _Order:
+    """A piece of a tape, worked out once for all shapes. A VplanError where its events free what is not there."""
     sections, counts = sections_of(tape, piece), [run.count for run in tape.runs]
-    known: dict[tuple[object, ...], _Frees] = {}
+    known: dict[tuple[object, ...], int] = {}
     there: list[dict[int, TemplateColumns]] = []
-    steps: list[tuple[str, tuple[int, int] | None, _Frees]] = []
+    frees: list[_Frees] = []
+    which: list[int] = []
+    last: dict[BlockOfRun, int] = {}
+    forward: dict[BlockOfRun, None] = {}
+    backward: dict[BlockOfRun, list[int]] = {}
     try:
         for section in sections:
             run = section.run
@@ -342,15 +347,30 @@ def _steps(tape: Tape, piece: str) -> Steps:
                     freed.append((there[number][at], is_input))
                 key = (id(columns), *((id(other), is_input) for other, is_input in freed))
                 if key not in known:
-                    known[key] = _Frees.of(columns, freed)
-                steps.append((section.passes, None if run is None else (run, block), known[key]))
+                    known[key] = len(frees)
+                    frees.append(_Frees.of(columns, freed))
+                if run is not None:
+                    last[run, block] = known[key]
+                    if section.passes == "forward":
+                        forward[run, block] = None
+                    elif section.passes == "backward":
+                        backward.setdefault((run, block), []).append(len(which))
+                which.append(known[key])
     except (KeyError, IndexError) as error:
         raise _not_there(tape, piece, error) from None
-    return tuple(steps)
+    return _Order(piece, tuple(frees), np.array(which, dtype=np.intp), Counter(which), last, tuple(forward), backward)
 
 
 def _not_there(tape: Tape, piece: str, error: LookupError) -> VplanError:
     return tape.damaged(f"{piece} refers to {error.args[0]}, which is not there")
+
+
+class _Levels(NamedTuple):
+    """Allocated bytes along a piece."""
+
+    peaks: list[int]
+    """of every stretch, the most on its way"""
+    end: int
 
 
 class _Walk:
@@ -362,7 +382,7 @@ class _Walk:
         values = tape.values(grid)
         assert not tape.growing, "only the chunks of a VAE grow"
         self.sizes = values_of((size for size in tape.sizes if not isinstance(size, Growing)), values)
-        self.whole: Sizes = np.array([_whole(size) for size in self.sizes], dtype=np.int64)
+        self.whole: Sizes = -(-np.array(self.sizes, dtype=np.int64) // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
         self.trained: set[tuple[int, str]] = set()
         """(run, name in its block)"""
         self._made: dict[int, Made] = {}
@@ -370,21 +390,26 @@ class _Walk:
         self._named: dict[tuple[int, int, str], int] = {}
         """(category, run, name in its block) -> bytes: the blocks of a run are alike."""
 
-    def stretches(self, piece: str) -> Iterator[Stretch]:
-        """A piece in order; a VplanError for a tape whose events free what is not there."""
+    def levels(self, order: _Order, start: int) -> _Levels:
+        """The levels of a piece that begins at ``start`` bytes. A VplanError for a tape whose events free what is not
+        there."""
         try:
-            for passes, block, frees in _steps(self.tape, piece):
-                made = self._made_by(frees.columns)
-                yield Stretch(passes, block, made, self._did_by(frees))
+            does = [(self.made_by(frees), self.did_by(frees))[1] for frees in order.frees]
         except KeyError as error:
-            raise _not_there(self.tape, piece, error) from None
+            raise _not_there(self.tape, order.piece, error) from None
+        rises = np.array([did.rise for did in does], dtype=np.int64)[order.which]
+        ends = start + np.cumsum(rises)
+        peaks = ends - rises + np.array([did.most for did in does], dtype=np.int64)[order.which]
+        return _Levels(peaks.tolist(), int(ends[-1]) if len(ends) else start)
 
-    def _made_by(self, columns: TemplateColumns) -> Made:
+    def made_by(self, frees: _Frees) -> Made:
+        """What a template allocates."""
+        columns = frees.columns
         if id(columns) not in self._made:
             sizes = self.whole[columns.sizes] if columns.sizes else np.empty(0, dtype=np.int64)
             for position, _ in columns.kernels:
                 sizes[position] = 0
-            for mask, copy in padded_masks(columns.ops):  # which the mask itself may stand for
+            for mask, copy in frees.masks:  # which the mask itself may stand for
                 sizes[mask], sizes[copy] = 0, sizes[mask]
             weights, gradients = [], 0
             for (category, _, run, _), tensors in columns.named.items():
@@ -403,7 +428,7 @@ class _Walk:
             self._made[id(columns)] = Made(sizes, weights, gradients)
         return self._made[id(columns)]
 
-    def _did_by(self, frees: _Frees) -> Did:
+    def did_by(self, frees: _Frees) -> Did:
         """What a template does that frees what others made."""
         if id(frees) not in self._did:
             own = self._made[id(frees.columns)].sizes

@@ -122,14 +122,17 @@ def largest(search: Search, objective: Objective, explain: bool = True) -> Sugge
     return None
 
 
-def largest_by(search: Search, job: Job, objective: Objective, lossy: bool | None) -> Estimate | None:
-    """The fastest plan at an objective's largest value, of lossless plans (False), lossy ones (True) or all (None)."""
-    return _largest(search, job, objective, _takeable(search, job, objective, objective.values), lossy)
+def largest_by(
+    search: Search, job: Job, objective: Objective, lossy: bool | None, fastest: bool = True
+) -> Estimate | None:
+    """The fastest plan at an objective's largest value, of lossless plans (False), lossy ones (True) or all (None).
+    ``fastest``: False where only the value is asked for, and any plan there will do."""
+    return _largest(search, job, objective, _takeable(search, job, objective, objective.values), lossy, fastest)
 
 
-def other_kind(search: Search, plan: Estimate, objective: Objective) -> Iterator[Relaxed]:
+def other_kind(search: Search, plan: Estimate, objective: Objective, fastest: bool = True) -> Iterator[Relaxed]:
     """The most of an objective for plans of the other kind: without loss where the plan is lossy, else with loss, where
-    that is more. Nothing where the shapes are given, or no such plan fits."""
+    that is more. Nothing where the shapes are given, or no such plan fits. ``fastest``: as for `largest_by`."""
     job, best = plan.job, objective.size(objective.read(plan.job))
     if job.buckets or search.needs_tiles(job):
         return
@@ -138,7 +141,7 @@ def other_kind(search: Search, plan: Estimate, objective: Objective) -> Iterator
         for value in objective.values
         if (objective.size(value) < best if plan.lossy else objective.size(value) > best)
     ]
-    other = _largest(search, job, objective, _takeable(search, job, objective, values), not plan.lossy)
+    other = _largest(search, job, objective, _takeable(search, job, objective, values), not plan.lossy, fastest)
     if other is not None:
         before, after = objective.read(job), objective.read(other.job)
         yield Relaxed(objective.name, _as_text(before), _as_text(after), other)
@@ -280,29 +283,51 @@ def _takeable(search: Search, job: Job, objective: Objective, values: Sequence[V
 
 
 def _largest(
-    search: Search, job: Job, objective: Objective, values: Sequence[Value], lossy: bool | None
+    search: Search, job: Job, objective: Objective, values: Sequence[Value], lossy: bool | None, fastest: bool = True
 ) -> Estimate | None:
-    """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed."""
+    """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed.
+    Where any will do, the tightest are asked first, and all others only where none of these fits."""
     anchors = _anchors(search, [objective.put(job, value) for value in values[:1]] + [job], lossy)
     refused: list[int] = []
     for index in _may_fit(search, job, objective, values, anchors):
-        if plan := next(search.by_speed(objective.put(job, values[index]), lossy), None):
-            return _larger(search, job, objective, values[index + 1 : max(refused, default=0)], lossy) or plan
+        there = objective.put(job, values[index])
+        plan = next(_fitting(search, there, () if fastest else anchors), None)
+        if plan := plan or next(search.by_speed(there, lossy), None):
+            skipped = values[index + 1 : max(refused, default=0)]
+            return _larger(search, job, objective, skipped, lossy, () if fastest else anchors) or plan
         refused.append(index)
     return None
 
 
+def _fitting(search: Search, job: Job, anchors: Sequence[ResolvedStrategy]) -> Iterator[Estimate]:
+    """The plans of strategies with as many swapped blocks as the host's RAM holds, of those that may fit and do."""
+    for strategy in anchors:
+        most = search.most_in_ram(job, strategy)
+        if not search.pruning.never_fits(job, strategy, "fits") and search.feasibility.may_reach(
+            search.quick_estimate(job, most)
+        ):
+            plan = search.try_estimate(job, most)
+            if plan is not None and search.policy.reaches(plan, "fits"):
+                yield plan
+
+
 def _larger(
-    search: Search, job: Job, objective: Objective, skipped: Sequence[Value], lossy: bool | None
+    search: Search,
+    job: Job,
+    objective: Objective,
+    skipped: Sequence[Value],
+    lossy: bool | None,
+    first: Sequence[ResolvedStrategy],
 ) -> Estimate | None:
     """The fastest plan at the largest of the values that were ruled out only by what replays of larger ones lost to
     fragmentation: each that is asked is asked by itself. Mostly the next does not fit, so steps begin at one value and
-    double."""
+    double. ``first``: strategies of which any will do."""
     found, low, high, stride = None, 0, len(skipped), 1
     while low < high:
         index = min(low + stride, high) - 1
         alone = Search(search.question, search.screen, search.policy)
-        plan = next(alone.by_speed(objective.put(job, skipped[index]), lossy), None)
+        there = objective.put(job, skipped[index])
+        plan = next(_fitting(alone, there, first), None) or next(alone.by_speed(there, lossy), None)
         if plan is None:
             high, stride = index, max((index - low) // 2, 1)
         else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.card_profiles import GpuProfile
+from planner.catalog.profiles import ModelProfile
 from planner.layout import margin
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.margin import Sides

@@ -6,8 +6,8 @@ Hundreds of strategies start from a dozen recordings, so each is unfolded once a
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from planner.allocator.implementation import held
 from planner.errors import NotRecordedError
@@ -27,6 +27,8 @@ class RunCache:
         self._unfolded: dict[tuple[object, ...], Unfolded | NotRecordedError] = {}
         self._steps: dict[tuple[object, ...], Run] = {}
         self._runs: dict[tuple[object, ...], Run] = {}
+        self._step_sizes: dict[tuple[object, ...], list[int]] = {}
+        """recordings of the step and shape -> bytes by buffer, without the optimizer's"""
         self._sizes: dict[tuple[object, ...], TapeSizes] = {}
         self._held: dict[tuple[object, ...], dict[int, tuple[int, int]]] = {}
         """recordings and shape -> what `TapeSizes.stretches` has of them, whatever the kernel and the optimizer"""
@@ -46,7 +48,9 @@ class RunCache:
         """The run at a shape, before any transformation. Not to be changed."""
         sizes = self.sizes(configuration, facts, grid)
         base = sizes.run
-        return replace(base, base=base, configuration=configuration, facts=facts, sizes=sizes.nbytes, grid=grid)
+        run = replace(base, base=base, configuration=configuration, facts=facts, sizes=sizes.nbytes, grid=grid)
+        run.sums = sizes.sums
+        return run
 
     def sizes(self, configuration: Configuration, facts: Facts, grid: dict[str, int]) -> TapeSizes:
         """What every buffer and stretch of a recorded run takes at a shape."""
@@ -54,7 +58,10 @@ class RunCache:
         shape = (*key, id(facts.optimizer), *grid.values())
         if shape not in self._sizes:
             known = self._held.setdefault((*unfolded_key(facts), *grid.values()), {})
-            self._sizes[shape] = TapeSizes.of(self._run(key, configuration, facts), grid, known)
+            run, of_step = self._run(key, configuration, facts), (*key, *grid.values())
+            if of_step not in self._step_sizes:
+                self._step_sizes[of_step] = self._step(key, configuration, facts).program.bytes_of(grid)
+            self._sizes[shape] = TapeSizes(run, run.program.bytes_of(grid, self._step_sizes[of_step]), known)
         return self._sizes[shape]
 
     def checkpointed(self, configuration: Configuration, facts: Facts) -> frozenset[Block]:
@@ -139,10 +146,8 @@ class TapeSizes:
     held: dict[int, tuple[int, int]]
     """what is known of `stretches`, and of other runs with the same buffers at the same shape"""
 
-    @classmethod
-    def of(cls, run: Run, grid: Mapping[str, int], held: dict[int, tuple[int, int]]) -> TapeSizes:
-        """The sizes at the shape of a grid. ``held``: as of others."""
-        return cls(run, run.program.bytes_of(grid), held)
+    sums: dict[Callable[[Run], int], int] = field(default_factory=dict)
+    """of `Run.summed`"""
 
     @functools.cached_property
     def stretches(self) -> dict[int, tuple[int, int]]:

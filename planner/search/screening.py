@@ -62,10 +62,11 @@ class QuickEstimate(NamedTuple):
 class Screen:
     """Makes quick estimates, and keeps what they share: tapes laid out at full depth, sizes at a shape, work."""
 
-    def __init__(self, facts: FactsGetter, trainer: str = "vplan") -> None:
+    def __init__(self, facts: FactsGetter, trainer: str = "vplan", run_cache: RunCache | None = None) -> None:
+        """``run_cache``: of another one, whose facts have the same recordings."""
         self._find = facts
         self.trainer = trainer
-        self.run_cache = RunCache()
+        self.run_cache = run_cache or RunCache()
         self._facts: dict[Configuration, Facts | NotEstimatedError] = {}
         self._floors: dict[tuple[object, ...], lower_bounds.Walked] = {}
         self._quick_estimates: dict[Configuration, QuickEstimate] = {}

@@ -6,6 +6,7 @@ to swap is left out, because there are as many answers as blocks: `most_swapped`
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -26,7 +27,6 @@ class Space:
     def __init__(self, question: Question) -> None:
         self.question = question
         self._strategies: dict[tuple[Job, bool], dict[ResolvedStrategy, bool]] = {}
-        self._choices: dict[tuple[Job, bool], tuple[ResolvedStrategy, ...]] = {}
         self._baselines: dict[Job, ResolvedStrategy] = {}
 
     def baseline(self, job: Job) -> ResolvedStrategy:
@@ -39,12 +39,8 @@ class Space:
     def strategies(self, job: Job, tiled: bool) -> dict[ResolvedStrategy, bool]:
         """Strategy -> whether it is lossy, of all that nothing forbids. ``tiled``: as for `strategies`."""
         if (job, tiled) not in self._strategies:
-            question, of_any_shape = self.question, shapeless(job)
-            if (of_any_shape, tiled) not in self._choices:
-                self._choices[of_any_shape, tiled] = choices(
-                    of_any_shape, question.strategy, question.machine, question.fixed, tiled
-                )
-            allowed = uncontradicted(job, question.machine, self._choices[of_any_shape, tiled])
+            question = self.question
+            allowed = strategies(job, question.strategy, question.machine, question.fixed, tiled)
             self._strategies[job, tiled] = {strategy: bool(strategy.lossy_fields(job)) for strategy in allowed}
         return self._strategies[job, tiled]
 
@@ -95,7 +91,9 @@ def strategies(
     ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises a ContradictionError where what the user
     fixed leaves nothing.
     """
-    return uncontradicted(job, machine, choices(shapeless(job), strategy, machine, fixed, tiled))
+    any_card = Machine(gpu="any", gpus=machine.gpus, nodes=machine.nodes, os=machine.os)
+    said = frozenset(strategy.model_fields_set)  # strategies are equal whatever of them was said
+    return uncontradicted(job, machine, choices(shapeless(job), strategy, said, any_card, frozenset(fixed), tiled))
 
 
 def shapeless(job: Job) -> Job:
@@ -104,11 +102,13 @@ def shapeless(job: Job) -> Job:
     return job.replace(frames=1, height=1, width=1, batch_size=1, buckets=())
 
 
+@functools.lru_cache(maxsize=32)
 def choices(
-    job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str], tiled: bool
+    job: Job, strategy: Strategy, said: frozenset[str], machine: Machine, fixed: frozenset[str], tiled: bool
 ) -> tuple[ResolvedStrategy, ...]:
     """Combinations of the searched fields that make sense together, as strategies; some may contradict the job, and
-    some come again."""
+    some come again. ``said``: the strategy's fields that are set."""
+    assert said == strategy.model_fields_set
     base = typed_only(job.method, strategy, fixed)
     listed = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))
     return tuple(listed)

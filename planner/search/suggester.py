@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.card_limits import BF16_ATTENTION_FROM, in_fp16
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.card_profiles import GpuProfile
+from planner.catalog.profiles import ModelProfile
 from planner.errors import NotEstimatedError, VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
@@ -20,6 +21,7 @@ from planner.layout.run import Facts
 from planner.search.objectives import chosen_objective, frames, largest, least, one_gpu, other_kind, relaxed
 from planner.search.policy import Policy
 from planner.search.question import Question, Relaxed, Suggestion
+from planner.search.run_cache import RunCache
 from planner.search.screening import Screen
 from planner.search.search import Search
 from planner.spec.configuration import Configuration
@@ -32,15 +34,19 @@ OTHER_CARD = 0.02
 
 class Suggester:
     """Suggests plans for questions of one trainer. ``prefer``: "speed", or a name in `objectives.PREFERRED`.
-    ``policy``: what of a question is a candidate, where not everything is."""
+    ``policy``: what of a question is a candidate, where not everything is. ``run_cache``: of another search."""
 
     def __init__(
-        self, trainer: str = "vplan", prefer: str = "speed", policy: Callable[[Question], Policy] | None = None
+        self,
+        trainer: str = "vplan",
+        prefer: str = "speed",
+        policy: Callable[[Question], Policy] | None = None,
+        run_cache: RunCache | None = None,
     ) -> None:
         self.policy = policy
         self.trainer = trainer
         self.prefer = prefer
-        self.screen = Screen(self._facts, trainer)
+        self.screen = Screen(self._facts, trainer, run_cache)
         self._library = Library()
         self._models: dict[str, ModelProfile] = {}
         self._cards: dict[str, GpuProfile] = {}
@@ -83,8 +89,8 @@ class Suggester:
             return None
         if machine.host_ram is not None and plan.host_ram_bytes > machine.host_ram:
             machine = machine.replace(host_ram=-(-plan.host_ram_bytes // GIB) * GIB)
-        for group in lookup.gpu_classes():
-            card = lookup.gpu(group.name)
+        for group in card_lookup.gpu_classes():
+            card = card_lookup.gpu(group.name)
             if card.unified or card.allocatable_bytes - machine.reserve < plan.high_bytes * (1 - OTHER_CARD):
                 continue
             there = replace(plan.configuration, machine=machine.replace(gpu=group.name))
@@ -135,7 +141,7 @@ class Suggester:
         """The plan on the cards sold under the same label that give less, where the verdict changes."""
         question, assessment = search.question, search.chosen
         others = []
-        for card in lookup.smaller_cards(question.gpu):
+        for card in card_lookup.smaller_cards(question.gpu):
             if plan.high_bytes * (1 + OTHER_CARD) <= card.allocatable_bytes - question.machine.reserve:
                 continue
             there = replace(plan.configuration, machine=question.machine.replace(gpu=card.name))

@@ -32,7 +32,8 @@ from planner.tape.format import (
     Tape,
     Template,
 )
-from planner.tape.packed_json import DAMAGES, damaged_file, unpack, write_packed
+from planner.tape.packed_json import DAMAGES, damaged_file, write_packed
+from planner.tape.packs import read_text
 
 GROW = "grow"
 """What a `Growing` size begins with in the file, where a `Monomial` has its coefficient."""
@@ -96,9 +97,10 @@ _FAULTS = (ValueError, TypeError, KeyError, IndexError)
 
 
 def read_tape(path: Path) -> Tape:
-    """The tape of a file; a VplanError that names the file where it is damaged, or says which format it has."""
+    """The tape of a file, or of that path in a pack; a VplanError that names it where it is damaged, or says which
+    format it has."""
     try:
-        return _parsed(unpack(path))
+        return _parsed(read_text(path))
     except VplanError:
         raise
     except (*DAMAGES, *_FAULTS) as error:

@@ -22,8 +22,17 @@ MAX_TEXT_BYTES = 256 << 20
 
 def pack(data: Any) -> bytes:
     """The file of some JSON, byte for byte the same for the same data: keys are sorted, and no time is written."""
-    text = json.dumps(data, separators=(",", ":"), sort_keys=True)
-    return gzip.compress(text.encode(), 9, mtime=0)
+    return gzipped(as_text(data))
+
+
+def gzipped(text: bytes, level: int = 9) -> bytes:
+    """The file of a JSON text. ``level``: zlib's, 9 for the smallest."""
+    return gzip.compress(text, level, mtime=0)
+
+
+def as_text(data: Any) -> bytes:
+    """JSON without a space in it, its keys sorted."""
+    return json.dumps(data, separators=(",", ":"), sort_keys=True).encode()
 
 
 def unpack(path: Path) -> bytes:

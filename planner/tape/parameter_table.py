@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from planner.errors import VplanError
 from planner.tape.format import DAMAGED_FIX, FORMAT
-from planner.tape.packed_json import DAMAGES, unpack
+from planner.tape.packed_json import DAMAGES
+from planner.tape.packs import read_text
 
 FILE = "parameters.gz"
 """Name of the file beside the tapes of a model."""
@@ -54,7 +55,7 @@ def _bare(name: str) -> str:
 def read_parameters(path: Path) -> Parameters:
     """The table that ``vplan record`` wrote; a VplanError that names the file where it is damaged."""
     try:
-        data: dict[str, Any] = json.loads(unpack(path))
+        data: dict[str, Any] = json.loads(read_text(path))
         if data["format"] != FORMAT:
             raise VplanError(f"{path.name} of format {data['format']}, this vplan reads {FORMAT}", "record it again")
         rows: dict[str, int] = data["rows"]

@@ -83,8 +83,9 @@ class Program:
     named: dict[str, dict[str, int]] = field(default_factory=dict)
     """Category -> full name -> buffer, of what lives across stages: weights, gradients, optimizer states, the batch."""
 
-    def bytes_of(self, grid: Mapping[str, int]) -> list[int]:
-        """The size of every buffer in bytes, by number, at a shape. ``grid``: values of the atoms by name."""
+    def bytes_of(self, grid: Mapping[str, int], known: Sequence[int] = ()) -> list[int]:
+        """The size of every buffer in bytes, by number, at a shape. ``grid``: values of the atoms by name. ``known``:
+        of the first buffers, where this program continues another."""
         table = [size if isinstance(size, int) else 0 for size in self.sizes]
         symbolic = [(index, *size) for index, size in enumerate(self.sizes) if not isinstance(size, int)]
         for tape in {id(tape): tape for _, tape, _ in symbolic}.values():
@@ -92,7 +93,7 @@ class Program:
             values = values_of((monomial for _, monomial in own), tape.values(grid))
             for (index, _), nbytes in zip(own, values, strict=True):
                 table[index] = nbytes
-        return list(map(table.__getitem__, self.buffers))
+        return [*known, *map(table.__getitem__, itertools.islice(self.buffers, len(known), None))]
 
     def plain_bytes(self, buffer: int) -> int:
         """The size in bytes of a buffer that has the same size at every shape; only for such a buffer."""

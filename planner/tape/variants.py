@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
+from planner.catalog.traits import TrainerTrait
 from planner.errors import NotRecordedError, VplanError
 from planner.spec.job import HALF, QUANTISED, SPLIT, Job, Strategy
 
@@ -112,6 +113,10 @@ PRECISIONS = {
     "lora": (Precision("half", "fp32", True), Precision("half", "half", True), Precision("half", "half", False)),
     "full": (Precision("fp32", "", True), Precision("half", "", True), Precision("half", "", False)),
 }
+PLAIN_FP32 = Precision("fp32", "", False)
+"""Full training without mixed precision, recorded of the models of which that is usual
+(`planner.catalog.traits.Traits.trained_in_fp32`)."""
+
 QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", "int8", "nf4"))
 """Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see
 trainers.memory.quantise)."""
@@ -171,32 +176,49 @@ def recorded_method(profile: ModelProfile, job: Job) -> str:
 
 def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
     """The precisions that a method of a model is recorded in. A UNet's convolutions cannot be cast layerwise."""
+    if method == "full" and profile.traits.trained_in_fp32:
+        return (*PRECISIONS[method], PLAIN_FP32)
     if method != "lora":
         return PRECISIONS[method.removesuffix("-wide")]
     bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.traits.fp8_base)
     return PRECISIONS[method] + tuple(bases)
 
 
+BOTH = (False, True)
+
+
 class OwnCode(NamedTuple):
-    """What is recorded of a trainer whose model is its own, and not diffusers', one sample at a time: the tensors that
-    it makes, in its order, leave the allocator with other holes."""
+    """What is recorded of a trainer whose model is its own, and not diffusers': the tensors that it makes, in its
+    order, leave the allocator with other holes."""
 
-    methods: tuple[str, ...]
-    precisions: tuple[Precision, ...]
+    recorded: tuple[tuple[str, Precision], ...]
+    """methods, each with a precision"""
     checkpointing: tuple[str, ...]
+    one_sample: tuple[bool, ...]
+    trait: TrainerTrait = "own-code"
+    """of the models that it is recorded of"""
 
 
+_KOHYA = ((WIDE, Precision("half", "fp32", True)),)
+_MUSUBI = (*_KOHYA, ("lora", Precision("fp8", "fp32", True)))
 OWN_CODE = {
     "diffsynth": OwnCode(
-        ("lora-wide", "full"),
-        (Precision("half", "half", False), Precision("half", "half", True), Precision("half", "", False)),
+        (
+            (WIDE, Precision("half", "half", False)),
+            (WIDE, Precision("half", "half", True)),
+            ("full", Precision("half", "", False)),
+        ),
         ("full",),
+        (True,),
     ),
+    "sd-scripts": OwnCode(_KOHYA, CHECKPOINTING, BOTH),
+    "musubi-tuner": OwnCode(_MUSUBI, CHECKPOINTING, (True,)),
+    "musubi-tuner@2.1-time-embedding": OwnCode(_MUSUBI, CHECKPOINTING, (True,), "time-per-token"),
 }
-"""Trainers whose own models are recorded (trainers/recording/trainer_code). DiffSynth-Studio has no batch size, and
-always checkpoints Wan's blocks; anything else of it is answered for by diffusers' model."""
-
-BOTH = (False, True)
+"""Trainers, and versions of them as `planner.layout.trainer_terms` names those, whose own models are recorded
+(trainers/recording/trainer_code). DiffSynth-Studio has no batch size, and always checkpoints Wan's blocks;
+musubi-tuner turns one sample after another by its positions, and its adapters are on every layer of a block, over a
+base in fp8 too. Anything else is answered for by diffusers' model."""
 
 
 def ages(profile: ModelProfile, precision: Precision) -> tuple[bool, ...]:
@@ -263,6 +285,9 @@ class StepVariant(NamedTuple):
                 fault = f"{profile.title} checkpoints parts of its blocks already, so none are nested"
                 raise NotRecordedError(fault, "leave out --nested-checkpointing")
             mode = NESTED
+        if mode != "none" and not profile.traits.checkpoints:
+            fault = f"diffusers' {profile.diffusers_class} has no gradient checkpointing"
+            raise NotRecordedError(fault, "use --gradient-checkpointing none")
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
         method = recorded_method(profile, job)
@@ -287,7 +312,8 @@ class StepVariant(NamedTuple):
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         for method in methods(profile):
             batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
-            for precision, mode in itertools.product(precisions(profile, method), CHECKPOINTING):
+            modes = CHECKPOINTING if profile.traits.checkpoints else ("none",)
+            for precision, mode in itertools.product(precisions(profile, method), modes):
                 for older in ages(profile, precision):
                     yield cls(method, precision, mode, one_sample=True, older=older)
                     yield from (cls(method, precision, mode, False, samples, older=older) for samples in batches)
@@ -308,19 +334,21 @@ class StepVariant(NamedTuple):
     @classmethod
     def in_own_code(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         """The variants that are recorded of other trainers' own models, and shipped."""
-        for trainer, recorded in OWN_CODE.items():
-            if profile.trained_with(trainer, "own-code"):
-                for method, precision, mode in itertools.product(
-                    recorded.methods, recorded.precisions, recorded.checkpointing
-                ):
-                    if method in methods(profile) and precision in precisions(profile, method):
-                        yield cls(method, precision, mode, one_sample=True, code=trainer)
+        for trainer, own in OWN_CODE.items():
+            name = trainer.partition("@")[0]
+            if not (profile.trained_with(name, "own-code") and profile.trained_with(name, own.trait)):
+                continue
+            choices = itertools.product(own.recorded, own.checkpointing, own.one_sample)
+            for (method, precision), mode, one in choices:
+                if method in methods(profile) and precision in precisions(profile, method):
+                    yield cls(method, precision, mode, one_sample=one, code=trainer)
 
     @property
     def name(self) -> str:
         batch = "one" if self.one_sample else str(self.samples or "many")
         method = self.method + ("-dropout" if self.dropout else "") + (SHARED if self.shared else "")
-        name = f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}" + (self.code and f"-{self.code}")
+        code = self.code and f"-{self.code}".replace("@", "-")
+        name = f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}{code}"
         return f"{name}-{OLDER}" if self.older else name
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:

@@ -23,12 +23,14 @@ from typing import Any
 import planner
 import profiles
 from planner import dialects
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.components import COMPONENTS
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
 from planner.file_writing import write_file
 from planner.foreign.export import SLURM, targets
+from planner.tape.packed_json import gzipped
+from planner.tape.packs import read_text, stored
 
 FILES = Path(__file__).with_name("files")
 REQUIREMENTS = FILES / "requirements.txt"
@@ -120,7 +122,7 @@ def _choices(models: Iterable[ModelProfile]) -> dict[str, Any]:
         for model in models
     ]
     trainers = [{"name": name, "title": dialects.dialect(name).title} for name in targets() if name != SLURM]
-    cards = [*(group.name for group in lookup.gpu_classes()), *lookup.gpu_names()]
+    cards = [*(group.name for group in card_lookup.gpu_classes()), *card_lookup.gpu_names()]
     return {"models": offered, "gpus": cards, "trainers": trainers}
 
 
@@ -196,12 +198,13 @@ def _sources() -> dict[str, bytes]:
 
 
 def _tapes(model: ModelProfile) -> dict[str, bytes]:
-    """The tapes that answers about a model read: its own, and those of its text encoders and its VAE."""
+    """The tapes that answers about a model read, as files: its own, and those of its text encoders and its VAE. A
+    browser's Python has no xz."""
     home = profiles.FOLDER.parent
     parts = {*(encoder.folder for encoder in model.text_encoders), model.vae.folder}
     folders = [profiles.TAPES / model.name, *(profiles.TAPES / COMPONENTS / part for part in parts)]
-    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(home).as_posix(): path.read_bytes() for path in paths}
+    paths = [path for folder in folders for path in stored(folder)]
+    return {path.relative_to(home).as_posix(): gzipped(read_text(path), level=6) for path in paths}
 
 
 def _zip(files: Mapping[str, bytes], *, packed: bool) -> bytes:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import vplan
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import in_words
 from planner.foreign.export import targets
 from planner.search.question import Suggestion
@@ -39,7 +39,7 @@ Key = tuple[str, str, str]
 
 def questions(seed: int) -> list[Key]:
     """Model, card and target of all questions, in the order of the seed."""
-    cards = [group.name for group in lookup.gpu_classes() if group.gb <= LARGEST_GB]
+    cards = [group.name for group in card_lookup.gpu_classes() if group.gb <= LARGEST_GB]
     drawn, asked = random.Random(seed), []
     for model in drawn.sample(lookup.model_names(), len(lookup.model_names())):
         about = [(model, card, target) for card in cards for target in sorted(targets())]

@@ -27,6 +27,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid, job_for
 from planner.layout.inputs import tape
 from planner.spec.job import Job, Strategy
+from planner.tape.packs import is_stored
 from planner.tape.program import Program
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
@@ -94,7 +95,7 @@ def shipped(profile: ModelProfile) -> list[Variant]:
         OptimizerVariant.all(profile),
     )
     folder = profiles.TAPES / profile.name
-    return [variant for variant in known if (folder / f"{variant.name}.json.gz").is_file()]
+    return [variant for variant in known if is_stored(folder / f"{variant.name}.json.gz")]
 
 
 class Played(NamedTuple):

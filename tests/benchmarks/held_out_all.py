@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import hashlib
 import itertools
 import multiprocessing
 import random
@@ -33,6 +32,7 @@ from planner.catalog import lookup
 from planner.catalog.components import COMPONENTS, Component, components
 from planner.catalog.profiles import ModelProfile
 from planner.evidence.jsonl import append_row, rows_by_id
+from planner.tape.packs import digest, is_stored
 from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.benchmarks import held_out_around
 from tests.benchmarks.held_out import GIB, LIMIT_PCT, SEED, Case, Variant, directly, from_tape, shipped
@@ -66,14 +66,14 @@ class Due(NamedTuple):
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.path.read_bytes()).hexdigest()[:12]
+        return digest(self.path)[:12]
 
 
 def around(profile: ModelProfile) -> Iterator[Due]:
     """What stands around a model."""
     for component in components(profile):
         due = Due((0, profile.parameters), profile, component, full_depth=True)
-        if due.path.is_file():
+        if is_stored(due.path):
             yield due
 
 

@@ -20,6 +20,7 @@ from planner.catalog.components import COMPONENTS, Component, components, frames
 from planner.catalog.profiles import ModelProfile, Vae
 from planner.tape.codec import read_tape
 from planner.tape.format import Tape
+from planner.tape.packs import is_stored
 from planner.tape.program import Part, Program
 from trainers.recording.components import record_vae
 from trainers.recording.encoders import record_text_encoder
@@ -100,7 +101,7 @@ def main() -> int:
     for name in asked.models or lookup.model_names():
         profile = lookup.model(name)
         for component in components(profile):
-            known = (profiles.TAPES / COMPONENTS / component.name / f"{component.variant}.json.gz").is_file()
+            known = is_stored(profiles.TAPES / COMPONENTS / component.name / f"{component.variant}.json.gz")
             if not known or component in done or asked.only not in f"{component.name}/{component.variant}":
                 continue
             done.add(component)

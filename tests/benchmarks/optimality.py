@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.errors import NotEstimatedError, VplanError
 from planner.estimate.estimate import assess
 from planner.layout.inputs import load_facts
@@ -61,9 +61,9 @@ def draw(dice: random.Random) -> Question:
     said = {"frames": frames, "height": height, "width": width, "batch_size": dice.choice((1, 1, 1, 2, 4))}
     said["method"] = dice.choice(("lora", "lora", "full"))
     job = lookup.job_for(model, said)
-    card = lookup.parse_gpus(dice.choice(CARDS))[1]
+    card = card_lookup.parse_gpus(dice.choice(CARDS))[1]
     gpus, nodes = dice.choice(MACHINES)
-    ram = dice.choice((lookup.default_host_ram(card, gpus), 64 * GIB * gpus))
+    ram = dice.choice((card_lookup.default_host_ram(card, gpus), 64 * GIB * gpus))
     machine = Machine(gpu=card.name, gpus=gpus, nodes=nodes, host_ram=ram)
     return Question(job, Strategy(), machine, model, card, allow_lossy=dice.random() < 0.3)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError
 from planner.search.policy import EstimatePolicy
@@ -74,7 +74,7 @@ def questions(cards: Sequence[str]) -> list[Question]:
     """The default job of every model: LoRA on one card, full training on several."""
     found = []
     for card in cards:
-        gpus, gpu = lookup.parse_gpus(card)
+        gpus, gpu = card_lookup.parse_gpus(card)
         for name in lookup.model_names():
             model = lookup.model(name)
             job = job_for(model, {"method": "lora" if gpus == 1 else "full"})

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.errors import VplanError
 from planner.evidence.jsonl import append_row, rows_by_id
 from planner.layout.inputs import load_facts
@@ -306,7 +306,7 @@ def drawn(number: int) -> Case:
     chance = random.Random(number)
     while True:
         model = lookup.model(chance.choice(MODELS))
-        card = lookup.gpu(chance.choice(CARDS))
+        card = card_lookup.gpu(chance.choice(CARDS))
         method = chance.choice(("lora", "lora", "lora", "full"))
         frames = 1
         if model.kind == "video":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.profiles import ModelProfile
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
@@ -103,7 +103,7 @@ def estimated(name: str, mode: str) -> Run:
     strategy = Strategy.read({**HALF, "gradient_checkpointing": mode, "context_parallel": 2})
     variant = StepVariant.of(profile, job, strategy, 1)
     tape = tapes.step_tape(profile, variant)
-    facts = Facts(profile, lookup.gpu("h100-80gb"), tape, NOTHING)
+    facts = Facts(profile, card_lookup.gpu("h100-80gb"), tape, NOTHING)
     return lay_out(Configuration.of(job, strategy, machine), facts, dict(TINY[name][1]))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.allocator.implementation import alive
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.profiles import ModelProfile
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
@@ -105,7 +105,7 @@ def estimated(asked: Case, rank: int | None = None) -> Run:
     table = parameter_table(profile)
     facts = Facts(
         profile,
-        lookup.gpu("h100-80gb"),
+        card_lookup.gpu("h100-80gb"),
         _tape(asked.model, StepVariant.of(profile, job, strategy, 2).name, optimizer=False),
         _tape(asked.model, OptimizerVariant.of(profile, job, strategy).name, optimizer=True),
         parameters=Parameters(table["rows"], frozenset(table["fp32"])),

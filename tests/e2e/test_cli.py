@@ -334,10 +334,10 @@ def test_help_imports_no_records() -> None:
 def test_errors_are_json_when_json_was_asked() -> None:
     """A broken profile is the only wrong input these verbs can meet, so one is refused here by hand."""
     source = (
-        "import sys, vplan, planner.catalog.lookup\n"
+        "import sys, vplan, planner.catalog.card_lookup\n"
         "from planner.errors import VplanError\n"
         "def damaged(*_): raise VplanError('gpus.toml line 3 is damaged', 'reinstall vplan')\n"
-        "planner.catalog.lookup.gpu_names = damaged\n"
+        "planner.catalog.card_lookup.gpu_names = damaged\n"
         "assert vplan.main(['gpus', '--json']) == 1\n"
         "assert vplan.main(['gpus']) == 1\n"
     )

@@ -172,7 +172,11 @@ def test_a_name_for_several_models_gives_a_table_of_them(typed: str, models: lis
     page = said(f"suggest {typed} --gpu 96GB --gradient-checkpointing full", columns=80)
     assert page.startswith(f"'{typed.split()[0]}' may mean {len(models)} models, lora, on 96 GB card")
     assert all(f"\n{model} " in page for model in models), "names are to be typed, and not cut short"
-    assert max(map(len, page.splitlines())) <= 80
+    lines = page.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in page
+    for model in models:  # its way, or why it does not fit, in a line of its own
+        at = next(at for at, line in enumerate(lines) if line.startswith(f"{model} "))
+        assert lines[at + 1].startswith("  ") and ("checkpointing" in lines[at + 1] or "no with" in lines[at + 1])
 
 
 def test_a_name_for_several_models_is_refused_where_one_plan_is_asked_for() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.commands import cli
 from planner.layout import attention_kernel
 from planner.layout.optimizer.reduction_workspace import column_mean_bytes
@@ -108,7 +108,7 @@ def test_a_reduction_of_rows_takes_the_workspace_that_the_layout_says(
     rehearse(
         gpu, "tests.tools.mean_memory", str(out), operator, dtype, *(f"{rows}x{columns}" for rows, columns in MATRICES)
     )
-    said = [column_mean_bytes(rows, columns, lookup.gpu(gpu)) for rows, columns in MATRICES]
+    said = [column_mean_bytes(rows, columns, card_lookup.gpu(gpu)) for rows, columns in MATRICES]
     assert sum(map(bool, said)) >= 8
     for shape, workspace, taken in zip(MATRICES, said, json.loads(out.read_text()), strict=True):
         assert workspace <= taken <= workspace + 2 * SCALAR_BYTES, shape
@@ -126,6 +126,6 @@ def test_only_memory_efficient_attention_pads_a_mask(gpu: str, kernel: str, copi
     assert seen["kernel"].startswith(f"ScaledDotProduct{kernel}Attention")
     assert seen["allocated"] == [2 * length * length, *[2 * length * (length + -length % 8)] * copies]
     named = attention_kernel.kernel(
-        Strategy(), Machine(gpu=gpu), lookup.gpu(gpu), ["_scaled_dot_product_efficient_attention"]
+        Strategy(), Machine(gpu=gpu), card_lookup.gpu(gpu), ["_scaled_dot_product_efficient_attention"]
     )
     assert named == kernel.lower()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import vplan
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.spec.plan import read_plan
 
 SHORT = ("--frames", "9", "--height", "240", "--width", "352")
@@ -76,7 +76,7 @@ def test_without_a_model_every_video_model_has_a_line() -> None:
 
 def test_without_a_card_every_class_has_a_line() -> None:
     found = answer("--model", "cogvideox-2b", *SHORT, "--gradient-checkpointing", "full")
-    assert [row["gpu"] for row in found["classes"]] == [group.name for group in lookup.gpu_classes()]
+    assert [row["gpu"] for row in found["classes"]] == [group.name for group in card_lookup.gpu_classes()]
 
 
 @pytest.mark.parametrize(

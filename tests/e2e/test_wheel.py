@@ -59,7 +59,7 @@ def test_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {*vplan.PACKAGES, "vplan.py"}
-    data = [path for suffix in ("toml", "jsonl", "json.gz") for path in (ROOT / "profiles").rglob(f"*.{suffix}")]
+    data = [path for suffix in ("toml", "jsonl", "zip") for path in (ROOT / "profiles").rglob(f"*.{suffix}")]
     for name in ("templates", "site/files"):
         data += [path for path in (ROOT / "reports" / name).rglob("*") if path.is_file()]
     data += list((ROOT / "planner" / "rehearsal" / "virtual_gpu").iterdir())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.estimate.stages import ReplayedStage, replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
@@ -38,7 +38,7 @@ WEIGHTS, ADAPTER, CAST = 3 * MIB, 64 * KIB, MIB
 STEM = 2 * MIB
 CUBLAS = 2 * (4096 * 2 + 16 * 8) * KIB
 MODEL = lookup.model("wan2.1-t2v-1.3b")
-GPU = lookup.gpu("rtx4090")
+GPU = card_lookup.gpu("rtx4090")
 JOB = Job(model=MODEL.name, frames=81, height=480, width=832)
 ONE = Machine(gpu="rtx4090", host_ram=64 * GIB)
 EIGHT = Machine(gpu="rtx4090", gpus=8, host_ram=512 * GIB)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import reports
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import job_for
 from planner.commands import cli
 from planner.dialects.base import cli_words
@@ -58,8 +58,8 @@ def told(plan: Plan) -> data.PlanData:
     return data.Builder("plan.toml", plan).data()
 
 
-def at(told: data.PlanData, cell: Cell) -> Job:
-    return told.estimate.job.replace(frames=cell.shape[0], height=cell.shape[1], width=cell.shape[2])
+def shaped(job: Job, cell: Cell) -> Job:
+    return job.replace(frames=cell.shape[0], height=cell.shape[1], width=cell.shape[2])
 
 
 def test_phases_and_step_are_those_of_the_estimate(plan: Plan, told: data.PlanData) -> None:
@@ -88,7 +88,7 @@ def test_the_map_agrees_with_estimates_at_its_edge(told: data.PlanData) -> None:
     assert edges, "a map without an edge tests nothing"
     for cell in {cell.shape: cell for pair in edges[:2] for cell in pair if cell.rung is not None}.values():
         strategy = table.ladder[cell.rung].strategy.replace(vae_tiling=cell.tiled)  # type: ignore[index]
-        job = at(told, cell)
+        job = shaped(told.estimate.job, cell)
         configuration = Configuration.of(job, strategy, machine)
         own = estimate(configuration, load_facts(configuration))
         assert own.verdict == cell.verdict, cell
@@ -127,7 +127,7 @@ def look(strategy: Strategy, gib: int, seconds: float, ram: int = 0) -> QuickEst
 
 def test_the_front_and_the_ladder() -> None:
     job, machine = Job(model=MODEL.name, frames=17, height=480, width=832), Machine(gpu="24GB", host_ram=10)
-    card = lookup.gpu("24GB")
+    card = card_lookup.gpu("24GB")
     search = Search(Question(job, Strategy(), machine, MODEL, card), Screen(lambda *_: pytest.fail("no facts needed")))
     plain, full = Strategy(), Strategy(gradient_checkpointing="full")
     offload = Strategy(gradient_checkpointing="offload")
@@ -372,15 +372,17 @@ def test_the_map_of_a_plan_that_samples_decodes_each_clip() -> None:
     job = job_for(MODEL, {"model": MODEL.name, "method": "sample"})
     machine = Machine(gpu="24GB", host_ram=64 * GIB)
     configuration = Configuration.of(job, Strategy(), machine)
-    told = data.Builder("plan.toml", Plan.of(estimate(configuration, load_facts(configuration)))).data()
-    column = [row[-1] for row in told.capacity.cells]
-    ways = [told.capacity.ladder[cell.rung].strategy for cell in column if cell.rung is not None]
+    whole = estimate(configuration, load_facts(configuration))
+    builder = data.Builder("plan.toml", Plan.of(whole))
+    capacity = builder.map(ladder(builder.search, job, builder.quick_estimates())).capacity
+    column = [row[-1] for row in capacity.cells]
+    ways = [capacity.ladder[cell.rung].strategy for cell in column if cell.rung is not None]
     assert len(set(ways)) > 1
     for cell, way in zip(column, ways, strict=True):
         found = estimate(
-            Configuration.of(at(told, cell), way, machine), load_facts(Configuration.of(job, way, machine))
+            Configuration.of(shaped(job, cell), way, machine), load_facts(Configuration.of(job, way, machine))
         )
         assert found.verdict == cell.verdict
         assert cell.device_bytes == pytest.approx(found.peak.device_bytes, rel=0.15)
         assert found.peak.phase in ("encode", "decode")
-    assert found.peak.phase == "decode" and found.peak.device_bytes > 1.5 * told.estimate.peak.device_bytes
+    assert found.peak.phase == "decode" and found.peak.device_bytes > 1.5 * whole.peak.device_bytes

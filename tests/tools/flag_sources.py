@@ -160,6 +160,7 @@ DIFFUSERS = Source(
         "examples/dreambooth/train_dreambooth_lora_krea2.py examples/dreambooth/train_dreambooth_lora_qwen_image.py "
         "examples/dreambooth/train_dreambooth_lora_sd3.py examples/dreambooth/train_dreambooth_lora_sdxl.py "
         "examples/dreambooth/train_dreambooth_lora_z_image.py examples/dreambooth/train_dreambooth_sd3.py "
+        "examples/dreambooth/train_dreambooth.py "
         "examples/text_to_image/train_text_to_image.py examples/text_to_image/train_text_to_image_lora.py "
         "examples/text_to_image/train_text_to_image_lora_sdxl.py examples/text_to_image/train_text_to_image_sdxl.py",
     )

@@ -21,7 +21,7 @@ from typing import Any
 from tests.tools.flag_sources import SOURCES, Source
 
 READ_AT = "2026-11-21"
-OUT = Path(__file__).parent.parent / "profiles" / "trainers"
+OUT = Path(__file__).parents[2] / "profiles" / "trainers"
 KINDS = {"int": "int", "float": "float", "str": "str", "bool": "bool", "Path": "path"}
 ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Pow: operator.pow}
 UNREADABLE = object()

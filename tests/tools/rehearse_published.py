@@ -1,11 +1,14 @@
 """Runs published rows again: the trainer's own code at its commit, unmodified, on a virtual GPU.
 
-    python -m tests.tools.rehearse_published FOLDER ROW... [--until before_validation] [-o FOLDER]
+    python -m tests.tools.rehearse_published FOLDER ROW... [--until before_validation] [--denoising-steps 4] [-o FOLDER]
 
 FOLDER keeps a folder a trainer, of its Python, source, data and logs; what is there already is taken. It needs the
 network the first time, for the source and the packages, and a C compiler. A row is appended as soon as its run is over,
 and rows that the file has are left out. The counters are those that the trainer itself prints; where it prints none,
 those of the rehearsal.
+
+One denoising step of a validation takes what every other takes, so that a few can stand for the 50 of a pipeline's
+default. Compare with a run of all of them before rows are kept; the row says how many there were.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,11 +27,14 @@ from planner.errors import VplanError
 from planner.evidence.jsonl import append_row, rows_by_id
 from planner.evidence.published import Row, shipped_rows
 from planner.units import GIB
+from tests.tools.published_runs.cogvideo import COGVIDEO
 from tests.tools.published_runs.cogvideox_factory import COGVIDEOX_FACTORY
 from tests.tools.published_runs.diffsynth import DIFFSYNTH
 from tests.tools.published_runs.finetrainers import FINETRAINERS
+from tests.tools.published_runs.latentsync import LATENTSYNC
 from tests.tools.published_runs.musubi_tuner import MUSUBI_TUNER
-from tests.tools.published_runs.trainer import RUN, Folders, PublishedTrainer
+from tests.tools.published_runs.simpletuner import SIMPLETUNER
+from tests.tools.published_runs.trainer import RUN, TRAINING, Folders, PublishedTrainer
 
 TRAINERS = {
     "cvxf-": COGVIDEOX_FACTORY,
@@ -35,12 +42,18 @@ TRAINERS = {
     "ft-": FINETRAINERS,
     "ds-": DIFFSYNTH,
     "mt-": MUSUBI_TUNER,
+    "cvx-": COGVIDEO,
+    "ls-": LATENTSYNC,
+    "stm-": SIMPLETUNER,
 }
 """Start of the ids of its rows -> a trainer."""
 
 OUT = profiles.REHEARSALS / "published"
 ONLINE = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
 """`load_lora_weights` refuses a folder of its own offline (diffusers 0.31, lora_base.py). The network is off anyway."""
+TRAINING_PHASES = ("first_step", "train", "optimizer")
+DENOISING_STEPS = 50
+"""The default of pipelines."""
 TICK_SECONDS, LIMIT_SECONDS = 0.5, 1800.0
 
 
@@ -48,7 +61,7 @@ def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
     """The trainer's Python, source and data, made where they are missing."""
     python, source, data = folder / "python", folder / f"source-{trainer.commit(row)[:7]}", folder / "data"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(python)], check=True)
+        subprocess.run([_interpreter(trainer), "-m", "venv", str(python)], check=True)
         # A build of torch for CPUs can lie beside the index under the same version.
         environment = {**os.environ, "PIP_FIND_LINKS": "", **_variables(trainer, data)}
         pip = [str(python / "bin" / "python"), "-m", "pip", "install", "--quiet"]
@@ -70,14 +83,25 @@ def folders_of(trainer: PublishedTrainer, row: Row, folder: Path) -> Folders:
     return folders
 
 
+def _interpreter(trainer: PublishedTrainer) -> str:
+    found = shutil.which(trainer.interpreter) if trainer.interpreter else sys.executable
+    if found is None:
+        raise VplanError(f"{trainer.name} needs {trainer.interpreter}", "install it, and put it on PATH")
+    return found
+
+
 def _variables(trainer: PublishedTrainer, data: Path) -> dict[str, str]:
     return {name: value.format(data=data) for name, value in trainer.environment.items()}
 
 
-def rehearse(trainer: PublishedTrainer, row: Row, folder: Path, last: str) -> dict[str, object]:
+def rehearse(
+    trainer: PublishedTrainer, row: Row, folder: Path, last: str, denoising_steps: int | None
+) -> dict[str, object]:
     """One row's run up to the moment `last`, as a row of `profiles/rehearsals/published`. Raises VplanError where it
     ended early."""
     folders = folders_of(trainer, row, folder)
+    if any(trainer.sampler):
+        trainer.set_denoising_steps(folders, denoising_steps or DENOISING_STEPS)
     command = trainer.command(row, folders)
     log = folder / "logs" / f"{row.id}.txt"
     log.parent.mkdir(exist_ok=True)
@@ -99,6 +123,7 @@ def rehearse(trainer: PublishedTrainer, row: Row, folder: Path, last: str) -> di
         "runner": "rehearse",
         "trainer": {"repository": trainer.repository, "commit": trainer.commit(row)},
         "command": shown,
+        **({"denoising_steps": denoising_steps} if denoising_steps else {}),
         "env": {"gpu": f"virtual {row.machine.gpu}", **_versions(trainer, folders)},
         "rehearsed_gib": {
             name: peaks[moment][counter]
@@ -135,7 +160,13 @@ def _peaks_when_over(process: subprocess.Popen[bytes], answer: Path) -> Peaks | 
         return None
     found = json.loads(answer.read_text(encoding="utf-8"))
     counters = ("allocated", "reserved", "device")
-    return {RUN: {name: round(found[f"{name}_bytes"] / GIB, 3) for name in counters}}
+    peaks = {RUN: {name: round(found[f"{name}_bytes"] / GIB, 3) for name in counters}}
+    phases = [rank["phases"][name] for rank in found["ranks"] for name in TRAINING_PHASES if name in rank["phases"]]
+    if phases:
+        peaks[TRAINING] = {
+            name: round(max(phase[f"{name}_bytes"] for phase in phases) / GIB, 3) for name in counters
+        }
+    return peaks
 
 
 def _versions(trainer: PublishedTrainer, folders: Folders) -> dict[str, str]:
@@ -151,6 +182,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("rows", nargs="+", metavar="ROW")
     parser.add_argument("--until", metavar="MOMENT", help="end the runs behind these counters")
+    parser.add_argument("--denoising-steps", type=int, help="of a validation, instead of the pipeline's 50")
     parser.add_argument("-o", "--output", type=Path, default=OUT, help="folder of the files of rows, one a trainer")
     arguments = parser.parse_args()
     rows = {row.id: row for row in shipped_rows()}
@@ -167,7 +199,7 @@ def main() -> None:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            row = rehearse(trainer, rows[name], folder, arguments.until or trainer.last)
+            row = rehearse(trainer, rows[name], folder, arguments.until or trainer.last, arguments.denoising_steps)
         except VplanError as error:
             print(f"{name}: {error.message}; {error.fix}", flush=True)
             continue

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.errors import VplanError
 from planner.hardware.nvml import DeviceMemory
 from trainers.measuring.counters import FactSink, Meter
@@ -121,7 +121,7 @@ def limit(request: ProbeRequest, meter: Meter) -> int | None:
 def _is_card(planned: str, name: str) -> bool:
     """Whether the card that torch names is the one that a plan names."""
     with contextlib.suppress(VplanError):
-        return lookup.gpu(name).name == lookup.parse_gpus(planned)[1].name
+        return card_lookup.gpu(name).name == card_lookup.parse_gpus(planned)[1].name
     return False
 
 
@@ -133,7 +133,7 @@ def _outside(meter: Meter, name: str) -> int:
         if device_bytes is not None:
             return max(0, device_bytes - torch.cuda.memory_reserved(meter.device))
     with contextlib.suppress(VplanError):
-        return lookup.gpu(name).context_bytes
+        return card_lookup.gpu(name).context_bytes
     return 0
 
 

@@ -44,7 +44,8 @@ class Uniform:
         if name in FILLED:
             return self._note(func(*args, **kwargs), FILLED[name])
         if name in ("aten.index", "aten.index_put"):
-            return func(args[0], [self._indices(index) for index in args[1]], *args[2:], **kwargs)
+            indices = [row for index in args[1] for row in self._indices(index)]
+            return func(args[0], indices, *args[2:], **kwargs)
         if number is not None:
             return self._from_number(func, name, number, args, kwargs)
         return func(*args, **kwargs)
@@ -61,17 +62,21 @@ class Uniform:
         elif name == "aten.bitwise_not" and args[0].dtype == torch.bool:
             self._note(out, 1 - number)
         elif name == "aten.eq":
-            self._note(out, int(number == args[1]))
+            other = self.of(args[1]) if isinstance(args[1], Tensor) else args[1]
+            if other is not None:
+                self._note(out, int(number == other))
         elif name == "aten.all":
             self._note(out, int(bool(number)))
         return out
 
-    def _indices(self, index: Tensor | None) -> Tensor | None:
-        """A mask of one dimension as row numbers, which is what CUDA makes of it (ATen/native/IndexingUtils.h)."""
+    def _indices(self, index: Tensor | None) -> list[Tensor | None]:
+        """A mask as numbers along each of its dimensions, which is what CUDA makes of it
+        (ATen/native/IndexingUtils.h)."""
         number = self.of(index)
         if index is None or index.dtype != torch.bool or number is None:
-            return index
-        return index.new_empty((index.numel() if number else 0,), dtype=torch.long)
+            return [index]
+        rows = index.numel() if number else 0
+        return [index.new_empty((rows,), dtype=torch.long) for _ in range(index.ndim)]
 
     def _note(self, out: Tensor, number: int) -> Tensor:
         self._number[out.untyped_storage()._cdata] = number

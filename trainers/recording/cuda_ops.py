@@ -117,6 +117,12 @@ MASK_ALIGNMENT = 8
 """Elements that rows of a mask are padded to (mem_eff_alignment in ATen/native/transformers/attention.cpp)."""
 
 
+def _mask_of_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a boolean mask becomes. The two numbers that it is made of are gone before attention begins."""
+    kept, blocked = (torch.full((), number, dtype=dtype, device=mask.device) for number in (0.0, -math.inf))
+    return torch.where(mask, kept, blocked)
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -134,18 +140,19 @@ def attention(
     and newer: ATen/native/transformers/attention.cpp, convert_boolean_attn_mask). For memory-efficient attention a
     mask whose rows are not a multiple of 8 elements is then copied into padded rows (pad_bias), and the copy is what is
     saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows. cuDNN takes
-    it as it is, see `planner.layout.attention_kernel`.
+    it as it is, see `planner.layout.attention_kernel`. Fewer heads of keys than of queries are taken by flash alone
+    (check_batch_size_and_num_heads_dense in sdp_utils_cpp.h); what it does not take goes the plain way.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is None and half and query.shape[-1] <= 256:
         flash: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        plain: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_attention_math
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
-            kept, blocked = (
-                torch.full((), number, dtype=query.dtype, device=query.device) for number in (0.0, -math.inf)
-            )
-            attn_mask = torch.where(attn_mask, kept, blocked)
+            attn_mask = _mask_of_numbers(attn_mask, query.dtype)
         length = key.shape[2]
         if attn_mask.shape[-2] > 1 and length % MASK_ALIGNMENT:
             attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]
@@ -200,7 +207,7 @@ def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
-        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu():
+        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu(), fakes.autocast_to_fp32():
             yield
     finally:
         library._destroy()
@@ -217,11 +224,14 @@ def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
     """FlashAttention-2 backward: fp32 dq accumulator and row sums, on query rows rounded up to 128.
 
     flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded to 32), softmax_d (B,
-    heads, S).
+    heads, S). Where several heads of queries share one of keys, dk and dv are made for each and then summed
+    (dk_expanded, dv_expanded).
     """
-    query = args[1]
+    query, key = args[1], args[2]
     batch, heads, rows, size = query.shape
+    expanded: Workspace = ("flash", (key.element_size(), batch, heads, key.shape[2], size))
     return [
+        *([expanded, expanded] if key.shape[1] != heads else []),
         ("flash", (4, batch, heads, Rounded(rows, 128))),
         ("flash", (4, batch, heads, Rounded(rows, 128), _round_up(size, 32))),
     ]

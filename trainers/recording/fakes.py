@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,22 @@ def autocast_asked_of_cpu() -> contextlib.AbstractContextManager[None]:
     """
     is_enabled = torch.is_autocast_enabled
     return _patched(torch, "is_autocast_enabled", lambda device="cpu": is_enabled(device))
+
+
+def autocast_to_fp32() -> contextlib.AbstractContextManager[None]:
+    """``torch.autocast`` to fp32 as CUDA has it, which casts weights in 16 bits up: on the CPU it turns itself off
+    (torch/amp/autocast_mode.py, ``supported_dtype``)."""
+    cls = torch.amp.autocast_mode.autocast
+    make = cls.__init__
+
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it turns itself off
+            make(self, device_type, dtype, enabled, *args, **kwargs)
+        if dtype is torch.float32:
+            self._enabled = enabled
+
+    return _patched(cls, "__init__", init)
 
 
 def dropout(value: Tensor, p: float, train: bool) -> Tensor:

@@ -24,14 +24,14 @@ it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no devi
 
 CREATED = _aten(
     "arange empty empty_like full full_like linspace new_empty new_empty_strided new_full new_ones new_zeros ones "
-    "ones_like randint randn randn_like scalar_tensor zeros zeros_like"
+    "ones_like rand randint randn randn_like scalar_tensor zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "abs add add_ addcdiv_ addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq exp "
-    "fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log logical_not lt ne masked_fill "
+    "abs add add_ addcdiv_ addcmul addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq "
+    "exp fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log logical_not lt ne masked_fill "
     "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar "
     "pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin _softmax sqrt sub sub_ "
     "tanh tanh_backward _to_copy where"

@@ -98,7 +98,7 @@ def derive(source: Source, name: str) -> Derived:
     lender = min(same_class, key=unlike)
     from_folder: list[str] = []
     vae = _vae(source, config, lender, from_folder)
-    encoders, missing = _encoders(source, lender, from_folder)
+    encoders, missing = encoders_of(source, lender, from_folder)
     shape = _shape(config, vae, lender)
     experts = lender.experts if not source.is_pipeline else 2 if source.has_second_expert else 1
     profile = ModelProfile.read(
@@ -239,20 +239,23 @@ def _completed(profile: ModelProfile) -> Config:
     return complete(profile.diffusers_class, profile.config, profile.name)
 
 
-def _encoders(source: Source, lender: ModelProfile, from_folder: list[str]) -> tuple[list[TextEncoder], list[str]]:
-    """The folder's encoders, counted, if all are of classes we know; else the lender's, with a note that says so."""
+def encoders_of(
+    source: Source, lender: ModelProfile | None, from_folder: list[str]
+) -> tuple[list[TextEncoder], list[str]]:
+    """The folder's encoders, counted, if all are of classes we know; else the lender's, with a note that says so; none
+    without a lender."""
+    lent = list(lender.text_encoders) if lender else []
     if not source.encoders:
-        return list(lender.text_encoders), []
+        return lent, [] if lender else ["text encoders are not known and not counted: name the pipeline's folder"]
     encoders = []
     for part, folder_config in source.encoders.items():
         names = folder_config.get("architectures")
         name = names[0] if isinstance(names, list) and names else folder_config.get("_class_name")
-        same = [encoder for p in [lender, *_bundled()] for encoder in p.text_encoders if encoder.class_name == name]
+        lenders = [lender, *_bundled()] if lender else _bundled()
+        same = [encoder for p in lenders for encoder in p.text_encoders if encoder.class_name == name]
         if not same:
-            note = (
-                f"{part} is a {quoted(name)}, which is not known: the text encoders of {lender.name} are used instead"
-            )
-            return list(lender.text_encoders), [note]
+            instead = f"the text encoders of {lender.name} are used instead" if lender else "none is counted"
+            return lent, [f"{part} is a {quoted(name)}, which is not known: {instead}"]
         encoders.append(_encoder(part, architecture(folder_config), same))
     from_folder.append("text encoders")
     return encoders, []

@@ -8,6 +8,7 @@ event belongs to. Each function returns a RawRecording, which `trainers.recordin
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -249,13 +250,14 @@ def record_step(
     config: dict[str, Any] | None = None,
     older_torch: bool = False,
     code: TrainerCode | None = None,
+    version: str = "",
 ) -> RawRecording:
     """Records loading (piece ``load``) and one forward and backward (``step``) at the shape of ``grid``.
 
     ``config`` replaces the published architecture, e.g. by one of fewer blocks. ``older_torch``: autocast as it was
-    before `planner.tape.variants.RMS_NORM_IN_FP32`. ``code``: another trainer's own model and step.
+    before `planner.tape.variants.RMS_NORM_IN_FP32`. ``code``: another trainer's own model and step, of a ``version``.
     """
-    build = step.build_model if code is None else code.build_model
+    build = step.build_model if code is None else functools.partial(code.build_model, version=version)
     with _recording(profile, job, strategy, grid, config, older_torch, build) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
         watch_gradients(trainee.trainable, recorder, places)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -27,6 +27,7 @@ from trainers.families import family
 from trainers.recording.block_places import find_runs
 from trainers.recording.components import short_tape, vae_tape
 from trainers.recording.compress import Header, compress
+from trainers.recording.cuda_ops import MASK_ALIGNMENT
 from trainers.recording.encoders import text_tape
 from trainers.recording.recorder import RawRecording, record_optimizer, record_sample, record_step
 from trainers.recording.trainer_code import check_out
@@ -65,7 +66,9 @@ def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int]
     for height, extra, text, frames, width in itertools.product(heights, extras, texts, lengths, widths):
         grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
         sums = derived(grid, kind.rounded, kind.sums)
-        if all(_shows(value) or (name in kind.rounded and _is_prime(value)) for name, value in sums.items()):
+        aligned = kind.copies_masks and any(value % MASK_ALIGNMENT == 0 for value in sums.values())
+        shown = all(_shows(value) or (name in kind.rounded and _is_prime(value)) for name, value in sums.items())
+        if shown and not aligned:
             _check_positions(profile, kind.longest_side, max(grid["F"], grid["H"], grid["W"]))
             return grid, sums, regime
     raise AssertionError(f"no prime shape for {profile.name}")
@@ -97,7 +100,7 @@ def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict
     if shared:  # EasyAnimate 7B: blocks with weights of their own for text, then blocks that share them
         return {**config, "mmdit_layers": blocks, "num_layers": 2 * blocks}
     for stack in profile.stacks:
-        if stack.alike and isinstance(config[stack.depth_key], int):
+        if stack.alike and isinstance(config.get(stack.depth_key), int):
             config[stack.depth_key] = min(blocks, config[stack.depth_key]) + profile.traits.last_block_apart
     return config
 
@@ -105,7 +108,11 @@ def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict
 @functools.cache
 def full_run_lengths(name: str) -> tuple[int, ...]:
     """Blocks in each run of like blocks of a bundled model's published architecture, counted on the meta device."""
-    profile = lookup.model(name)
+    return run_lengths(lookup.model(name))
+
+
+def run_lengths(profile: ModelProfile) -> tuple[int, ...]:
+    """The same of any profile, also one that is kept nowhere yet."""
     job, strategy = next(StepVariant.all(profile)).records(profile)
     model = step.build_model(profile, job.replace(method="full"), strategy)
     return tuple(run.count for run in find_runs(model, [stack.list for stack in profile.stacks], None)[0])
@@ -116,10 +123,12 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
     not there."""
     job, strategy = variant.records(profile)
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
-    code = check_out(variant.code) if variant.code else None
-    recording = record_step(profile, job, strategy, grid, shallow_config(profile), variant.older, code)
+    trainer, _, trainer_version = variant.code.partition("@")
+    code = check_out(trainer) if trainer else None
+    config = shallow_config(profile)
+    recording = record_step(profile, job, strategy, grid, config, variant.older, code, trainer_version)
     origin = {} if code is None else {f"https://github.com/{code.REPOSITORY}": code.COMMIT}
-    return _tape(profile, variant.name, recording, grid, sums, regime, origin)
+    return tape_of(profile, variant.name, recording, grid, sums, regime, origin)
 
 
 def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
@@ -128,7 +137,7 @@ def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
     batches = profile.shape.batches
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if batches else None)
     recording = record_sample(profile, job, strategy, grid, shallow_config(profile), variant.older)
-    return _tape(profile, variant.name, recording, grid, sums, regime)
+    return tape_of(profile, variant.name, recording, grid, sums, regime)
 
 
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> Tape:
@@ -136,10 +145,10 @@ def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> Tape:
     job, strategy = variant.records(profile)
     grid, sums, _ = prime_grid(profile, PRIMES["B"])  # a prime also of what is recorded at few batches
     recording = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
-    return _tape(profile, variant.name, recording, grid, sums, {})
+    return tape_of(profile, variant.name, recording, grid, sums, {})
 
 
-def _tape(
+def tape_of(
     profile: ModelProfile,
     name: str,
     recording: RawRecording,
@@ -147,7 +156,9 @@ def _tape(
     sums: dict[str, int],
     regime: dict[str, int],
     origin: Mapping[str, str] = {},
+    lengths: Sequence[int] | None = None,
 ) -> Tape:
+    """The tape of a recording made at ``grid``. ``lengths``: of the full model's runs; else the kept profile's."""
     kind = family(profile)
     names = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
     atoms = {atom: 1 if atom in regime else grid[atom] for atom in names} | sums
@@ -159,7 +170,7 @@ def _tape(
         kind.sums,
         kind.rounded,
     )
-    return compress(recording, header, atoms, list(full_run_lengths(profile.name)))
+    return compress(recording, header, atoms, list(full_run_lengths(profile.name) if lengths is None else lengths))
 
 
 def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:

@@ -209,13 +209,13 @@ def set_checkpointing(
         if on_host is not None:
             on_host.begin()
 
-    def run(block: nn.Module, *args: Any) -> Any:
+    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if limit is not None and calls > limit:
-            return block(*args)
-        with on_host.around(*args) if on_host is not None else contextlib.nullcontext():
-            return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop)
+            return block(*args, **kwargs)
+        with on_host.around(*args, *kwargs.values()) if on_host is not None else contextlib.nullcontext():
+            return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
 
     if strategy.nested_checkpointing:
         for part in block_parts(model, profile):
@@ -405,7 +405,7 @@ def forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) 
     with random_draws.from_seeds(batch.get(random_draws.SEEDS), device):
         inputs, target = family.inputs_and_target(batch)
     with autocast(strategy, device):
-        outputs = trainee.model(**inputs, return_dict=False)
+        outputs = trainee.model(**inputs, **family.plain_outputs)
     # Outside autocast: accelerate wraps the model's forward alone.
     return family.loss(family.prediction(outputs), target, inputs)
 
@@ -418,7 +418,7 @@ def sample_forward(trainee: Trainee, family: Family, batch: Batch, strategy: Str
     """
     inputs, _ = family.inputs_and_target(batch)
     with autocast(strategy, next(iter(batch.values())).device):
-        return family.prediction(trainee.model(**inputs, return_dict=False))
+        return family.prediction(trainee.model(**inputs, **family.plain_outputs))
 
 
 def optimizer_step(trainee: Trainee) -> None:

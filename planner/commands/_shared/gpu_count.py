@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.commands import USAGE
 from planner.commands._shared.data_options import LENGTHS, AskedLength
 from planner.commands._shared.request import TypedQuestion
@@ -185,7 +185,7 @@ def _shared(asked: TypedQuestion, gpus: int, best: Plan, whole: Whole) -> list[C
 
 def _counts(asked: TypedQuestion) -> Sequence[int | None]:
     """The counts to try; None: the one that was typed, or is here."""
-    typed = "gpus" in asked.typed or asked.here is not None or lookup.parse_gpus(asked.gpu or "")[0] > 1
+    typed = "gpus" in asked.typed or asked.here is not None or card_lookup.parse_gpus(asked.gpu or "")[0] > 1
     return (None,) if typed else COUNTS
 
 

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.commands._shared.verb import Function, starting_with
 from planner.errors import VplanError, quoted
 from planner.schema import choices, field_docs
@@ -63,7 +63,9 @@ class FieldOption(click.Option):
         """The values that begin so: of a closed list, or names of models and cards."""
         if self.field == "gpu":
             return complete_card(ctx, self, incomplete)
-        return starting_with(lookup.model_names() if self.field == "model" else self.values, incomplete)
+        if self.field == "model":
+            return complete_model(ctx, self, incomplete)
+        return starting_with(self.values, incomplete)
 
     def make_metavar(self, ctx: click.Context) -> str:
         """What stands for the value in the help: the list of values where it is short."""
@@ -90,12 +92,14 @@ class FieldOption(click.Option):
 def complete_card(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Cards and their classes, behind a number of them too: `2xrtx40`."""
     count, name = re.fullmatch(r"(\d+x|)(.*)", incomplete).groups()  # type: ignore[union-attr]  # matches anything
-    names = [*(group.name for group in lookup.gpu_classes()), *lookup.gpu_names()]
+    names = [*(group.name for group in card_lookup.gpu_classes()), *card_lookup.gpu_names()]
     return [CompletionItem(f"{count}{item.value}") for item in starting_with(names, name)]
 
 
 def complete_model(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Models by name."""
+    from planner.catalog import lookup  # `vplan gpus` starts faster without what models are
+
     return starting_with(lookup.model_names(), incomplete)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import profiles
 from planner.catalog import diffusers_folder, lookup, user_data
+from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError, quoted
@@ -55,9 +56,9 @@ def is_folder(text: str) -> bool:
 def read(text: str, name: str | None) -> tuple[diffusers_folder.Source, str]:
     """What a folder or config.json says, and the name its model gets; nothing is built or written.
 
-    Raises a VplanError for a config that is none, for a class we cannot record, and for a name that is taken.
+    Raises a VplanError for a config that is none, for a class that diffusers has not, and for a name that is taken.
     """
-    source = diffusers_folder.read_source(text, lookup.diffusers_classes())
+    source = diffusers_folder.read_source(text, {*lookup.diffusers_classes(), *diffusers_folder.installed_classes()})
     if name is None:
         chosen = user_data.check_name(user_data.name_for(source.folder), "the folder's name")
         _check_untaken(chosen, source)
@@ -69,12 +70,12 @@ def read(text: str, name: str | None) -> tuple[diffusers_folder.Source, str]:
     return source, chosen
 
 
-def keep(source: diffusers_folder.Source, name: str, recorders: Recorders) -> Kept:
+def keep(source: diffusers_folder.Source, name: str, inputs: OwnInputs, recorders: Recorders) -> Kept:
     """Has the model built on the meta device and keeps its profile, before anything of it is recorded.
 
     Raises a VplanError for an architecture that cannot be built.
     """
-    ((_, answer),) = recorders.answers([Derivation(source, name)])
+    ((_, answer),) = recorders.answers([Derivation(source, name, inputs.model_dump(mode="json", exclude_unset=True))])
     path = user_data.write_profile(name, answer["profile"])
     return Kept(lookup.model(name), path, tuple(answer["notes"]))
 
@@ -92,7 +93,7 @@ def first_variants(profile: ModelProfile) -> Iterator[str]:
     contexts = tuple(itertools.product((1, 2), (None, doctor.torch_release())))
     for method in ("lora", "full"):
         job = job_for(profile, {"method": method})
-        for mode in ("none", "full"):
+        for mode in ("none", "full") if profile.traits.checkpoints else ("none",):
             strategy = resolve(job, Strategy.read({"gradient_checkpointing": mode}))
             names = (StepVariant.of(profile, job, strategy, batch, torch).name for batch, torch in contexts)
             yield from dict.fromkeys(names)

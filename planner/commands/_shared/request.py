@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from planner import dialects
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.card_limits import BF16_ATTENTION_FROM
-from planner.catalog.profiles import GpuProfile, ModelProfile
+from planner.catalog.card_profiles import GpuProfile
+from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, how_read, job_for, parse_resolution
 from planner.commands import USAGE
 from planner.commands._shared.options import (
@@ -95,8 +96,8 @@ class TypedQuestion(NamedTuple):
         typed_model = _needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models")
         profile = lookup.model(typed_model)
         typed_gpu = _needed(gpu or self.gpu, "gpu", "24GB", "gpus")
-        count, card = lookup.parse_gpus(typed_gpu)
-        taken = lookup.taken_for(typed_model, profile), lookup.card_taken_for(typed_gpu, card)
+        count, card = card_lookup.parse_gpus(typed_gpu)
+        taken = lookup.taken_for(typed_model, profile), card_lookup.card_taken_for(typed_gpu, card)
         notes = [note for note in taken if note]
         if self.here and gpu is None:
             card = self.here.card
@@ -161,16 +162,16 @@ class TypedQuestion(NamedTuple):
         said.setdefault("unified", card.unified)
         machine = Machine.read(said)
         if machine.os != "linux" and "reserve" not in said:
-            machine = machine.replace(reserve=lookup.DESKTOP_BYTES)
+            machine = machine.replace(reserve=card_lookup.DESKTOP_BYTES)
             notes.append("a desktop on the card (--reserve)")
         elif "reserve" not in said and self.plan is None and card.class_gb < 40 and not card.unified:
-            notes.append(f"no desktop on the card (else --reserve {lookup.DESKTOP_BYTES / GIB:.0f}GiB)")
+            notes.append(f"no desktop on the card (else --reserve {card_lookup.DESKTOP_BYTES / GIB:.0f}GiB)")
         if machine.host_ram is None and self.plan is not None and self.plan.trainer != "vplan":
             notes.append("host RAM not checked; pass --host-ram 64GiB")
         elif machine.host_ram is None:
             usable, installed = (
-                lookup.default_host_ram(card, machine.gpus, machine.os),
-                lookup.installed_host_ram(card, machine.gpus),
+                card_lookup.default_host_ram(card, machine.gpus, machine.os),
+                card_lookup.installed_host_ram(card, machine.gpus),
             )
             machine = machine.replace(host_ram=usable)
             of_all = f" of {installed / GIB:.0f}" if usable < installed else ""
@@ -273,7 +274,7 @@ def _has_card() -> bool:
 
 def _several(typed: Mapping[str, Any]) -> bool:
     """Whether more than one GPU was typed."""
-    count = lookup.parse_gpus(typed["gpu"])[0] if str(typed.get("gpu", AUTO)).lower() != AUTO else 1
+    count = card_lookup.parse_gpus(typed["gpu"])[0] if str(typed.get("gpu", AUTO)).lower() != AUTO else 1
     return bool(max(count, typed.get("gpus", 1)) * typed.get("nodes", 1) > 1)
 
 

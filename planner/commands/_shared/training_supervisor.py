@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.commands import USAGE
 from planner.commands._shared.batch import write_script
 from planner.commands._shared.data_options import typed_settings
@@ -265,7 +265,8 @@ class TrainingSupervisor:
             "samples": follower.samples,
             "notes": self.notes,
         }
-        budget = estimate.budget_bytes if estimate else lookup.parse_gpus(self.plan.machine.gpu)[1].allocatable_bytes
+        card = card_lookup.parse_gpus(self.plan.machine.gpu)[1]
+        budget = estimate.budget_bytes if estimate else card.allocatable_bytes
         show(answer, as_json, lambda console: _render(console, answer, budget))
         return DONE
 

@@ -25,5 +25,6 @@ SCRIPTS = {
 }
 """(model, method) -> its example."""
 
-READ_TOO = ("examples/text_to_image/train_text_to_image_lora_sdxl.py",)
+DREAMBOOTH = "examples/dreambooth/train_dreambooth.py"
+READ_TOO = ("examples/text_to_image/train_text_to_image_lora_sdxl.py", DREAMBOOTH)
 """Examples that are read and not written."""

@@ -33,7 +33,7 @@ from planner.dialects.base.launchers import (
     script_head,
 )
 from planner.dialects.base.script import Script
-from planner.dialects.diffusers.models import AT, READ_TOO, SCRIPTS
+from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
@@ -69,10 +69,8 @@ def _job(settings: Settings) -> Fields:
     """What the script trains, by its name and flags; each script has defaults of its own."""
     method = "lora" if "lora" in str(settings["script"]) else "full"
     fields: Fields = {"model": lookup.model(require_model(settings, "--pretrained_model_name_or_path")).name}
-    fields |= {
-        "method": method,
-        "batch_size": int(settings.get("--train_batch_size", _default(settings, "--train_batch_size"))),
-    }
+    batch = int(settings.get("--train_batch_size", _default(settings, "--train_batch_size")))
+    fields |= {"method": method, "batch_size": PRIOR_SAMPLES * batch if _has_prior(settings) else batch}
     fields["lora_rank"] = int(settings.get("--rank", _default(settings, "--rank"))) if method == "lora" else 16
     if _is_video(settings):
         for field, flag in (("frames", "--max_num_frames"), ("height", "--height"), ("width", "--width")):
@@ -81,6 +79,39 @@ def _job(settings: Settings) -> Fields:
         side = int(settings.get("--resolution", _default(settings, "--resolution")))
         fields |= {"frames": 1, "height": side, "width": side}
     return fields
+
+
+PRIOR, WHOLE_TEXT_ENCODER = "prior", "whole-te"
+"""Versions of memory terms, joined by a dash: with class images beside, with the text encoder trained too."""
+
+PRIOR_SAMPLES = 2
+"""``collate_fn`` of the DreamBooth scripts joins a class image to each of the batch."""
+
+
+def _has_prior(settings: Settings) -> bool:
+    return bool(settings.get("--with_prior_preservation"))
+
+
+def _trains_text_encoder(settings: Settings) -> bool:
+    """Whether all of the text encoder is trained too; of the other scripts that have the flag a note says that it is
+    not priced."""
+    return bool(settings.get("--train_text_encoder")) and str(settings["script"]).endswith(DREAMBOOTH)
+
+
+def _version(settings: Settings, fields: Fields) -> str:
+    """Of the terms in `planner.layout.trainer_terms.diffusers`, and what a batch is written by."""
+    text = WHOLE_TEXT_ENCODER if _trains_text_encoder(settings) else ""
+    return "-".join(filter(None, [text, PRIOR if _has_prior(settings) else ""]))
+
+
+def _write_batch(fields: Fields) -> int:
+    batch = int(fields["batch_size"])
+    if not str(fields.get("version") or "").endswith(PRIOR):
+        return batch
+    if batch % PRIOR_SAMPLES:
+        why = "each picture has a class image beside it (--with_prior_preservation)"
+        raise InexpressibleError(UnsupportedValue("batch_size", batch, batch + 1, why))
+    return batch // PRIOR_SAMPLES
 
 
 def _write_job(fields: Fields) -> Settings:
@@ -94,7 +125,7 @@ def _write_job(fields: Fields) -> Settings:
         raise InexpressibleError(UnsupportedValue("model", fields["model"], models[0], why))
     name = next(alias for alias in lookup.model(fields["model"]).aliases if "/" in alias)
     settings: Settings = {"script": script, "--pretrained_model_name_or_path": name}
-    settings["--train_batch_size"] = fields["batch_size"]
+    settings["--train_batch_size"] = _write_batch(fields)
     if fields["method"] == "lora":
         settings["--rank"] = fields["lora_rank"]
     if _is_video(settings):
@@ -112,11 +143,16 @@ def _write_job(fields: Fields) -> Settings:
     return settings | {"--resolution": fields["height"]}
 
 
+def _half_precision(settings: Settings) -> str:
+    """The mixed precision, of the script or of ``accelerate launch``: bf16, fp16, or fp32 for none."""
+    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
+    return precision if precision in ("bf16", "fp16") else "fp32"
+
+
 def _plain(settings: Settings) -> Fields:
     """A frozen base has the mixed precision's format, and so have its adapters, but fp32 ones under fp16; trained
     weights are fp32. Mixed precision is autocast (`cast_training_params`, `accelerator.prepare`)."""
-    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
-    half = precision if precision in ("bf16", "fp16") else "fp32"
+    half = _half_precision(settings)
     full = "lora" not in str(settings["script"])
     return {
         "weights_dtype": "fp32" if full else half,
@@ -168,6 +204,9 @@ PER_CAPTION = ("train_dreambooth_flux.py", "train_dreambooth_lora_sd3.py", "trai
 def _residence(settings: Settings) -> Fields:
     """Latents are cached by --cache_latents; --offload takes the VAE off the GPU between its turns."""
     script, captions = str(settings["script"]), bool(settings.get("--caption_column"))
+    if script.endswith(DREAMBOOTH):
+        return {"text_encoder": "cached" if settings.get("--pre_compute_text_embeddings") else "resident",
+                "vae": "resident"}  # fmt: skip
     vae = "cached" if settings.get("--cache_latents") else "swapped" if settings.get("--offload") else "resident"
     return {"text_encoder": _text_encoder(script, captions), "vae": "cached" if script.endswith(BEFORE) else vae}
 
@@ -238,10 +277,28 @@ def _write_validation(fields: Fields) -> Settings:
     return {"--validation_prompts": [prompt]} if plural else {flag: prompt}
 
 
+def _text_encoder_dtype(settings: Settings) -> Fields:
+    """It has the mixed precision's format, which is fp32 without one; one that is trained stays in fp32
+    (train_dreambooth.py ``text_encoder.to(accelerator.device, dtype=weight_dtype)``)."""
+    whole = _trains_text_encoder(settings)
+    plain = str(settings["script"]).endswith(DREAMBOOTH) and _half_precision(settings) == "fp32"
+    return {"text_encoder_dtype": "fp32" if whole or plain else "bf16"}
+
+
+def _write_text_encoder_dtype(fields: Fields) -> Settings:
+    in_fp32 = fields["autocast"] == "none" or WHOLE_TEXT_ENCODER in str(fields.get("version") or "")
+    if fields["text_encoder_dtype"] not in ("bf16", *(["fp32"] if in_fp32 else [])):
+        why = "text encoders have --mixed_precision"
+        raise InexpressibleError(UnsupportedValue("text_encoder_dtype", fields["text_encoder_dtype"], "bf16", why))
+    return {}
+
+
 def _vae_dtype(settings: Settings) -> Fields:
     """SDXL's own VAE overflows in half precision, and is fp32 (`vae.to(accelerator.device, dtype=torch.float32)`);
     another one that is named has the mixed precision's format."""
     built_in = settings.get("--pretrained_vae_model_name_or_path") is None
+    if str(settings["script"]).endswith(DREAMBOOTH) and _half_precision(settings) == "fp32":
+        return {"vae_dtype": "fp32"}
     return {"vae_dtype": "fp32" if "sdxl" in str(settings["script"]) and built_in else "bf16"}
 
 
@@ -265,7 +322,11 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"prompts are encoded once and their encoders deleted, as with one instance prompt ({AT})"
     elif str(settings["script"]).endswith(HELD):
         yield f"the script holds on to its text encoders after it has used them ({AT})"
-    if settings.get("--train_text_encoder"):
+    if _has_prior(settings):
+        yield f"{fields['batch_size']} samples: each picture of the batch has a class image beside it ({AT})"
+    if _trains_text_encoder(settings):
+        yield f"the text encoder is trained whole ({AT} train_dreambooth.py)"
+    elif settings.get("--train_text_encoder"):
         yield "--train_text_encoder is not estimated: this is the estimate without it"
     for flag in ("--do_fp8_training", "--bnb_quantization_config_path", "--fsdp_text_encoder"):
         if settings.get(flag):
@@ -360,7 +421,14 @@ DIALECT = Dialect(
         GPUS,
         NODES,
         *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
-        *our_defaults("validation", "compute_dtype", "checkpointed_blocks", "swap_blocks", "text_encoder_dtype"),
+        FunctionPair(
+            ("text_encoder_dtype",),
+            (),
+            _text_encoder_dtype,
+            _write_text_encoder_dtype,
+            {"text_encoder_dtype": "bf16; fp32 where it is trained"},
+        ),
+        *our_defaults("validation", "compute_dtype", "checkpointed_blocks", "swap_blocks"),
         FunctionPair(
             ("vae_dtype",),
             ("--pretrained_vae_model_name_or_path",),
@@ -373,6 +441,7 @@ DIALECT = Dialect(
     ),
     read_script=read_script,
     notes=_notes,
+    version=_version,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"vae": "cached"}, "latents are encoded once", when=lambda fields: fields["vae"] != "cached"),

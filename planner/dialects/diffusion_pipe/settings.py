@@ -38,7 +38,7 @@ from planner.dialects.diffusion_pipe.models import (
     write_shape,
 )
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
+from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
 from planner.untrusted import flat
@@ -322,12 +322,17 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
     ):
         yield note
-    if fields["method"] == "lora" and fields["weights_dtype"] in QUANTISED:
-        yield "adapters over a quantised base are counted in fp32"
     if str(settings.get("config:optimizer.type", "")).lower() in ("adamw", "adamw8bit"):
         yield "estimated with the Kahan buffer of adamw_optimi and AdamW8bitKahan, which this optimizer has not"
     if rows_of(settings, "dataset:resolutions") and not rows_of(settings, BUCKETS):
         yield "resolutions are areas: estimated as squares, and buckets of other sides have as many pixels"
+
+
+def _version(settings: Settings, fields: Fields) -> str:
+    """`HALF_ADAPTERS` where ``adapter.dtype`` is one of 16 bits over a quantised base."""
+    dtype = DTYPES.get(str(settings.get("config:adapter.dtype")), fields["compute_dtype"])
+    over = fields["method"] == "lora" and fields["weights_dtype"] in QUANTISED
+    return HALF_ADAPTERS if over and dtype != "fp32" else ""
 
 
 def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
@@ -388,6 +393,7 @@ DIALECT: Dialect = Dialect(
     read_script=read_script,
     remarks=remarks,
     notes=notes,
+    version=_version,
     moves=MOVES,
     files=_files,
 )

@@ -49,6 +49,8 @@ ENCODER_FP8 = {
 NETWORKS = {"hv": "lora", "zimage": "lora_zimage", "flux_kontext": "lora_flux"}
 SCALED = frozenset({"wan", "qwen_image", "zimage", "hv_1_5", "flux_2", "flux_kontext", "krea2"})
 SCRIPT = "src/musubi_tuner/{}_train_network.py"
+FULL = tuple(f"src/musubi_tuner/{family}_train.py" for family in ("hv", "qwen_image", "zimage"))
+"""Its scripts that train the whole transformer, which are read and not written."""
 EDITS = ("--edit", "--edit_plus")
 """What a command says Qwen-Image-Edit with, beside ``--model_version`` (qwen_image_train_network.py at 1852ad34,
 ``is_edit = args.edit or args.edit_plus``)."""
@@ -60,6 +62,17 @@ def family_of(model: str) -> str:
     return FAMILIES.get(model, ("wan", {}))[0]  # of a model it has not, another binding says so
 
 
+def is_full(settings: Settings) -> bool:
+    """Whether a command is of a script that trains the whole transformer."""
+    return str(settings.get("script", "")).endswith(FULL)
+
+
+def is_script_of(family: str, settings: Settings) -> bool:
+    """Whether a command is of a family's script, which trains an adapter or all."""
+    network = SCRIPT.format(family)
+    return str(settings.get("script", "")).endswith((network, network.replace("_train_network", "_train")))
+
+
 def caches_text_and_latents_only(model: str) -> bool:
     """Whether what is cached of a clip is its latents and its caption's embedding, and no more: Wan 2.1 T2V."""
     return FAMILIES.get(model) in (("wan", {"--task": "t2v-1.3B"}), ("wan", {"--task": "t2v-14B"}))
@@ -67,12 +80,11 @@ def caches_text_and_latents_only(model: str) -> bool:
 
 def candidates_of(settings: Settings) -> list[str]:
     """The models that a command may mean, by its script, task and model version."""
-    script = str(settings.get("script", ""))
     models = []
     for name, (family, words) in FAMILIES.items():
         plain = words or {"--model_version": None}
         plain = {key: value for key, value in plain.items() if value is not None or settings.get(key) != "original"}
-        if script.endswith(SCRIPT.format(family)) and all(settings.get(key) == value for key, value in plain.items()):
+        if is_script_of(family, settings) and all(settings.get(key) == value for key, value in plain.items()):
             models.append(name)
     return models
 

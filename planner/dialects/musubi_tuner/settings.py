@@ -41,6 +41,7 @@ from planner.dialects.musubi_tuner.models import (
     EXTRACTION,
     FAMILIES,
     FRAMES,
+    FULL,
     NETWORKS,
     SCALED,
     SCRIPT,
@@ -48,6 +49,8 @@ from planner.dialects.musubi_tuner.models import (
     WHICH,
     dataset_key,
     family_of,
+    is_full,
+    is_script_of,
     model_of,
     shape_of,
     write_model,
@@ -81,12 +84,45 @@ def _write_optimizer(fields: Fields) -> Settings:
     return {"--optimizer_type": word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])}
 
 
+ONLY_LORA = frozenset({"lora"})
+
+
+def _write_method(fields: Fields) -> Settings:
+    if fields["method"] != "lora":
+        why = "its network scripts train LoRA; of the others `vplan check` reads commands"
+        raise InexpressibleError(UnsupportedValue("method", fields["method"], "lora", why))
+    return {}
+
+
+STEPS = Choice(
+    "optimizer_step",
+    {
+        "foreach": {},
+        "fused": {"--optimizer_args": ["fused=True"]},
+        "loop": {"--optimizer_args": ["foreach=False"]},
+    },
+    "LoRA steps after backward",
+)
+
+
+def _step_of(settings: Settings) -> Fields:
+    """``--fused_backward_pass`` is of full training alone."""
+    return {"optimizer_step": "backward"} if settings.get("--fused_backward_pass") else STEPS.to_fields(settings)
+
+
+def _write_step(fields: Fields) -> Settings:
+    return STEPS.to_settings(fields)
+
+
 def _formats_of(settings: Settings) -> Fields:
+    """Full training keeps fp32 weights unless ``--full_bf16`` or ``--full_fp16`` says otherwise (hv_train.py:871,
+    qwen_image_train.py:171)."""
     mixed = settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no"))
-    return {
-        "weights_dtype": "fp8" if settings.get("--fp8_base") else "bf16",
-        "autocast": mixed if mixed in ("bf16", "fp16") else "none",
-    }
+    half = mixed if mixed in ("bf16", "fp16") else "none"
+    sixteen = settings.get("--full_bf16") or settings.get("--full_fp16")
+    trained = half if sixteen and half != "none" else "fp32"
+    frozen = "fp8" if settings.get("--fp8_base") else "bf16"
+    return {"weights_dtype": trained if is_full(settings) else frozen, "autocast": half}
 
 
 def _write_formats(fields: Fields) -> Settings:
@@ -103,6 +139,8 @@ def _write_formats(fields: Fields) -> Settings:
 def _targets_of(settings: Settings) -> Fields:
     """Adapters on every linear layer of the blocks but modulation (networks/lora_*.py), without Wan's feed-forward
     where a pattern leaves it out."""
+    if is_full(settings):
+        return {"lora_targets": None}
     profile = lookup.model(model_of(settings)["model"])
     narrow = any(
         "exclude_patterns" in str(argument) and "ffn" in str(argument)
@@ -161,10 +199,9 @@ VAE_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp16": 
 
 
 def _vae_of(settings: Settings) -> Fields:
-    script = str(settings.get("script", ""))
-    if script.endswith(SCRIPT.format("zimage")):  # always fp32, whatever the flag says (zimage_train_network.py:357)
+    if is_script_of("zimage", settings):  # always fp32, whatever the flag says (zimage_train_network.py:357)
         return {"vae_dtype": "fp32"}
-    usual = "bfloat16" if script.endswith(SCRIPT.format("wan")) else "float16"
+    usual = "bfloat16" if is_script_of("wan", settings) else "float16"
     return {"vae_dtype": one_of(VAE_DTYPES, "--vae_dtype")(settings.get("--vae_dtype", usual))}
 
 
@@ -244,11 +281,11 @@ TABLE: tuple[Binding | When, ...] = (
     *(GPUS, NODES, EXPANDABLE),
     _pair(model_of, write_model, WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
              inactive_expert="absent; with both experts gpu, or cpu by --offload_inactive_dit"),
-    Fixed("method", "lora", "its network scripts train LoRA"),
+    _pair(lambda settings: {"method": "full" if is_full(settings) else "lora"}, _write_method, (), method="lora"),
     _pair(shape_of, write_shape, (SIZE, BATCH, FRAMES, EXTRACTION), frames="target_frames", height="resolution",
              width="resolution", batch_size="batch_size", buckets="several target_frames of one size"),
-    Value("lora_rank", "--network_dim", 4, int, source="networks/lora.py"),
-    Value("lora_dropout", "--network_dropout", 0.0, float),
+    When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4, int, source="networks/lora.py")),
+    When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
     _pair(_targets_of, _write_targets, ("--network_module", "--network_args"), lora_targets="all linear layers"),
     _pair(_formats_of, _write_formats, ("--fp8_base", "--fp8_scaled", "--mixed_precision"),
              weights_dtype="bf16, fp8 by --fp8_base", autocast="--mixed_precision"),
@@ -261,11 +298,7 @@ TABLE: tuple[Binding | When, ...] = (
     }, "every block is checkpointed, or none"),
     Fixed("checkpointed_blocks", None),
     _pair(_optimizer_of, _write_optimizer, ("--optimizer_type",), optimizer="--optimizer_type"),
-    Choice("optimizer_step", {
-        "foreach": {},
-        "fused": {"--optimizer_args": ["fused=True"]},
-        "loop": {"--optimizer_args": ["foreach=False"]},
-    }, "LoRA steps after backward"),
+    _pair(_step_of, _write_step, ("--optimizer_args", "--fused_backward_pass"), optimizer_step="foreach, fused, loop"),
     Value("gradient_accumulation", "--gradient_accumulation_steps", 1, int),
     _pair(_sharding_of, _write_sharding, (), sharding="none on one GPU, ddp on several"),
     When("sharding", frozenset({"ddp"}), Choice("grad_buckets", {
@@ -317,9 +350,9 @@ def read_script(script: Script) -> Invocation | None:
 
 def _is_own(program: PythonCommand) -> bool:
     entry_point = flags.find("musubi-tuner", program.script)
-    return (
-        entry_point is not None and entry_point.path.endswith("_train_network.py") and entry_point.path.count("/") == 2
-    )
+    if entry_point is None or entry_point.path.count("/") != 2:
+        return False
+    return entry_point.path.endswith("_train_network.py") or entry_point.path in FULL
 
 
 def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
@@ -334,11 +367,12 @@ def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What the trainer does that the settings do not say, in words, with the source."""
+    lora = fields["method"] == "lora"
     narrow = "--network_args" in settings and family_of(fields["model"]) == "wan"
-    if not narrow and (note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])):
+    if lora and not narrow and (note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])):
         yield note
     yield f"latents and prompts are cached before training ({AT})"
-    if not settings.get("--network_dim"):
+    if lora and not settings.get("--network_dim"):
         yield "LoRA rank 4, the default of --network_dim"
     if fields["validation_mode"] == "on":
         yield "samples are estimated as large as the clips: the file of --sample_prompts may say otherwise"
@@ -361,7 +395,7 @@ MOVES = (
     ),
     Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
     Move({"optimizer": "adamw-8bit"}),
-    Move({"weights_dtype": "fp8"}),
+    Move({"weights_dtype": "fp8"}, when=lambda fields: fields["method"] == "lora"),
 )
 
 

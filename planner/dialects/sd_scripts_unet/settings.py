@@ -110,8 +110,10 @@ def _refuse(settings: Settings) -> None:
             f"--cpu_offload_checkpointing stops {script}: its U-Net has no such checkpointing", "leave it out"
         )
     if script == SDXL_FULL:
-        if settings.get("--train_text_encoder"):
-            raise VplanError("full training of SDXL's text encoders is not priced", "leave --train_text_encoder out")
+        rates = [settings.get(f"--learning_rate_te{number}") for number in (1, 2)]
+        if settings.get("--train_text_encoder") and any(rate is not None and float(rate) == 0 for rate in rates):
+            fault = "training one of SDXL's text encoders is not priced"
+            raise VplanError(fault, "leave --learning_rate_te1 and --learning_rate_te2 out")
         if settings.get("--fused_optimizer_groups"):
             raise VplanError("--fused_optimizer_groups is not priced", "use --fused_backward_pass with Adafactor")
         return
@@ -151,8 +153,11 @@ def _network_args(settings: Settings) -> list[str]:
 
 
 def trains_text_encoders(settings: Settings) -> bool:
-    """Whether adapters are put on the text encoders as well, as the LoRA scripts do unless told otherwise."""
-    return _script(settings) != SDXL_FULL and not settings.get("--network_train_unet_only")
+    """Whether adapters are put on the text encoders as well, as the LoRA scripts do unless told otherwise, or full
+    training is told to take both along."""
+    if _script(settings) == SDXL_FULL:
+        return bool(settings.get("--train_text_encoder"))
+    return not settings.get("--network_train_unet_only")
 
 
 def _targets(settings: Settings) -> Fields:
@@ -189,6 +194,8 @@ def _fp8(settings: Settings) -> bool:
 
 def _version(settings: Settings, fields: Fields) -> str:
     """Of the terms in `planner.layout.trainer_terms.sd_scripts_unet`."""
+    if _script(settings) == SDXL_FULL:
+        return "whole-te" if trains_text_encoders(settings) else ""
     return "-".join(filter(None, ["te" if trains_text_encoders(settings) else "", "fp8" if _fp8(settings) else ""]))
 
 
@@ -198,6 +205,8 @@ def _text_encoder(settings: Settings) -> Fields:
     cached_outputs = on and _script(settings) != SD_LORA
     whole = _fp8(settings) and not settings.get("--fp8_base_unet") and not cached_outputs
     dtype = "fp8" if whole else half_precision(settings)
+    if _script(settings) == SDXL_FULL and trains_text_encoders(settings):
+        dtype = _formats(settings)["weights_dtype"]
     return {"text_encoder": "cached" if cached_outputs else "resident", "text_encoder_dtype": dtype}
 
 
@@ -242,7 +251,9 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     encoders = "the text encoder" if fields["model"] == "sd1.5" else "both text encoders"
     if trains_text_encoders(settings):
-        yield f"{encoders} are trained too: no --network_train_unet_only ({AT} train_network.py)"
+        why = "--train_text_encoder" if fields["method"] == "full" else "no --network_train_unet_only"
+        script = "sdxl_train.py" if fields["method"] == "full" else "train_network.py"
+        yield f"{encoders} are trained too: {why} ({AT} {script})"
     elif fields["text_encoder"] == "resident":
         yield f"{encoders} stay on the GPU: not cached"
     if _fp8(settings):
@@ -360,7 +371,7 @@ DIALECT = Dialect(
         Move(
             {"text_encoder": "cached"},
             "captions are no longer shuffled or dropped",
-            when=lambda fields: fields["model"] == "sdxl" and not str(fields["version"]).startswith("te"),
+            when=lambda fields: fields["model"] == "sdxl" and "te" not in str(fields["version"]).split("-"),
         ),
         Move(
             {"text_encoder": "cached", "version": ""},

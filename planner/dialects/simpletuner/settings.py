@@ -15,6 +15,7 @@ from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
 from planner.dialects.base.script import Script
 from planner.errors import VplanError, quoted
+from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE
 from planner.untrusted import flat
 
 CONFIG = "config:"
@@ -118,7 +119,7 @@ def _model(settings: Settings) -> Fields:
 
 
 def _method(settings: Settings) -> Fields:
-    kind = str(_of(settings, "model_type"))
+    kind = str(_of(settings, "model_type", "full"))  # the default of field_registry/sections/model.py
     if kind not in ("lora", "full"):
         raise VplanError(f"SimpleTuner's model_type {quoted(kind)} is not priced", "lora and full are")
     if kind == "lora" and (adapter := str(_of(settings, "lora_type") or "standard").lower()) != "standard":
@@ -142,6 +143,14 @@ def _formats(settings: Settings) -> Fields:
         "adapter_dtype": sixteen,
         "autocast": half if half != "fp32" else "none",
     }
+
+
+def _version(settings: Settings, fields: Fields) -> str:
+    """`QUANTISED_WHOLE` when Quanto or torchao quantise the base on the GPU: bitsandbytes does so block by block as it
+    loads."""
+    base = str(_of(settings, "base_model_precision") or "no_change")
+    on_gpu = str(_of(settings, "quantize_via") or "accelerator") == "accelerator"
+    return QUANTISED_WHOLE if on_gpu and base.endswith(("-quanto", "-torchao")) else ""
 
 
 def _optimizer(settings: Settings) -> Fields:
@@ -197,6 +206,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield "a square of the config's resolution: buckets have its pixels"
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
+    if _version(settings, fields):
+        yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
 
 
 def _nothing(fields: Fields) -> Settings:
@@ -261,14 +272,21 @@ DIALECT = Dialect(
     read_script=read_script,
     remarks=_remarks,
     notes=_notes,
+    version=_version,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        Move(
+            {"version": ""},
+            "quantising in host RAM takes longer",
+            words_for=lambda settings: ["quantize_via: cpu"],
+            when=lambda fields: fields["version"] == QUANTISED_WHOLE,
+        ),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
         Move(
             {"weights_dtype": "int8"},
             "the frozen base is rounded to 8 bits",
-            words_for=lambda settings: ["base_model_precision: int8-torchao"],
+            words_for=lambda settings: ["base_model_precision: int8-torchao", "quantize_via: cpu"],
             when=lambda fields: fields["method"] == "lora",
         ),
     ),

@@ -8,7 +8,7 @@ of numbers.
 
 from __future__ import annotations
 
-from planner.catalog.profiles import GpuProfile
+from planner.catalog.card_profiles import GpuProfile
 from planner.layout.run import Run
 
 FP32_BYTES = 4

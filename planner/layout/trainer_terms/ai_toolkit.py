@@ -14,6 +14,7 @@ from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
     modulation_in_8_bits,
+    passing,
     swap_in_place,
 )
 from planner.spec.job import QUANTISED
@@ -47,15 +48,7 @@ def quantised_whole(run: Run) -> None:
     nbytes = HALF * run.facts.model.parameters
     if run.job.experts is not None and run.strategy.inactive_expert == "gpu":
         nbytes += int(BYTES_PER_PARAMETER[run.strategy.weights_dtype] * run.facts.model.parameters)
-    _passing(run, nbytes, "model in 16 bits")
-
-
-def _passing(run: Run, nbytes: int, name: str) -> None:
-    whole = run.new(nbytes, "residents", name)
-    run.phases.before_load = (
-        *run.phases.before_load,
-        Stage("load", [(STRATEGY_MOMENT._replace(passes=name), [whole, ~whole])]),
-    )
+    passing(run, nbytes, "model in 16 bits")
 
 
 def encoders_at_start(run: Run) -> None:
@@ -75,7 +68,7 @@ def encoders_at_start(run: Run) -> None:
             whole = run.new(nbytes - int(there * model.text_encoder_parameters), "residents", "text encoder in 16 bits")
             run.place(run.load, [whole, ~whole], "quantising the text encoder", at=behind)
         else:
-            _passing(run, nbytes, "text encoder in 16 bits")
+            passing(run, nbytes, "text encoder in 16 bits")
     if strategy.text_encoder != "cached":
         return
     first, gone = len(run.program.buffers), []

@@ -11,6 +11,7 @@ from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins
 from planner.layout.stored_positions import table_in_half
 from planner.layout.trainer_terms.shared import cache_kept_while_sampling
+from planner.layout.trainer_terms.trained_text_encoders import text_encoders_whole
 from planner.tape.program import Moment, Stage
 
 RGB = 3
@@ -249,7 +250,10 @@ def final_norm_of_both(run: Run) -> None:
 
 _2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in_fp32, final_norm_of_both)
 
-OLDER: dict[str, tuple[Transform, ...]] = {"2024-10": _2024_10, "2024-10-one-step": (*_2024_10, one_step)}
+OLDER: dict[str, tuple[Transform, ...]] = {
+    "2024-10": _2024_10, "2024-10-one-step": (*_2024_10, one_step),
+    "prior": (), "whole-te": (text_encoders_whole,), "whole-te-prior": (text_encoders_whole,),
+}
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), and its runs of one step.
 Their ZeRO is priced without `share_comes_back_in_fp32`: with it a full CogVideoX-5B would hold 20.9 GiB, and 19.998 are
 printed as reserved (cvxt-5b-full-b1-zero2)."""

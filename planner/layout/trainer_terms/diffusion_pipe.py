@@ -6,7 +6,7 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 from __future__ import annotations
 
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.lora_layers import adapters_on_modulation, wider_adapters
+from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, adapters_on_modulation, wider_adapters
 from planner.layout.trainer_terms.shared import (
     checkpoints_saved_on_cpu,
     modulation_in_8_bits,
@@ -16,15 +16,34 @@ from planner.layout.trainer_terms.shared import (
 from planner.tape.variants import trained_storage
 
 
+def adapters_in_half(run: Run) -> None:
+    """Over a quantised base adapters are recorded in fp32; its own are ``adapter.dtype``, and their optimizer's states
+    and gradients are in that format too (models/base.py ``configure_adapter``: ``p.data =
+    p.data.to(adapter_config['dtype'])``; optimi ``AdamW`` makes states like its parameters). 8-bit states stay."""
+    trained = run.named("gradient")
+    weights = run.named("weight")
+    buffers = [*trained.values(), *(weights[name] for name in trained if name in weights)]
+    if run.strategy.optimizer in IN_THEIR_FORMAT:
+        buffers += run.named("optimizer").values()
+    for buffer in buffers:
+        run.resize(buffer, run.sizes[buffer] // 2)
+
+
+IN_THEIR_FORMAT = ("adamw", "lion", "prodigy")
+"""Optimizers whose states are made like the parameters."""
+
+
 def kahan_buffer(run: Run) -> None:
     """Its AdamW for 16-bit weights keeps what rounding withheld from each: a third state, in the weights' own format
     (optimi ``AdamW``, `kahan_sum` of low precision; optimizers/adamw_8bit.py ``AdamW8bitKahan``)."""
     strategy = run.strategy
-    if strategy.optimizer not in ("adamw", "adamw-8bit") or trained_storage(run.job, strategy) != "half":
+    half = HALF_ADAPTERS in run.trainer or trained_storage(run.job, strategy) == "half"
+    if strategy.optimizer not in ("adamw", "adamw-8bit") or not half:
         return
     if strategy.offload_optimizer != "none":
         return
     trained = run.total_bytes(run.named("gradient").values())
+    trained //= 2 if HALF_ADAPTERS in run.trainer else 1  # which are made smaller behind this
     run.place(run.optimizer_first, [run.new(trained, "optimizer", "Kahan buffer")], "Kahan buffer", at=0)
 
 
@@ -39,3 +58,6 @@ TERMS: tuple[Transform, ...] = (
 )
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers."""
+
+OLDER: dict[str, tuple[Transform, ...]] = {HALF_ADAPTERS: (adapters_in_half,)}
+"""Not older: what no field of a plan says."""

@@ -23,10 +23,11 @@ def time_embedding_per_token(run: Run) -> None:
     block's checkpoint, and one for the head. A block adds its own modulation, which is another six, and keeps two more,
     1 + scale of each ``addcmul`` (wan/modules/model.py:858 ``e``, ``e0``; :434 ``WanAttentionBlock._forward``).
     ``--force_v2_1_time_embedding`` makes one for all tokens (:850)."""
-    if run.samples_only or not run.facts.model.trained_with("musubi-tuner", "time-per-token"):
+    trainer, _, version = run.trainer.partition("@")
+    if run.samples_only or version == ONE_TIME or not run.facts.model.trained_with(trainer, "time-per-token"):
         return
-    if run.trainer.partition("@")[2] == ONE_TIME:
-        return
+    if run.in_own_code:
+        return  # its own code makes it in the recording itself
     config, grid = run.facts.model.config, run.grid
     width = config["num_attention_heads"] * config["attention_head_dim"]
     token = FP32 * width * grid["B"] * grid["F"] * grid["H"] * grid["W"]

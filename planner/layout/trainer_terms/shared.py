@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from planner.layout.run import Run, Transform
+from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.single_gpu import fetched_when_needed
 from planner.spec.job import SPLIT
+from planner.tape.program import Stage
 
 
 def swap_in_place(run: Run) -> None:
@@ -67,7 +68,7 @@ def positions_in_fp64(trainer: str) -> Transform:
 
     def term(run: Run) -> None:
         """Queries and keys in fp64 while they are turned."""
-        if not run.facts.model.trained_with(trainer, "positions-in-fp64") or trainer in run.facts.own_code:
+        if not run.facts.model.trained_with(trainer, "positions-in-fp64") or run.in_own_code:
             return  # its own code turns them in the recording itself
         config, grid = run.facts.model.config, run.grid
         tokens = grid["B"] * grid["F"] * grid["H"] * grid["W"]
@@ -107,4 +108,13 @@ def steps_by_itself(run: Run) -> bool:
         and not (strategy.sharding == "ddp" and strategy.grad_buckets == "view")
         and strategy.optimizer_step != "backward"
         and strategy.offload_gradients == "none"
+    )
+
+
+def passing(run: Run, nbytes: int, name: str) -> None:
+    """Something that is on the GPU before the weights are as they stay, and gone then."""
+    whole = run.new(nbytes, "residents", name)
+    run.phases.before_load = (
+        *run.phases.before_load,
+        Stage("load", [(STRATEGY_MOMENT._replace(passes=name), [whole, ~whole])]),
     )

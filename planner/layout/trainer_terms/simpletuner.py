@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
-from planner.layout.trainer_terms.shared import cache_kept_while_sampling, steps_by_itself
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling, passing, steps_by_itself
 from planner.tape.variants import trained_storage
 
 
@@ -60,4 +60,24 @@ def modulation(run: Run) -> None:
     run.work.backward_bytes -= MODULATION_BYTES * numbers
 
 
-TERMS: tuple[Transform, ...] = (gradients_zeroed, shift, modulation, cache_kept_while_sampling)
+def encoders_together(run: Run) -> None:
+    """All text encoders and the VAE are loaded to the GPU before anything is encoded, and leave when everything is
+    (simpletuner/helpers/training/trainer.py ``init_preprocessing_models``, ``init_unload_text_encoder`` and
+    ``init_unload_vae``, helpers/models/common.py ``load_text_encoder``, at 6a43fd4)."""
+    run.device.encoders_together = True
+
+
+TERMS: tuple[Transform, ...] = (gradients_zeroed, shift, modulation, encoders_together, cache_kept_while_sampling)
+
+QUANTISED_WHOLE = "quantised-whole"
+"""The version of memory terms of a model that goes to the GPU in 16 bits to be quantised there."""
+
+
+def quantised_whole(run: Run) -> None:
+    """The model is moved to the GPU in 16 bits, whole, and quantised behind that, unless `quantize_via` is "cpu"
+    (simpletuner/helpers/training/trainer.py ``init_precision``, at 6a43fd4: ``self.model.model.to(quantization_device,
+    dtype=self.config.base_weight_dtype)``)."""
+    passing(run, HALF * run.facts.model.parameters, "model in 16 bits")
+
+
+OLDER: dict[str, tuple[Transform, ...]] = {QUANTISED_WHOLE: (quantised_whole,)}

@@ -36,6 +36,8 @@ class HollowRepository(Record):
     models: dict[str, str] = {}
     """folder to `denoiser`, `vae`, or the name of an encoder"""
     tokenizers: dict[str, TokenizerKind] = {}
+    absent: tuple[str, ...] = ()
+    """parts that the pipeline's class asks for, and that are left out"""
     image_processor: str | None = None
     """folder of CLIP's"""
     scheduler: dict[str, Any] = {}
@@ -103,6 +105,7 @@ def write_pipeline_files(root: Path, repository: HollowRepository) -> None:
     index |= {folder: [model.library, model.class_name] for folder, model in models_of(repository).items()}
     classes = {"clip": "CLIPTokenizer", "t5": "T5TokenizerFast", "umt5": "T5TokenizerFast"}
     index |= {folder: ["transformers", classes[kind]] for folder, kind in repository.tokenizers.items()}
+    index |= {part: [None, None] for part in repository.absent}
     index["scheduler"] = ["diffusers", repository.scheduler["_class_name"]]
     _write_json(root / "scheduler" / "scheduler_config.json", repository.scheduler)
     if repository.image_processor:

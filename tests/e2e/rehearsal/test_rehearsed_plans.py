@@ -1,7 +1,7 @@
 """What estimates say of real plans, held against vplan's own training step on a virtual GPU: whatever changes a tape,
 a transformation or the trainer has to keep both together.
 
-The plans of four quick families in the grid `all-models`, and capped ones of two more.
+The plans of three quick families in the grid `all-models`, and capped ones of three more.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ALLOCATED, RESERVED = 0.015, 0.03
 """How far off an estimate may be, as a share of what was rehearsed. Most are
 within 0.5 % allocated; docs/accuracy.md names those that are not."""
 
-MODELS = ("ltx-video-2b", "sd1.5", "sd3.5-medium", "wan2.1-t2v-1.3b")
-CAPPED = ("cogvideox-2b", "z-image")
+MODELS = ("ltx-video-2b", "sd1.5", "wan2.1-t2v-1.3b")
+CAPPED = ("cogvideox-2b", "sd3.5-medium", "z-image")
 """Of these the capped plans alone."""
 
 
@@ -57,7 +57,7 @@ def runner() -> Iterator[RehearsalRunner]:
 
 
 def test_there_are_enough() -> None:
-    assert len(plans()) >= 50 and sum(entry.is_capped for entry in plans()) >= 9
+    assert len(plans()) >= 40 and sum(entry.is_capped for entry in plans()) >= 9
 
 
 @pytest.mark.parametrize("entry", plans(), ids=lambda entry: re.sub(r"[^\w.]+", "-", entry.title))

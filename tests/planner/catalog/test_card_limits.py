@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.card_limits import refuse_on_card
 from planner.catalog.shapes import job_for
 from planner.commands import cli
@@ -40,7 +40,7 @@ def configuration(card: str, *, torch: str | None = None, model: str = "sdxl", *
 )
 def test_what_an_old_card_cannot_do_is_refused(card: str, options: dict[str, Any], fault: str, fix: str) -> None:
     with pytest.raises(NotEstimatedError) as caught:
-        refuse_on_card(configuration(card, **options), lookup.gpu(card), lookup.model("sdxl"))
+        refuse_on_card(configuration(card, **options), card_lookup.gpu(card), lookup.model("sdxl"))
     assert fault in caught.value.message and fix in caught.value.fix
 
 
@@ -55,7 +55,7 @@ def test_what_an_old_card_cannot_do_is_refused(card: str, options: dict[str, Any
     ],
 )
 def test_what_a_card_can_do_is_not(card: str, options: dict[str, Any]) -> None:
-    refuse_on_card(configuration(card, **options), lookup.gpu(card), lookup.model("sdxl"))
+    refuse_on_card(configuration(card, **options), card_lookup.gpu(card), lookup.model("sdxl"))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_nobody_published_of_amd_is_refused(options: dict[str, Any], fault:
     model = options.get("model", "flux.1-dev")
     with pytest.raises(NotEstimatedError) as caught:
         asked = configuration("mi300x", **{"model": model, **options})
-        refuse_on_card(asked, lookup.gpu("mi300x"), lookup.model(model))
+        refuse_on_card(asked, card_lookup.gpu("mi300x"), lookup.model(model))
     assert fault in caught.value.message and caught.value.fix
 
 
@@ -86,7 +86,7 @@ def test_an_amd_card_is_priced_with_its_own_workspaces_and_a_wider_range() -> No
     assert amd.attention_kernel == "flash"
     assert amd.breakdown.workspace == 2 * (128 + 76) * MIB
     assert nvidia.breakdown.workspace == 2 * 32 * MIB
-    assert amd.breakdown.context == lookup.gpu("mi300x").context_bytes
+    assert amd.breakdown.context == card_lookup.gpu("mi300x").context_bytes
     for side in ("low_bytes", "high_bytes"):
         away = [abs(getattr(one, side) / one.peak.device_bytes - 1) for one in (amd, nvidia)]
         assert away[0] - away[1] == pytest.approx(0.05, abs=0.005), side
@@ -99,7 +99,8 @@ def test_a_smaller_card_of_a_class_without_bf16_has_the_plan_in_fp16() -> None:
 
 
 def test_workspaces_by_the_generation_of_amd() -> None:
-    assert {name: workspace_bytes(lookup.gpu(name)) // MIB for name in ("mi210", "mi250x", "mi325x", "mi355x")} == {
+    cards = [card_lookup.gpu(name) for name in ("mi210", "mi250x", "mi325x", "mi355x")]
+    assert {card.name: workspace_bytes(card) // MIB for card in cards} == {
         "mi210": 108,
         "mi250x": 108,
         "mi325x": 204,

@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 import profiles
-from planner.catalog import lookup
-from planner.catalog.lookup import (
-    check_shape,
-    gpu,
-    grid,
-    job_for,
-    model,
-    parse_gpus,
-)
+from planner.catalog import card_lookup, lookup
+from planner.catalog.card_lookup import gpu, parse_gpus
+from planner.catalog.lookup import check_shape, grid, job_for, model
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
@@ -257,7 +251,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     shutil.copy(profiles.GPUS, tmp_path)
     monkeypatch.setattr(profiles, "MODELS", tmp_path / "models")
     monkeypatch.setattr(profiles, "GPUS", tmp_path / "gpus.toml")
-    caches = (lookup._model, lookup._model_aliases, lookup._gpu_file, lookup._gpu_aliases)
+    caches = (lookup._model, lookup._model_aliases, card_lookup._gpu_file, card_lookup._gpu_aliases)
     for cached in caches:
         cached.cache_clear()
     yield tmp_path
@@ -269,7 +263,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def test_there_are_enough_cards_and_they_make_sense() -> None:
-    cards = [gpu(name) for name in lookup.gpu_names()]
+    cards = [gpu(name) for name in card_lookup.gpu_names()]
     assert len(cards) >= 30
     assert len({card.name for card in cards}) == len(cards)
     for card in cards:
@@ -279,7 +273,7 @@ def test_there_are_enough_cards_and_they_make_sense() -> None:
         assert card.context_bytes < GIB
         assert card.bf16_tflops in (0.0, card.fp16_tflops), card.name
         assert card.capability >= (6, 0)
-    classes = lookup.gpu_classes()
+    classes = card_lookup.gpu_classes()
     assert (classes[0].gb, classes[-1].gb) == (8, 192)
     for group in classes:
         assert all(gpu(name).reference for name in group.reference)
@@ -327,8 +321,8 @@ def test_a_class_is_the_smallest_of_its_reference_cards() -> None:
     assert gpu("24GB").allocatable_bytes == round(23.5 * GIB)
     assert gpu("48GB").allocatable_bytes == round(47.4 * GIB)
     assert gpu("80GB").allocatable_bytes == round(79.1 * GIB)
-    assert {"l4", "a10g"} <= {card.name for card in lookup.smaller_cards(gpu("24GB"))}
-    assert lookup.smaller_cards(gpu("rtx4090")) == ()
+    assert {"l4", "a10g"} <= {card.name for card in card_lookup.smaller_cards(gpu("24GB"))}
+    assert card_lookup.smaller_cards(gpu("rtx4090")) == ()
 
 
 def test_a_laptops_card_has_its_own_rates_and_power() -> None:
@@ -427,9 +421,9 @@ def test_a_missing_file_is_named(elsewhere: Path) -> None:
 
 
 def test_host_ram_when_nobody_says() -> None:
-    assert lookup.default_host_ram(gpu("24GB"), 2) == 26 * GIB
-    assert lookup.default_host_ram(gpu("a100-40gb"), 2) == 250 * GIB
-    assert lookup.default_host_ram(gpu("h100"), 8, "wsl") == 512 * GIB
+    assert card_lookup.default_host_ram(gpu("24GB"), 2) == 26 * GIB
+    assert card_lookup.default_host_ram(gpu("a100-40gb"), 2) == 250 * GIB
+    assert card_lookup.default_host_ram(gpu("h100"), 8, "wsl") == 512 * GIB
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="no published measurements here yet")

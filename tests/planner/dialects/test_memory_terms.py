@@ -18,11 +18,12 @@ from planner.estimate.stages import replay_stages
 from planner.layout import inputs as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoint_inputs import block_inputs
-from planner.layout.encoders_vae import component_bytes
+from planner.layout.encoders_vae import component_bytes, weight_bytes
 from planner.layout.experts import idle_weights
+from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
 from planner.layout.run import STRATEGY_MOMENT, Run
-from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, musubi_tuner
+from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, lora_layers, musubi_tuner
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
@@ -367,12 +368,65 @@ def test_fp8_trainers_cast_the_modulation_that_a_recording_leaves_in_16_bits() -
     assert weights[0] - weights[1] == (19 * 2 * 6 + 38 * 3) * width * width  # shifts, scales and gates of both streams
 
 
+@pytest.mark.parametrize(("mode", "blocks"), [("none", 57), ("full", 0)])
+def test_adapted_modulation_keeps_the_factors_of_scales_and_gates(mode: str, blocks: int) -> None:
+    """Behind each norm in fp32, and before each gate in 16 bits: twice for the tokens of both streams of a double
+    block, once for those of a single one. With checkpoints they are left out (`lora_layers.adapters_on_modulation`)."""
+    job = job_for(lookup.model("flux.1-dev"), {"height": 512, "width": 512})
+    configuration = Configuration.of(job, Strategy(gradient_checkpointing=mode), ONE)
+    known = library.load_facts(configuration)
+    run = lay_out(configuration, known, grid(known.model, job), "sd-scripts")
+    kept = {buffer for buffer, op in enumerate(run.program.op) if op == "factors of scales and gates"}
+    tokens, width = 1024 + 512, 3072
+    once = [event for _, events in run.step.stretches for event in events if event in kept]
+    expected = (4 + 2) * tokens * width * (19 * 2 + 38) if blocks else 0
+    assert sum(run.sizes[buffer] for buffer in once) == expected
+    alive, most = set(), 0
+    for event in run.step.ops:
+        alive = alive | {event} if event in kept else alive - {~event} if ~event in kept else alive
+        most = max(most, len(alive))
+    assert not alive and most == blocks
+
+
+def test_simpletuner_encodes_with_all_encoders_and_the_vae_there() -> None:
+    job = job_for(lookup.model("sd3.5-medium"), {"height": 1024, "width": 1024})
+    strategy = Strategy(gradient_checkpointing="full", text_encoder="cached", vae="cached")
+    configuration = Configuration.of(job, strategy, ONE)
+    known = library.load_facts(configuration)
+    runs = [lay_out(configuration, known, grid(known.model, job), name) for name in ("vplan", "simpletuner")]
+    apart, (together,) = map(encodings, runs)
+    assert [part.name for part in together.components] == [entry.components[0].name for entry in apart]
+    assert len(together.components) == 4
+    weights = sum(weight_bytes(part) for part in together.components)
+    assert weights == pytest.approx(11_344_229_888, rel=0.002)  # rehearsed, when all are loaded
+    assert together.only.peak_bytes == pytest.approx(12_794_487_296, rel=0.01)  # rehearsed, with the VAE at work
+
+
+def test_diffusion_pipe_s_adapters_in_16_bits_over_fp8_take_half() -> None:
+    """Weights, gradients and the two states of AdamW; and a third one, which fp32 ones have not."""
+    job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
+    configuration = Configuration.of(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
+    known = library.load_facts(configuration)
+    names = ("diffusion-pipe", f"diffusion-pipe@{lora_layers.HALF_ADAPTERS}")
+    fp32, half = (lay_out(configuration, known, grid(MODEL, job), name) for name in names)
+    for kind in ("gradient", "optimizer"):
+        whole, less = (run.total_bytes(run.named(kind).values()) for run in (fp32, half))
+        assert less == pytest.approx(whole / 2, rel=0.001)
+    added = [
+        {op: run.sizes[buffer] for buffer, op in enumerate(run.program.op) if "more adapters" in op or "Kahan" in op}
+        for run in (fp32, half)
+    ]
+    assert added[1]["states of more adapters"] == pytest.approx(added[0]["states of more adapters"] / 2, rel=0.001)
+    assert added[1]["Kahan buffer"] == half.total_bytes(half.named("gradient").values())
+    assert "Kahan buffer" not in added[0]
+
+
 def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() -> None:
     """Weights, gradients and states of those that are not recorded, counted by hand, and what the step keeps."""
     job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
     configuration = Configuration.of(job, Strategy(weights_dtype="fp8", gradient_checkpointing="full"), ONE)
     known = library.load_facts(configuration)
-    ours, theirs = (lay_out(configuration, known, grid(MODEL, job), name) for name in ("vplan", "musubi-tuner"))
+    ours, theirs = (lay_out(configuration, known, grid(MODEL, job), name) for name in ("vplan", "diffusion-pipe"))
     added = {op: theirs.sizes[buffer] for buffer, op in enumerate(theirs.program.op) if buffer >= len(ours.sizes)}
     width, wider, rank = 1536, 8960, 16
     feed_forward = 4 * rank * 2 * (width + wider) * MODEL.blocks  # two more fp32 adapters in each block
@@ -382,7 +436,7 @@ def test_more_adapters_over_a_quantised_base_add_what_they_add_over_16_bits() ->
     assert added["kept for more adapters"] * 16 > tokens * wider * 2  # at least the casted input of the second one
     bf16 = resolve(job, Strategy(gradient_checkpointing="full"), ONE)
     plain = library.load_facts(Configuration.of(job, bf16, ONE))
-    over_16_bits = lay_out(Configuration.of(job, bf16, ONE), plain, grid(MODEL, job), "musubi-tuner").program.op
+    over_16_bits = lay_out(Configuration.of(job, bf16, ONE), plain, grid(MODEL, job), "diffusion-pipe").program.op
     assert "adapters on more layers" not in over_16_bits
 
 
@@ -419,6 +473,54 @@ def test_diffsynth_trains_the_model_that_is_recorded_from_its_own_code() -> None
     assert 8 * tokens * width in {theirs.sizes[number] for number, op in enumerate(theirs.program.op) if op == "mul"}
     batches = Configuration.of(configuration.job.replace(batch_size=2), configuration.strategy, ONE)
     assert not library.load_facts(batches).own_code  # it has no batch size, and no tape
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "checkpointing", "terms"),
+    [
+        ("musubi-tuner", "wan2.2-i2v-a14b", "full", {"fp64 copy", "time embedding of each token"}),
+        ("musubi-tuner@2.1-time-embedding", "wan2.2-i2v-a14b", "full", {"fp64 copy"}),
+        ("musubi-tuner", "wan2.1-t2v-1.3b", "none", {"fp64 copy"}),
+        ("musubi-tuner", "wan2.1-t2v-1.3b", "full", {"fp64 copy"}),
+        ("sd-scripts@unet", "sd1.5", "full", set()),
+    ],
+)
+def test_kohya_s_trainers_train_what_is_recorded_from_their_own_code(
+    trainer: str, model: str, checkpointing: str, terms: set[str]
+) -> None:
+    """What makes their models others is in the recordings, and is not added once more. All is trained that diffusers'
+    model trains with adapters on the same layers."""
+    profile = lookup.model(model)
+    job = job_for(profile, {"model": model, "lora_targets": list(profile.lora.wide)})
+    configuration = Configuration.of(job, Strategy.read({"gradient_checkpointing": checkpointing}), ONE)
+    known = library.load_facts(configuration)
+    ours, theirs = (lay_out(configuration, known, grid(profile, job), name) for name in ("vplan", trainer))
+    code = trainer.removesuffix("@unet").replace("@", "-")
+    assert theirs.facts.step.variant == f"{ours.facts.step.variant}-{code}"
+    assert theirs.in_own_code and not ours.in_own_code
+    assert set(ours.named("gradient")) == set(theirs.named("gradient"))
+    assert not terms & set(theirs.program.op)
+    sizes = [{name: run.sizes[buffer] for name, buffer in run.named("gradient").items()} for run in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+    partial = configuration.strategy.model_copy(update={"gradient_checkpointing": "partial", "checkpointed_blocks": 1})
+    if not profile.traits.stages:  # which puts two recordings of one model together
+        assert not library.load_facts(Configuration.of(job, partial, ONE)).own_code
+
+
+def test_over_fp8_musubi_s_adapters_and_their_states_are_those_of_every_layer() -> None:
+    model = lookup.model("wan2.1-t2v-1.3b")
+    job = job_for(model, {"model": model.name})
+    strategy = Strategy.read({"weights_dtype": "fp8", "gradient_checkpointing": "full"})
+    configuration = Configuration.of(job, strategy, ONE)
+    known = library.load_facts(configuration)
+    ours, theirs = (lay_out(configuration, known, grid(model, job), name) for name in ("vplan", "musubi-tuner"))
+    assert len(ours.named("gradient")) == 30 * 8 * 2 and len(theirs.named("gradient")) == 30 * 10 * 2
+    trained = theirs.total_bytes(theirs.named("gradient").values())
+    assert trained == 4 * 32 * 30 * (8 * 2 * 1536 + 2 * (1536 + 8960)) * job.lora_rank // 32
+    assert theirs.total_bytes(theirs.named("optimizer").values()) == pytest.approx(2 * trained, rel=0.001)
+    assert "adapters on more layers" not in theirs.program.op
+    base = theirs.total_bytes(theirs.named("weight").values()) - trained
+    assert base == pytest.approx(model.parameters, rel=0.001)  # a byte each, norms and embeddings too
 
 
 def test_diffsynth_s_vae_keeps_the_frames_of_its_convolutions_through_the_step() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
@@ -83,7 +83,7 @@ def test_on_unified_memory_what_is_offloaded_comes_out_of_the_same_budget() -> N
     device = interval(found.peak.device_bytes)[1]
     assert found.verdict == "fits" and found.host_ram_bytes > GIB
     # Leave so much that the device's share alone would fit with one GiB to spare.
-    reserve = lookup.gpu("gb10").allocatable_bytes - device - GIB
+    reserve = card_lookup.gpu("gb10").allocatable_bytes - device - GIB
     assert priced(job(method="full"), "gb10", {"reserve": reserve}, offload_optimizer="cpu").verdict != "fits"
 
 
@@ -102,7 +102,7 @@ def test_convolutions_that_a_vae_splits_are_asked_about_at_the_most() -> None:
     mochi = lookup.model("mochi-1")
     asked = lookup.job_for(mochi, {"frames": 163})
     for gib, verdict in ((79, "fits"), (60, "tight")):
-        where = Machine(gpu=lookup.gpu(f"{gib}GiB").name, host_ram=64 * GIB)
+        where = Machine(gpu=card_lookup.gpu(f"{gib}GiB").name, host_ram=64 * GIB)
         found = estimate(
             Configuration.of(asked, CHECKPOINTED, where), load_facts(Configuration.of(asked, CHECKPOINTED, where))
         )

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.catalog import lookup
+import profiles
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
 from planner.estimate.roofline import Traffic, attention_efficiency, efficiency, peak_flops, step_seconds
@@ -15,6 +16,8 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Links, Machine, Strategy
 from planner.tape.codec import read_tape
 from planner.tape.format import KINDS, BlockRun, OperatorWork, Section, Tape, Template
+from planner.tape.packs import stored
+from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.templates import kept_template
 
 LAUNCH_SECONDS, RECOMPUTED, SLOW = (
@@ -33,7 +36,7 @@ DISK_BYTES_PER_SECOND = 3.2e9  # a drive on four lanes of PCIe 3
 
 GRID = {"B": 1, "F": 21, "H": 30, "W": 52, "T": 512, "R": 16, "E": 0}
 JOB = Job(model="wan2.1-t2v-1.3b", frames=81, height=480, width=832)
-H100, RTX4090, T4 = (lookup.gpu(name) for name in ("h100-80gb", "rtx4090", "t4"))
+H100, RTX4090, T4 = (card_lookup.gpu(name) for name in ("h100-80gb", "rtx4090", "t4"))
 ONE = Machine(gpu="h100-80gb")
 STILL = Traffic()
 MATMUL, POINTWISE, LAUNCHES = ("matmul", 1), ("pointwise", 0), ("kernels", 0)
@@ -83,10 +86,10 @@ def test_a_short_stack_uses_every_template_once():
     assert work_of(tiny_tape(3), "step", GRID)[MATMUL].flops == 111 + 1
 
 
-@pytest.mark.parametrize("model", sorted(path.name for path in FOLDER.iterdir() if path.is_dir()))
+@pytest.mark.parametrize("model", profiles.model_names())
 def test_shipped_tapes_sum_to_what_their_blocks_do_one_by_one(model):
     """One test a model: a test a tape would be half the suite."""
-    for path in sorted((FOLDER / model).glob("*.json.gz")):
+    for path in [path for path in stored(FOLDER / model) if path.name != PARAMETERS]:
         tape = read_tape(path)
         grid = {**GRID, "B": 2, **tape.regime}
         for piece, sections in tape.pieces.items():
@@ -342,7 +345,7 @@ def attention_reaches(card, kernel, head_size=128, job=JOB, half=1, **strategy):
     ],
 )
 def test_attention_reaches_in_forward_what_was_published(card, attention, of_128, of_64):
-    rates = [attention_reaches(lookup.gpu(card), attention, size, FORWARD_ONLY) for size in (128, 64)]
+    rates = [attention_reaches(card_lookup.gpu(card), attention, size, FORWARD_ONLY) for size in (128, 64)]
     assert rates == pytest.approx([of_128, of_64], rel=0.015)
 
 
@@ -362,7 +365,7 @@ def test_matmuls_reach_what_was_published():
         "rtx4090": 0.96,
         "l40s": 0.75,
     }
-    reached = {name: efficiency(lookup.gpu(name), "matmul") for name in cards}
+    reached = {name: efficiency(card_lookup.gpu(name), "matmul") for name in cards}
     assert reached == pytest.approx(cards, rel=0.002)
     assert efficiency(H100, "convolution") == 0.75
 
@@ -404,9 +407,9 @@ def test_attention_is_timed_as_the_kernel_that_the_answer_names(model, os, named
     assert unasked.step_seconds == told(attention=named).step_seconds
 
 
-@pytest.mark.parametrize("name", lookup.gpu_names())
+@pytest.mark.parametrize("name", card_lookup.gpu_names())
 def test_every_card_has_a_finite_time(name):
-    card = lookup.gpu(name)
+    card = card_lookup.gpu(name)
     everything = StepWork({(kind, half): Work(10**15, 10**12) for kind in KINDS[:-1] for half in (0, 1)})
     assert 0 < seconds(everything, card).total < 3600
     for kind, half in everything.passes:

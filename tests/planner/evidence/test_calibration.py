@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.catalog.plan_id import row_id
 from planner.commands import calibrate as verb
 from planner.commands import cli
@@ -74,7 +74,7 @@ def asked(*words: str) -> dict[str, Any]:
 def test_the_card_that_is_here_is_planned_for_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_4090(monkeypatch)
     found = asked("--gpu", "auto")
-    listed = lookup.gpu("rtx4090")
+    listed = card_lookup.gpu("rtx4090")
     assert found["machine"]["gpu"] == "rtx4090"
     assert found["machine"]["host_ram"] == 40 * GIB
     assert found["budget_bytes"] == listed.allocatable_bytes - GIB - round(0.3 * GIB)
@@ -88,7 +88,7 @@ def test_the_card_that_is_here_is_the_default(monkeypatch: pytest.MonkeyPatch) -
     suggest = ["suggest", "sdxl", "--gradient-checkpointing", "full", "--json"]
     assert json.loads(CliRunner().invoke(cli, suggest).stdout)["plan"]["machine"]["gpu"] == "rtx4090"
     classes = json.loads(CliRunner().invoke(cli, [*suggest, "--gpu", "all"]).stdout)["classes"]
-    assert [row["gpu"] for row in classes] == [group.name for group in lookup.gpu_classes()]
+    assert [row["gpu"] for row in classes] == [group.name for group in card_lookup.gpu_classes()]
 
 
 def test_the_torch_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_what_was_calibrated_takes_the_place_of_what_is_listed(monkeypatch: pyte
 
 
 def test_kernels_run_at_the_rates_that_were_measured() -> None:
-    card = calibrated(lookup.gpu("rtx4090"), FOUND)
+    card = calibrated(card_lookup.gpu("rtx4090"), FOUND)
     assert card.bf16_tflops * efficiency(card, "matmul") == pytest.approx(150)
     sampled = JOB.replace(method="sample")
     reached = attention_efficiency(card, Strategy(autocast="bf16"), sampled, Attention())
@@ -160,7 +160,7 @@ def test_kernels_run_at_the_rates_that_were_measured() -> None:
 
 
 def test_what_nvml_did_not_tell_stays_as_listed() -> None:
-    card = lookup.gpu("rtx4090")
+    card = card_lookup.gpu("rtx4090")
     silent = FOUND.replace(context_bytes=None, total_bytes=None)
     assert calibrated(card, silent).context_bytes == card.context_bytes
     assert calibrated(card, FOUND.replace(kernels={"matmul": None})).context_bytes == card.context_bytes
@@ -183,12 +183,12 @@ def test_a_damaged_calibration_is_named(own: Path, text: str, monkeypatch: pytes
 
 
 def test_the_grid_is_what_may_run() -> None:
-    grid = {name: list(plans("wan2.1-t2v-1.3b", lookup.gpu(name))) for name in ("8GB", "80GB")}
+    grid = {name: list(plans("wan2.1-t2v-1.3b", card_lookup.gpu(name))) for name in ("8GB", "80GB")}
     assert {(plan.job.frames, plan.strategy.gradient_checkpointing) for plan in grid["80GB"]} == {
         (frames, mode) for frames in (1, 17, 49) for mode in ("full", "none")
     }
     assert 0 < len(grid["8GB"]) < 6
-    assert [plan.job.frames for plan in plans("flux.1-dev", lookup.gpu("80GB"))] == [1, 1]
+    assert [plan.job.frames for plan in plans("flux.1-dev", card_lookup.gpu("80GB"))] == [1, 1]
 
 
 def row(**details: Any) -> ProbeRow:

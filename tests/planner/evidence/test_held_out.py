@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.evidence import from_ledger as learning
 from planner.evidence.accuracy import Prediction, compare
 from planner.evidence.from_ledger import Here, learned
@@ -135,7 +135,7 @@ def test_nothing_is_learned_from_the_half_that_is_held_out(tmp_path: Path, monke
 
     def runs(*names: str, grid: str | None = "one-gpu") -> int:
         known = [ProbeRow.read(row(name, grid=grid)) for name in names]
-        found = learned("sd1.5", lookup.gpu("rtx4090"), probes=known)
+        found = learned("sd1.5", card_lookup.gpu("rtx4090"), probes=known)
         assert set(found.proofs) == set(names)  # what became of the very plan may be told
         return found.correction.runs
 

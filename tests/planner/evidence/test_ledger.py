@@ -217,9 +217,9 @@ def test_lines_come_backward_and_whole_however_they_lie_in_the_blocks(
 
 MANY = """
 import json, resource, sys, time
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.evidence.from_ledger import NEWEST, _newest
-gpu = lookup.gpu("rtx4090")
+gpu = card_lookup.gpu("rtx4090")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.process_time()
 found = _newest("wan2.1-t2v-1.3b", gpu)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import profiles
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.estimate.estimate import estimate
 from planner.evidence.accuracy import Prediction
 from planner.evidence.jsonl import rows_by_id
@@ -42,7 +42,7 @@ def test_every_row_says_where_it_comes_from_and_what_is_left_out_why():
     for row in rows:
         assert re.fullmatch("[0-9a-f]{40}", row["source"]["commit"])
         assert row["source"]["repo"] and row["source"]["where"]
-        assert lookup.gpu(row["machine"]["gpu"])
+        assert card_lookup.gpu(row["machine"]["gpu"])
     assert sum(one.left_out is None for one in CELLS) == 82
 
 

@@ -23,11 +23,13 @@ COMMAND = """accelerate launch --mixed_precision bf16 src/musubi_tuner/{} --sdpa
 """
 
 
-def case_of(folder: Path, script: str, rank: int, words: str, shape: tuple[int, int, int] | None = None) -> Case:
+def case_of(
+    folder: Path, script: str, rank: int, words: str, shape: tuple[int, int, int] | None = None, gpu: str = "h200"
+) -> Case:
     (folder / "a.sh").write_text(COMMAND.format(script, rank, words))
     dialect, given = dialects.read_script(from_file(folder / "a.sh"))
     told = dict(zip(("frames", "height", "width"), shape, strict=True)) if shape else {}
-    return settle(dialect, given, told, {"gpu": "h200"})
+    return settle(dialect, given, told, {"gpu": gpu})
 
 
 def run_of(case: Case) -> Run:
@@ -36,13 +38,13 @@ def run_of(case: Case) -> Run:
 
 
 REHEARSED = {
-    ((81, 480, 832), ""): (59.86, 67.73),
+    ((81, 480, 832), ""): (59.87, 67.79),
     ((81, 480, 832), "--force_v2_1_time_embedding"): (51.11, 58.83),
-    ((81, 720, 1280), ""): (101.96, 118.25),
-    ((81, 720, 1280), "--force_v2_1_time_embedding"): (81.77, 97.12),
+    ((81, 720, 1280), ""): (101.98, 117.16),
+    ((81, 720, 1280), "--force_v2_1_time_embedding"): (81.80, 92.50),
 }
-"""Of musubi-tuner's own model code at 30c658c on a virtual GPU, I2V-A14B in bf16, rank 16, checkpointed: GiB allocated
-and reserved."""
+"""Of its script at 30c658c on a virtual H200, I2V-A14B in bf16, rank 16, checkpointed: GiB allocated and reserved. The
+second is of its model code alone."""
 
 
 @pytest.mark.parametrize(("shape", "flag"), REHEARSED)
@@ -50,8 +52,17 @@ def test_wan_2_2_holds_what_its_own_code_holds(shape: tuple[int, int, int], flag
     case = case_of(tmp_path, "wan_train_network.py", 16, f"--task i2v-A14B {flag}", shape)
     peaks = Pricing(case).outcome(case).estimate.phases["train"]
     allocated, reserved = REHEARSED[shape, flag]
-    assert peaks.allocated_bytes / GIB / allocated == pytest.approx(1, abs=0.015)
-    assert peaks.reserved_bytes / GIB / reserved == pytest.approx(1, abs=0.1)
+    assert peaks.allocated_bytes / GIB / allocated == pytest.approx(1, abs=0.002)
+    assert peaks.reserved_bytes / GIB / reserved == pytest.approx(1, abs=0.002)
+
+
+def test_over_fp8_wan_1_3b_holds_what_its_script_holds(tmp_path: Path) -> None:
+    """The command [4] of docs/rehearsal.md."""
+    words = "--task t2v-1.3B --fp8_base --optimizer_type adamw8bit"
+    case = case_of(tmp_path, "wan_train_network.py", 32, words, (81, 480, 832), "24GB")
+    peaks = Pricing(case).outcome(case).estimate.phases["train"]
+    assert peaks.allocated_bytes / GIB == pytest.approx(9.08, abs=0.01)
+    assert peaks.reserved_bytes / GIB == pytest.approx(10.19, abs=0.01)
 
 
 def test_a_time_embedding_of_each_token_is_14_vectors_in_fp32(tmp_path: Path) -> None:
@@ -61,7 +72,7 @@ def test_a_time_embedding_of_each_token_is_14_vectors_in_fp32(tmp_path: Path) ->
                  for flag in ("", "--force_v2_1_time_embedding"))  # fmt: skip
     assert (each.trainer, one.trainer) == ("musubi-tuner", "musubi-tuner@2.1-time-embedding")
     peaks = [Pricing(case).outcome(case).estimate.peak.allocated_bytes for case in (each, one)]
-    assert peaks[0] - peaks[1] == pytest.approx(14 * 32_760 * 5120 * 4, rel=1e-4)
+    assert peaks[0] - peaks[1] == pytest.approx(14 * 32_760 * 5120 * 4, rel=5e-4)  # and a few numbers more
     older = case_of(tmp_path, "wan_train_network.py", 16, "--task t2v-14B", (81, 480, 832))
     assert Pricing(older).outcome(older).estimate.peak.allocated_bytes < peaks[1] * 1.01
 
@@ -86,8 +97,8 @@ def test_what_its_terms_add_and_take_away_is_freed(script: str, words: str, chec
 
 def test_an_adapter_takes_its_layers_input_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of Wan's block, in tokens of bf16: three copies of what q, k and v share are one, attention and its output are
-    kept as they come, and nothing is in fp32 for an adapter."""
-    case = case_of(tmp_path, "wan_train_network.py", 16, "--task t2v-14B", (9, 480, 832))
+    kept as they come, and nothing is in fp32 for an adapter. Of a model that is not recorded from its own code."""
+    case = case_of(tmp_path, "wan_train_network.py", 16, "--task i2v-14B", (9, 480, 832))
     peak = Pricing(case).outcome(case).estimate.peak.allocated_bytes
     monkeypatch.setattr(kohya_lora, "_uncast", lambda run, stage: None)
     casting = Pricing(case).outcome(case).estimate.peak.allocated_bytes

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import grid
 from planner.commands import cli
 from planner.errors import VplanError
@@ -222,7 +222,7 @@ def test_the_request_that_ended_latentsync_is_the_decoded_frames_in_fp32() -> No
     strategy = resolve(job, strategy, machine)
     model = lookup.model(job.model)
     configuration = Configuration.of(job, strategy, machine)
-    known = inputs.load_facts(configuration, model, lookup.gpu("rtx4090"))
+    known = inputs.load_facts(configuration, model, card_lookup.gpu("rtx4090"))
     run = lay_out(configuration, known, grid(model, job), "latentsync")
     message = dataclasses.replace(parse(TORCH_2_0), allocated_bytes=None)
     found = explain(message, replay_stages(run))

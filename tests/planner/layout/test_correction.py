@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.plan_id import row_id
 from planner.estimate.estimate import estimate
 from planner.evidence import from_ledger as learning
@@ -294,14 +294,14 @@ def test_a_row_in_the_ledger_changes_the_next_estimate(own: Ledger, recorded: Es
     ],
 )
 def test_which_rows_are_of_a_card(said: dict[str, Any], meant: bool | None) -> None:
-    assert stands_for(row(12.0, **said), lookup.gpu("24GB")) is meant
+    assert stands_for(row(12.0, **said), card_lookup.gpu("24GB")) is meant
 
 
 def test_rows_of_another_version_or_of_no_gpu_say_nothing(own: Ledger) -> None:
     def with_env(**changes: str) -> ProbeRow:
         return row(12.0, env=row(12.0).env.replace(**changes))
 
-    card = lookup.gpu("24GB")
+    card = card_lookup.gpu("24GB")
     assert learned(JOB.model, card, probes=[with_env(torch="2.9.1"), row(12.0, runner="simulate")]) is NO_MEASUREMENTS
     assert learned(JOB.model, card, probes=[with_env(gpu="cpu"), row(12.0, details={"config": {}})]) is NO_MEASUREMENTS
     assert learned(JOB.model, card, "diffsynth", probes=[row(12.0)]) is NO_MEASUREMENTS
@@ -319,7 +319,7 @@ def counters(reserved: float, device: float) -> dict[str, int]:
 
 
 def test_a_run_that_encoded_too_corrects_each_part_by_its_own(own: Ledger, recorded: Estimate) -> None:
-    card, phases = lookup.gpu("24GB"), recorded.phases
+    card, phases = card_lookup.gpu("24GB"), recorded.phases
     encode, train = gib(phases["encode"].reserved_bytes), gib(phases["train"].reserved_bytes)
     told = {"encode": counters(1.1 * encode, 1.1 * encode + 0.5), "step": counters(0.97 * train, 0.97 * train + 0.7)}
     both = row(1.1 * encode + 0.5, details={"phases": told})
@@ -340,7 +340,7 @@ def test_what_ran_out_while_it_encoded_says_nothing_of_steps(own: Ledger, record
     told = {"encode": counters(22.0, 23.0)}
     seen = row(23.0, details={"phases": told})
     ran_out = seen.replace(measured=seen.measured.replace(outcome="oom", phase="encode"))
-    found = learned(JOB.model, lookup.gpu("24GB"), probes=[ran_out]).correction
+    found = learned(JOB.model, card_lookup.gpu("24GB"), probes=[ran_out]).correction
     assert found.encoding is not None and found._replace(encoding=None) == Correction()
     assert priced(ModelMeasurements(found)).verdict != "fits"
 
@@ -350,7 +350,7 @@ def test_what_ran_out_while_it_encoded_says_nothing_of_steps(own: Ledger, record
 
 def search(known: ModelMeasurements = NO_MEASUREMENTS) -> Search:
     """For CogVideoX-2B at a small size on a card of 8 GB."""
-    model, card = lookup.model("cogvideox-2b"), lookup.gpu("8GB")
+    model, card = lookup.model("cogvideox-2b"), card_lookup.gpu("8GB")
     job = lookup.job_for(model, {"frames": 9, "height": 240, "width": 352})
     machine = Machine(gpu="8GB", host_ram=32 * GIB)
 

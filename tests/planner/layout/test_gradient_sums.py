@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import grid, job_for
 from planner.layout.gradient_sums import SUM_WORKSPACE
 from planner.layout.inputs import load_facts
@@ -17,7 +17,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 
 Z_IMAGE = lookup.model("z-image")
-H100 = lookup.gpu("h100-80gb")
+H100 = card_lookup.gpu("h100-80gb")
 TOKENS = 64 * 64 + 512
 
 

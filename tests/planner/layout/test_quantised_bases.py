@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import grid
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
@@ -207,7 +207,7 @@ def test_a_step_inside_backward_frees_each_gradient_at_once(optimizer: str) -> N
 def search(name: str, card: str, ram_gib: int = 32) -> Search:
     model = lookup.model(name)
     job = lookup.job_for(model, {"frames": 17 if model.kind == "video" else 1})
-    machine, gpu = Machine(gpu=card, host_ram=ram_gib * GIB), lookup.gpu(card)
+    machine, gpu = Machine(gpu=card, host_ram=ram_gib * GIB), card_lookup.gpu(card)
     screen = Screen(lambda configuration: load_facts(configuration, model, gpu))
     return Search(Question(job, Strategy(), machine, model, gpu), screen)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
@@ -300,7 +300,7 @@ def test_a_decode_that_is_not_recorded_is_said_and_never_called_fits(method: str
 
 
 def search(model: ModelProfile, gpu: str, **job: Any) -> Search:
-    card = lookup.parse_gpus(gpu)[1]
+    card = card_lookup.parse_gpus(gpu)[1]
     machine = Machine(gpu=card.name, host_ram=128 * GIB)
     return Search(Question(asked(model, **job), Strategy(), machine, model, card, frozenset()), Screen(load_facts))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import grids
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
@@ -119,7 +119,7 @@ def test_an_optimizer_in_host_ram_leaves_nothing_of_itself() -> None:
 
 
 def test_offloaded_checkpoints_leave_once_where_a_backward_comes_in_parts() -> None:
-    model, gpu = lookup.model("sd3.5-large"), lookup.gpu("h100-80gb")
+    model, gpu = lookup.model("sd3.5-large"), card_lookup.gpu("h100-80gb")
     job = Job(model=model.name, method="full", frames=1, height=1024, width=1024)
     strategy = Strategy(weights_dtype="bf16", autocast="none", gradient_checkpointing="offload")
     machine = Machine(gpu=gpu.name, host_ram=64 * 2**30)

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import profiles
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.plan_id import row_id
 from planner.catalog.shapes import grid
 from planner.commands import calibrate as verb
@@ -199,7 +199,7 @@ def test_a_plan_gets_that_share_of_its_peak() -> None:
     assert entry.cap_share is not None and "of its peak" in entry.title
     capped = candidate(entry, MACHINE)
     whole = candidate(entry.replace(cap_share=None), MACHINE)
-    budget = lookup.gpu("h100-80gb").allocatable_bytes - capped.plan.machine.reserve
+    budget = card_lookup.gpu("h100-80gb").allocatable_bytes - capped.plan.machine.reserve
     peak = max(peak.device_bytes for peak in whole.phases.values())
     assert abs(budget - entry.cap_share * peak) <= MIB and capped.skip is None
     assert capped.name != whole.name

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 import vplan
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.catalog.plan_id import row_id
 from planner.commands import cli
 from planner.errors import VplanError
@@ -151,7 +151,7 @@ def test_a_capped_run_is_of_a_card_that_gives_less(worker: Any) -> None:
     worker(f"tell(outcome='ok', gpu='NVIDIA H100 80GB HBM3', phases={{'train': {PEAKS}}}, capped_bytes={23 * GIB})")
     row = probe(plan())
     assert (row.machine.gpu, row.planned_gpu, row.capped_bytes) == ("h100-80gb", "24GB", 23 * GIB)
-    assert lookup.gpu("h100-80gb").allocatable_bytes - row.machine.reserve == 23 * GIB
+    assert card_lookup.gpu("h100-80gb").allocatable_bytes - row.machine.reserve == 23 * GIB
 
 
 def test_running_out_of_memory_says_what_was_asked_for(worker: Any) -> None:

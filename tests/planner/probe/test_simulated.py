@@ -12,14 +12,14 @@ import pytest
 import planner.probe.simulated
 import planner.probe.simulated_truth
 from planner.allocator.caching import LARGE_SEGMENT_BYTES
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.probe.simulated import SimulatedRunner
 from planner.probe.simulated_truth import MEMORY, REACHED, SPEED, Hidden
 from planner.spec.plan import Plan
 from planner.units import GIB
 from tests.planner.search.searching import SCREEN, question
 
-GPU = lookup.gpu("24GB")
+GPU = card_lookup.gpu("24GB")
 
 
 def plan(gpu: str = "24GB", host: int = 32 * GIB, batch: int = 1, **strategy: object) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("elftools")
 
-from planner.catalog.lookup import gpu
+from planner.catalog.card_lookup import gpu
 from planner.errors import VplanError
 from planner.rehearsal.answer import RehearsalAnswer, _last_words, answer_of
 from planner.rehearsal.cards import MOST_CARDS, CardTable, Holder, card_environment, read_table

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("elftools")
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup
 from planner.commands import cli
 from planner.errors import VplanError
 from planner.evidence.from_ledger import learned
@@ -69,7 +69,7 @@ def test_a_probe_inside_a_rehearsed_command_is_marked_too(monkeypatch: pytest.Mo
 
 
 def test_nothing_is_learned_from_it() -> None:
-    card = lookup.gpu("h100-80gb")
+    card = card_lookup.gpu("h100-80gb")
     assert is_of_a_gpu(row()) and not is_of_a_gpu(rehearsed(row()))
     assert learned("sd1.5", card, probes=[rehearsed(row())]) is NO_MEASUREMENTS
 
@@ -142,6 +142,6 @@ def test_a_grid_is_rehearsed_and_gone_on_with(tmp_path: Path) -> None:
     (found,) = Ledger(rows).rows()
     assert (found.runner, found.grid, found.env.driver) == ("rehearse", "tiny", "virtual")
     assert found.measured.allocated_bytes and found.measured.reserved_bytes and found.measured.step_seconds is None
-    assert found.measured.device_bytes == found.measured.reserved_bytes + lookup.gpu("rtx4090").context_bytes
+    assert found.measured.device_bytes == found.measured.reserved_bytes + card_lookup.gpu("rtx4090").context_bytes
     assert not (tmp_path / "home" / "ledger.jsonl").exists()
     assert json.loads(CliRunner().invoke(cli, line).stdout)["known"] == 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, Setup
 from planner.layout.inputs import load_facts
@@ -28,7 +28,7 @@ LIMITS = Limits(12, 600.0, 3, 1e6)
 
 
 def question(gpu: str = "24GB", typed: dict[str, Any] | None = None, lossy: bool = False, **job: Any) -> Question:
-    card = lookup.gpu(gpu)
+    card = card_lookup.gpu(gpu)
     fixed = typed or {}
     record = lookup.job_for(MODEL, {"frames": 9, "height": 240, "width": 352, **job})
     machine = Machine(gpu=card.name, host_ram=32 * GIB)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.layout.inputs import load_facts
 from planner.search.batched_peaks import peak_forms
 from planner.search.ladder import ladder, quick_estimates
@@ -43,7 +43,7 @@ class Weighed(Screen):
 
 def most_in_ram(ram: Callable[[int], int], host_ram: int) -> tuple[int, list[int]]:
     """(the most blocks that are swapped, the counts whose RAM was asked for)."""
-    card = lookup.gpu("24GB")
+    card = card_lookup.gpu("24GB")
     machine = Machine(gpu=card.name, host_ram=host_ram)
     job = lookup.job_for(WAN, {"frames": 17})
     screen = Weighed(ram)
@@ -93,7 +93,7 @@ class Linear(Screen):
 @pytest.mark.parametrize("count", range(3, 28))
 def test_as_few_blocks_as_do_are_guessed_at_once_where_they_are_alike(count: int) -> None:
     """24 GB that with the 4 % of an estimate's margin hold all but half of the last block."""
-    card = lookup.gpu("24GB")
+    card = card_lookup.gpu("24GB")
     asked = Question(lookup.job_for(WAN, {"frames": 17}), Strategy(), Machine(gpu=card.name, host_ram=2**40), WAN, card)
     screen = Linear(int(asked.budget_bytes / 1.04) + count * 2**30 - 2**29)
     quick = Search(asked, screen).swap_count.fewest(asked.job, Strategy(gradient_checkpointing="full"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_shape, grid
 from planner.commands import cli
@@ -42,7 +42,7 @@ def ask(gpu: str = "24GB", fixed: dict[str, Any] | None = None, lossy: bool = Fa
 def ask_of(
     model: ModelProfile, gpu: str, fixed: dict[str, Any] | None = None, lossy: bool = False, **job: Any
 ) -> Search:
-    card = lookup.gpu(gpu)
+    card = card_lookup.gpu(gpu)
     machine = Machine(gpu=card.name, host_ram=32 * GIB)
     typed = fixed or {}
     job_record = lookup.job_for(model, job)
@@ -224,7 +224,7 @@ def test_checkpointing_that_was_typed_covers_all_blocks() -> None:
 
 def test_engines_compete_on_seconds() -> None:
     """DDP keeps the optimizer in host RAM here; FSDP and ZeRO-2 need not, and all of them are lossless."""
-    model, card = lookup.model("easyanimate-v5.1-7b"), lookup.gpu("h100-80gb")
+    model, card = lookup.model("easyanimate-v5.1-7b"), card_lookup.gpu("h100-80gb")
     job = lookup.job_for(model, {"method": "full", "frames": 49, "height": 512, "width": 512})
     machine = Machine(gpu=card.name, gpus=4, host_ram=512 * GIB)
     search = Search(Question(job, Strategy(), machine, model, card, frozenset()), SCREEN)
@@ -236,7 +236,7 @@ def test_engines_compete_on_seconds() -> None:
 
 def test_one_gpu_of_two_is_offered_where_it_fits_without_lossy_options() -> None:
     """Both hold their swapped blocks in the same host RAM, which has room for those of one."""
-    model, card = lookup.model("wan2.1-t2v-14b"), lookup.gpu("rtx4090")
+    model, card = lookup.model("wan2.1-t2v-14b"), card_lookup.gpu("rtx4090")
     job = lookup.job_for(model, {"frames": 49})
     question = Question(job, Strategy(), Machine(gpu=card.name, gpus=2, host_ram=32 * GIB), model, card, frozenset())
     found = Suggester().suggest(question)
@@ -248,7 +248,7 @@ def test_one_gpu_of_two_is_offered_where_it_fits_without_lossy_options() -> None
 
 
 def test_gpus_that_share_a_sample_are_offered_where_that_keeps_the_clip() -> None:
-    model, card = lookup.model("wan2.1-t2v-14b"), lookup.gpu("rtx4090")
+    model, card = lookup.model("wan2.1-t2v-14b"), card_lookup.gpu("rtx4090")
     job = lookup.job_for(model, {"frames": 81, "height": 720, "width": 1280})
     machine = Machine(gpu=card.name, gpus=4, host_ram=64 * GIB)
     question = Question(job, Strategy(), machine, model, card, frozenset())

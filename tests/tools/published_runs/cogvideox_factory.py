@@ -123,6 +123,7 @@ COGVIDEOX_FACTORY = PublishedTrainer(
     published=_published,
     counter=r"(?P<name>memory_allocated|max_memory_allocated|max_memory_reserved)=(?P<gib>[\d.]+) GB",
     last="before_testing",
+    sampler=("diffusers/pipelines/cogvideo/pipeline_cogvideox.py", r"(?m)^(        num_inference_steps: int = )\d+"),
 )
 """Tracebacks in its README fit torch 2.5 (torch/cuda/__init__.py:476, optim/optimizer.py:487), of which it had a
 nightly; the other packages were the newest of those days, and it asked for diffusers from source."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,9 @@ from planner.evidence.published import Row
 
 RUN = "run"
 """The moment of counters that are not the trainer's but the rehearsal's: the peaks of the whole run."""
+
+TRAINING = "training"
+"""The same from the first forward that has a backward on: without loading and caching."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,23 @@ class Folders:
     """what it trains on"""
     output: Path
     """for what it writes"""
+
+
+WRITE_CLIP = """
+import sys, cv2, numpy
+path, frames, height, width = sys.argv[1], *map(int, sys.argv[2:])
+writer = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*"mp4v"), 25, (width, height))
+for _ in range(frames):
+    writer.write(numpy.full((height, width, 3), 128, numpy.uint8))
+writer.release()
+"""
+"""For the trainer's own Python, where it has OpenCV."""
+
+
+def write_clip(folders: Folders, path: Path, frames: int, height: int, width: int) -> None:
+    """A grey clip of 25 frames a second."""
+    sizes = map(str, (frames, height, width))
+    subprocess.run([str(folders.python / "bin" / "python"), "-c", WRITE_CLIP, str(path), *sizes], check=True)
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,8 @@ class PublishedTrainer:
     """raises a VplanError for a row that it does not cover"""
     published: Callable[[Row], Mapping[str, tuple[str, str]]]
     """id of each row that the run printed -> its moment and counter"""
+    interpreter: str = ""
+    """its Python, as `python3.12`; empty: ours"""
     packages_built: tuple[str, ...] = ()
     """for pip, without, of which only source is published and whose build imports torch: torch's CUDA wheel cannot be
     imported without NVIDIA's libraries, so they are built with the torch of our own Python"""
@@ -61,8 +84,19 @@ class PublishedTrainer:
     """moment -> the line of the log behind which its counters stand; none where the trainer prints none"""
     counter: str = ""
     """pattern of a counter of the log: groups `name` and `gib`"""
+    sampler: tuple[str, str] = ("", "")
+    """file of its packages, and pattern, where the number of denoising steps of its validation stands"""
     steps: int = 0
     """optimizer steps behind which the run is ended; 0: behind the counters of `last`"""
+
+    def set_denoising_steps(self, folders: Folders, steps: int) -> None:
+        """Writes the number of denoising steps of its validation into its packages: a pipeline's default, which its
+        command cannot set."""
+        name, pattern = self.sampler
+        (file,) = folders.python.glob(f"lib/python3*/site-packages/{name}")
+        text, found = re.subn(pattern, lambda hit: f"{hit[1]}{steps}", file.read_text(encoding="utf-8"))
+        assert found == 1, f"{name}: {found} places"
+        file.write_text(text, encoding="utf-8")
 
     def peaks(self, log: str) -> dict[str, dict[str, float]]:
         """GiB by moment and counter, as far as the trainer has printed them."""

@@ -132,7 +132,8 @@ def test_dropped_captions_are_the_same_on_any_number_of_ranks(tmp_path: Path) ->
     assert sum(is_empty for _, is_empty in alone) / len(alone) == pytest.approx(0.3, abs=0.08)
     assert not any(is_empty for _, is_empty in dropped(1, 0.0, range(3)))
     assert all(is_empty for _, is_empty in dropped(1, 1.0, range(3)))
-    assert dropped(1, 0.3, range(40, 75)) == [row for row in alone if row in dropped(1, 0.3, range(40, 75))]
+    resumed = dropped(1, 0.3, range(40, 75))
+    assert resumed == [row for row in alone if row in resumed]
     sampler = BatchSampler(write(tmp_path, made, 2), made.job, 1, 1, 3)
     with pytest.raises(VplanError, match="names no empty caption"):
         Loader(sampler, made, 0, torch.device("cpu"), 9, 0.1)

@@ -4,7 +4,6 @@ depth they were not made from, event by event; and the shipped ones are what the
 from __future__ import annotations
 
 import contextlib
-import gzip
 import itertools
 import json
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from planner.catalog.components import COMPONENTS, SPLIT_OVER, SPLIT_SHARE, Comp
 from planner.catalog.profiles import TextEncoder
 from planner.tape.codec import read_tape, tape_json
 from planner.tape.format import Tape
+from planner.tape.packs import is_stored, read_text
 from planner.tape.program import Part, Program
 from tests.benchmarks.held_out_around import Held, compared, directly, from_tape
 from trainers.recording import components as vaes
@@ -51,7 +51,7 @@ def test_everything_around_every_model_is_recorded() -> None:
         for name, variant in wanted
         if (name.partition("-")[0], variant) not in UNRECORDED
     }
-    assert not {path for path in paths if not path.is_file()}
+    assert not {path for path in paths if not is_stored(path)}
 
 
 def test_the_tape_of_a_text_encoder_loads_all_its_weights() -> None:
@@ -138,7 +138,7 @@ def test_a_shipped_tape_is_what_the_code_records_now(model: str, text: str, vari
     profile = lookup.model(model)
     component = next(part for part in components(profile) if text in part.name and part.variant == variant)
     path = profiles.TAPES / COMPONENTS / component.name / f"{variant}.json.gz"
-    there: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    there: dict[str, Any] = json.loads(read_text(path))
     now = tape_json(tapes.component_tape(profile, component))
     for key in NOT_COMPARED:
         del there[key], now[key]

@@ -41,6 +41,7 @@ ROWS = {
     "rows of an empty mask": lambda: torch.nonzero(empty_mask()),
     "a branch on zeros": lambda: torch.randn(1 if torch.all(torch.zeros(4, 2) == 0) else 2),
     "a branch on ones": lambda: torch.randn(1 if torch.all(torch.ones(4, 2) == 0) else 2),
+    "a full mask of two dimensions": lambda: torch.randn(2, 5, 3)[torch.ones(2, 5).bool()],
     "a number": lambda: torch.randn(int(torch.ones(1, dtype=torch.long).item()) + 3),
 }
 

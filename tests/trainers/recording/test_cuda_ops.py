@@ -3,8 +3,8 @@ meanwhile."""
 
 from __future__ import annotations
 
-import gzip
 import inspect
+import itertools
 import json
 
 import pytest
@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import profiles
 from planner.catalog import lookup
+from planner.tape.packs import read_text, stored
+from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.variants import StepVariant
 from trainers.recording import cuda_ops, op_table
 from trainers.recording.cuda_ops import Rounded, autocast_lists, cuda_semantics, workspaces
@@ -33,9 +35,10 @@ def shipped_operators() -> dict[str, str]:
     """Operator -> a tape that shows it. Their list stands before the tape itself, which need not be read."""
     found: dict[str, str] = {}
     key = '"operators":'
-    for path in sorted(profiles.TAPES.glob("*/*.json.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            head = file.read(20_000)
+    for path in itertools.chain.from_iterable(stored(profiles.TAPES / name) for name in profiles.model_names()):
+        if path.name == PARAMETERS:
+            continue
+        head = read_text(path)[:20_000].decode()
         names, _ = json.JSONDecoder().raw_decode(head, head.index(key) + len(key))
         for name in names:
             found.setdefault(name, f"{path.parent.name}/{path.name}")
@@ -129,6 +132,17 @@ def test_promoting_operators_take_the_widest_dtype(call, dtypes, expected) -> No
 def test_fp16_autocast_casts_to_fp16() -> None:
     call = {name: call for name, call, _ in ONE_DTYPE}["linear"]
     assert autocast_dtype(lambda: call(FLOAT), torch.float16) == torch.float16
+
+
+def test_autocast_to_fp32_casts_up_inside_that_to_16_bits_as_on_cuda() -> None:
+    """On the CPU it turns itself off: musubi-tuner's time embedding would multiply by weights in 16 bits."""
+    linear = torch.nn.Linear(4, 4, dtype=HALF)
+    with cuda_semantics(), torch.autocast("cpu", dtype=HALF):
+        with torch.amp.autocast(device_type="cpu", dtype=FLOAT):
+            assert linear(torch.ones(1, 4)).dtype == FLOAT
+        with torch.amp.autocast(device_type="cpu", dtype=FLOAT, enabled=False):
+            assert not torch.is_autocast_enabled("cpu")
+        assert linear(torch.ones(1, 4)).dtype == HALF
 
 
 def test_the_lists_are_those_of_the_installed_torch() -> None:
@@ -258,12 +272,15 @@ def test_nothing_stays_patched_afterwards() -> None:
     assert (behaviour(), registered()) == before
 
 
-def test_flash_backward_accumulates_dq_in_fp32_over_rounded_rows() -> None:
+@pytest.mark.parametrize(("key_heads", "expanded"), [(4, []), (2, [2 * 2 * 4 * 70 * 72] * 2)])
+def test_flash_backward_accumulates_dq_in_fp32_over_rounded_rows(key_heads: int, expanded: list[int]) -> None:
+    """And dk and dv for each head of queries, where several share one of keys."""
     query = torch.empty(2, 4, 130, 72, dtype=HALF, device="meta")
-    found = workspaces("aten._scaled_dot_product_flash_attention_backward", (None, query))
-    assert [kernel for kernel, _ in found] == ["flash", "flash"]
+    key = torch.empty(2, key_heads, 70, 72, dtype=HALF, device="meta")
+    found = workspaces("aten._scaled_dot_product_flash_attention_backward", (None, query, key))
+    assert {kernel for kernel, _ in found} == {"flash"}
     sizes = [torch.Size(dims).numel() for _, dims in found]
-    assert sizes == [4 * 2 * 4 * 256, 4 * 2 * 4 * 256 * 96]
+    assert sizes == [*expanded, 4 * 2 * 4 * 256, 4 * 2 * 4 * 256 * 96]
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(HALF, 2), (FLOAT, 1)])

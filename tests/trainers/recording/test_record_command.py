@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from planner.launch.recorders import CHECKOUT
 from planner.layout.inputs import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
+from planner.tape.packs import stored, stored_below
 from planner.tape.variants import OWN_CODE
 from tests.trainers.recording.in_process import InProcess
 from trainers.recording.comparison import first_difference
@@ -56,6 +58,18 @@ def test_check_accepts_what_was_written(folder: Path) -> None:
     done = run("wan2.1-t2v-1.3B", "--variant", VARIANT, "--check", "-o", str(folder))
     assert done.exit_code == 0
     assert "tapes unchanged: 1, " in " ".join(done.stdout.split())
+
+
+def test_what_is_recorded_among_the_shipped_tapes_goes_into_the_pack_and_a_check_leaves_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "TAPES", tmp_path / "tapes")
+    shutil.copytree(folder, profiles.TAPES)
+    path = profiles.TAPES / MODEL / f"{VARIANT}.json.gz"
+    words = (MODEL, "--variant", VARIANT)
+    assert run(*words, "--check").exit_code == 0 and path.is_file()
+    assert run(*words).exit_code == 0 and not path.exists()
+    assert stored(path.parent) == [path]
 
 
 def changed(folder: Path, tmp_path: Path, change: Any) -> Result:
@@ -97,8 +111,9 @@ def test_check_is_of_every_tape_that_is_shipped(monkeypatch: pytest.MonkeyPatch)
     def checked() -> set[Path]:
         return {task.path for task in record._tasks(dict.fromkeys(profiles.model_names()), wanted, profiles.TAPES)}
 
-    shipped = set(profiles.TAPES.rglob("*.gz"))
-    of_trainers = {path for path in shipped if any(path.name.endswith(f"-{code}.json.gz") for code in OWN_CODE)}
+    shipped = set(stored_below(profiles.TAPES))
+    ends = tuple(f"-{code.replace('@', '-')}.json.gz" for code in OWN_CODE)
+    of_trainers = {path for path in shipped if path.name.endswith(ends)}
     monkeypatch.delenv(CHECKOUT, raising=False)
     assert of_trainers and checked() == shipped - of_trainers
     monkeypatch.setenv(CHECKOUT, "a folder")

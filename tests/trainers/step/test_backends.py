@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from planner.catalog import lookup  # noqa: E402
+from planner.catalog import card_lookup, lookup  # noqa: E402
 from planner.catalog.shapes import job_for  # noqa: E402
 from planner.estimate.roofline import peak_flops  # noqa: E402
 from planner.spec.job import Strategy  # noqa: E402
@@ -29,6 +29,6 @@ def test_a_built_model_has_settled_them_whatever_was_set() -> None:
 
 def test_they_are_priced_as_they_are() -> None:
     """fp32 matrices at the card's fp32 rate, fp32 convolutions at TF32's: 19.5 and 156 TFLOP/s of an A100."""
-    card, strategy = lookup.gpu("a100-80gb"), Strategy(compute_dtype="fp32", weights_dtype="fp32")
+    card, strategy = card_lookup.gpu("a100-80gb"), Strategy(compute_dtype="fp32", weights_dtype="fp32")
     assert peak_flops(card, strategy, "matmul", half=0) == 19.5e12
     assert peak_flops(card, strategy, "convolution", half=0) == 156e12

@@ -49,6 +49,10 @@ class Family:
     masks_all_tokens = False
     """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
 
+    copies_masks = False
+    """Whether it may mask all tokens of clip and text together: such a mask is copied into padded rows unless they are
+    a multiple of 8, and a recording is made where they are none."""
+
     shared: frozenset[str] = frozenset()
     """Tensors of a batch that have no batch dimension, because all its samples have the same."""
 
@@ -66,6 +70,9 @@ class Family:
 
     limits = (0.0, 1.0)
     """the noise levels it trains"""
+
+    plain_outputs: Mapping[str, bool] = {"return_dict": False}
+    """What tells the model to return a tuple; nothing for a class that returns no records."""
 
     captioned = True
     """Whether its samples have captions; else a clip says all there is, and its sound is a part of that."""

@@ -33,14 +33,22 @@ class TrainerCode(Protocol):
     COMMIT: str
     """that its tapes are recorded from"""
 
+    PACKAGES: str
+    """the folder in the repository that they lie in; empty for itself"""
+
     def import_packages(self) -> None:
         """Imports the trainer's packages; an ImportError where one, or one that it needs, is missing."""
 
     def build_model(
-        self, profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None
+        self,
+        profile: ModelProfile,
+        job: Job,
+        strategy: Strategy,
+        config: dict[str, Any] | None = None,
+        version: str = "",
     ) -> nn.Module:
         """The trainer's model with its adapter and dtypes, parameters on ``meta``, as `trainers.step.step` makes
-        diffusers'."""
+        diffusers'; ``version``: as `planner.layout.trainer_terms` names one."""
 
     def batch(self, profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Tensor]:
         """What a step finds on the card: latents, what the encoders made, and what else the trainer keeps there."""
@@ -53,21 +61,29 @@ class TrainerCode(Protocol):
 
 
 def check_out(trainer: str) -> TrainerCode:
-    """A trainer's file here, over the packages in the folder that `CHECKOUT` names. A VplanError where it names none,
-    where that is at another commit than the tapes are recorded from, or where a package is missing."""
+    """A trainer's file here, over the packages in the folder that `CHECKOUT` names, or in one of several. A VplanError
+    where it names none, where none is at the commit that the tapes are recorded from, or where a package is missing."""
     code: Any = importlib.import_module(f"{__name__}.{trainer.replace('-', '_')}")
     fix = f"git clone https://github.com/{code.REPOSITORY}, check out {code.COMMIT}, and set {CHECKOUT} to its folder"
-    folder = Path(os.environ.get(CHECKOUT, ""))
-    if CHECKOUT not in os.environ:
+    folders = [Path(folder) for folder in os.environ.get(CHECKOUT, "").split(os.pathsep) if folder]
+    if not folders:
         raise VplanError(f"this is recorded from {trainer}'s own code", fix)
-    head = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    if not head.stdout.startswith(code.COMMIT):
-        at = head.stdout.strip()[:8] or "no repository"
-        raise VplanError(f"{quoted(str(folder))} is at {at}, and {trainer} is recorded at {code.COMMIT}", fix)
-    if str(folder.resolve()) not in sys.path:
-        sys.path.append(str(folder.resolve()))
+    heads = [_head(folder) for folder in folders]
+    folder = next((each for each, head in zip(folders, heads, strict=True) if head.startswith(code.COMMIT)), None)
+    if folder is None:
+        at = heads[0][:8] or "no repository"
+        raise VplanError(f"{quoted(str(folders[0]))} is at {at}, and {trainer} is recorded at {code.COMMIT}", fix)
+    packages = str((folder / code.PACKAGES).resolve())
+    if packages not in sys.path:
+        sys.path.append(packages)
     try:
         code.import_packages()
     except ImportError as error:
         raise VplanError(f"the code of {trainer} does not start: {error}", "install what it needs") from None
     return code  # type: ignore[no-any-return]  # a module, by the protocol
+
+
+def _head(folder: Path) -> str:
+    """The commit that a folder is at; empty where it is no repository."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from typing import Any
 
 import torch
@@ -15,35 +14,12 @@ from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.families.common.base import Grid
+from trainers.recording.trainer_code.wan_names import published_name as published_name
 from trainers.step import step
 
 REPOSITORY = "modelscope/DiffSynth-Studio"
 COMMIT = "fed7b18f"
-
-NAMES = (
-    (r"\.self_attn\.", ".attn1."),
-    (r"\.cross_attn\.", ".attn2."),
-    (r"\.attn2\.([kv])_img\b", r".attn2.add_\1_proj"),
-    (r"\.norm_k_img\b", ".norm_added_k"),
-    (r"\.(attn[12])\.([qkv])\b", r".\1.to_\2"),
-    (r"\.(attn[12])\.o\b", r".\1.to_out.0"),
-    (r"\.ffn\.0\b", ".ffn.net.0.proj"),
-    (r"\.ffn\.2\b", ".ffn.net.2"),
-    (r"^(blocks\.\d+)\.norm3\b", r"\1.norm2"),
-    (r"^(blocks\.\d+)\.modulation$", r"\1.scale_shift_table"),
-    (r"^text_embedding\.0\b", "condition_embedder.text_embedder.linear_1"),
-    (r"^text_embedding\.2\b", "condition_embedder.text_embedder.linear_2"),
-    (r"^time_embedding\.0\b", "condition_embedder.time_embedder.linear_1"),
-    (r"^time_embedding\.2\b", "condition_embedder.time_embedder.linear_2"),
-    (r"^time_projection\.1\b", "condition_embedder.time_proj"),
-    (r"^img_emb\.proj\.0\b", "condition_embedder.image_embedder.norm1"),
-    (r"^img_emb\.proj\.1\b", "condition_embedder.image_embedder.ff.net.0.proj"),
-    (r"^img_emb\.proj\.3\b", "condition_embedder.image_embedder.ff.net.2"),
-    (r"^img_emb\.proj\.4\b", "condition_embedder.image_embedder.norm2"),
-    (r"^head\.modulation$", "scale_shift_table"),
-    (r"^head\.head\b", "proj_out"),
-)
-"""Its names -> diffusers', in this order (diffsynth/utils/state_dict_converters/wan_video_dit.py, the other way)."""
+PACKAGES = ""
 
 LAYERS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
 """Adapted layers by diffusers' names -> by its own."""
@@ -61,15 +37,8 @@ def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def published_name(name: str) -> str:
-    """The name that diffusers gives to a weight."""
-    for pattern, published in NAMES:
-        name = re.sub(pattern, published, name)
-    return name
-
-
 def build_model(
-    profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None
+    profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None, version: str = ""
 ) -> nn.Module:
     """Its WanModel, all of it in one format, with peft's adapters (``add_lora_to_model``); parameters on ``meta``."""
     published = config or profile.config

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import in_words
 from planner.commands._shared.rendering.render_job import seconds_words, whole_words
 from planner.commands._shared.verb import table, typed_line
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from planner.catalog.profiles import GpuProfile, ModelProfile
+    from planner.catalog.card_profiles import GpuProfile
+    from planner.catalog.profiles import ModelProfile
     from planner.estimate.whole_job import WholeJob
     from planner.search.question import Question, Relaxed, Suggestion, Switch
 
@@ -195,7 +196,7 @@ def _bar(console: Console, nbytes: int, whole: int, style: str, words: str, widt
 def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
     """Prints how a run of a plan begins: what it trains on which card, the verdict, the bar and the options."""
 
-    count, card = lookup.parse_gpus(plan.machine.gpu)
+    count, card = card_lookup.parse_gpus(plan.machine.gpu)
     model = lookup.model(plan.job.model)
     if found is None:
         many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))

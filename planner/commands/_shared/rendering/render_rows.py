@@ -16,6 +16,7 @@ from planner.units import gib
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from planner.estimate.whole_job import WholeJob
@@ -54,21 +55,40 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
     shape = ">clip" if any(row.plan and row.plan.job.frames > 1 for row in rows) else ">image"
     shapes = {_shape(row.plan.job) for row in rows if row.plan}
     apart = len(shapes) > 1 or not (narrow and whole)
-    found = table((name, *([shape] if apart else []), "verdict", ">GiB", ">s/step", *whole, *data, "with"), [])
+    last = () if narrow else ("with",)
+    found = table((name, *([shape] if apart else []), "verdict", ">GiB", ">s/step", *whole, *data, *last), [])
     found.columns[0].no_wrap, found.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
+    beneath = []
     for row in rows:
-        named, clip, *cells, last = _row(row)
+        named, clip, *cells, ways_or_reason = _row(row)
         cells += whole_cells(row.whole, whole)
-        found.add_row(
-            named, *([clip] if apart else []), *cells, *([lookup.model(row.name).train_data] if data else []), last
-        )
-    console.print(found)
+        cells += [lookup.model(row.name).train_data] if data else []
+        found.add_row(named, *([clip] if apart else []), *cells, *([] if narrow else [ways_or_reason]))
+        beneath.append(ways_or_reason)
+    if narrow:
+        _print_with_words_beneath(console, found, beneath)
+    else:
+        console.print(found)
     for profile in (lookup.model(row.name) for row in rows if data):
         print_data(console, profile)
     notes = {note: None for row in rows if row.plan for note in row.plan.assumptions if "longer" in note}
     for note in notes:
         names = ", ".join(row.name for row in rows if row.plan and note in row.plan.assumptions)
         console.print(f"{names}: {note}", style="dim")
+
+
+def _print_with_words_beneath(console: Console, found: Table, beneath: Sequence[str | Text]) -> None:
+    """A table whose rows take a line each, with its words beneath each: a last column would be too narrow for them."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    with console.capture() as captured:
+        console.print(found)
+    heading, *lines = captured.get().splitlines()
+    console.print(Text.from_ansi(heading))
+    for line, words in zip(lines, beneath, strict=True):
+        console.print(Text.from_ansi(line))
+        console.print(Padding(Text(str(words), "dim"), (0, 0, 0, 2), expand=False))
 
 
 def _row(row: TableRow) -> tuple[str | Text, ...]:
@@ -84,7 +104,7 @@ def _row(row: TableRow) -> tuple[str | Text, ...]:
 
 
 NARROW = 100
-"""Columns below which a table of whole jobs leaves out what can be read elsewhere."""
+"""Columns below which a row has its words beneath, and one of whole jobs leaves out what can be read elsewhere."""
 
 
 def _shape(job: Job) -> str:

@@ -1,0 +1,217 @@
+"""From a card as people type it, by name, class or size, to what is known of it; and the RAM that stands beside it."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import profiles
+from planner.catalog import other_cards
+from planner.catalog.card_profiles import GpuClass, GpuFile, GpuProfile
+from planner.catalog.profile_files import LONGEST_NAME, read_record
+from planner.errors import VplanError, nearest, quoted
+from planner.units import GB, GIB, MIB, UNITS, format_gib, gib, parse_bytes, parse_count, split_quantity
+
+SYSTEM_RAM = 6 * GIB
+"""RAM that the system, a desktop and its programs keep for themselves, bytes: of 32 GiB installed, 26 can be used.
+Under WSL Linux gets half of it all (https://learn.microsoft.com/windows/wsl/wsl-config, ``memory``: 50 % of total
+memory)."""
+DESKTOP_BYTES = GIB
+"""Device memory that a desktop and its programs hold: the reserve on Windows and WSL, where one is always there."""
+_LARGEST_CARD = 999
+"""GB. A number alone is a size up to here; larger ones are names that are mistyped, as 4900."""
+
+
+def _squash(name: str) -> str:
+    """Names that people would call the same: case, spaces and dashes out, the maker's name in front as well."""
+    bare = re.sub(r"^((nvidia|geforce|tesla|quadro)\s+)+", "", name.strip().lower())
+    return re.sub(r"[^a-z0-9]", "", bare)
+
+
+
+@functools.cache
+def _gpu_file() -> GpuFile:
+    """All cards and classes, with the checks that one field alone cannot make."""
+    file = read_record(profiles.GPUS, GpuFile)
+    names = {card.name for card in file.gpu}
+    for group in file.classes:
+        for name in (*group.reference, *group.smaller):
+            if name not in names:
+                raise VplanError(f"profile gpus.toml is damaged: class {group.gb} names {name!r}", "reinstall vplan")
+    return file
+
+
+@functools.cache
+def _gpu_aliases() -> dict[str, GpuProfile]:
+    index: dict[str, GpuProfile] = {}
+    for card in _gpu_file().gpu:
+        for alias in (card.name, card.title, *card.aliases):
+            if index.setdefault(_squash(alias), card) is not card:
+                raise VplanError(f"profile gpus.toml is damaged: two cards have the alias {alias!r}", "reinstall vplan")
+    return index
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Names of all cards in `profiles/gpus.toml`, in the file's order."""
+    return tuple(card.name for card in _gpu_file().gpu)
+
+
+def gpu_classes() -> tuple[GpuClass, ...]:
+    """All card classes (8GB, 24GB, ...) of `profiles/gpus.toml`, the smallest first."""
+    return tuple(sorted(_gpu_file().classes, key=lambda group: group.gb))
+
+
+def gpu_class(name: str) -> GpuClass | None:
+    """The class that `24GB` or `24 gb` names; None when it does not name one."""
+    parts = split_quantity(name)
+    if parts is None or parts[1] != "gb":
+        return None
+    return next((group for group in gpu_classes() if str(group.gb) == parts[0]), None)
+
+
+def gpu(name: str) -> GpuProfile:
+    """The card of a name, a class (`24GB`, `24G` or `24`: its smallest reference card), an exact budget (`23.5GiB`), or
+    a start that only one card has (`4070ti-s`)."""
+    text = name.strip()
+    if len(text) > LONGEST_NAME:
+        raise VplanError(f"--gpu {quoted(name)} is not known", "`vplan gpus` lists all cards")
+    if card := _named_card(text):
+        return card
+    number, unit = split_quantity(text) or ("", "")
+    if number.replace(".", "").isdigit() and unit in ("", "g") and 1 <= float(number) <= _LARGEST_CARD:
+        unit = "gb"
+    if group := gpu_class(number + unit):
+        return _class_card(group)
+    if unit in UNITS or "n" in number.lower():
+        return _custom_card(text, number, unit)
+    starts = _starting_so(text)
+    if len(starts) == 1 and len(_squash(text)) > 3:
+        return gpu(starts[0])
+    if other := other_cards.find(text):
+        raise _other_card(text, other)
+    raise _unknown_gpu(text, starts)
+
+
+def card_taken_for(name: str, card: GpuProfile) -> str:
+    """How a card's name that is not its own was understood, in words."""
+    text = re.sub(r"^\s*\d+\s*[x×*]\s*", "", name, flags=re.IGNORECASE)
+    _, unit = split_quantity(text) or ("", None)
+    return "" if _named_card(text) or unit in (*UNITS, "g", "") else f"{quoted(text)} taken for {card.name}"
+
+
+def parse_gpus(text: str) -> tuple[int, GpuProfile]:
+    """How many of which card: `2x4090` and `8 x h100` are several, anything else is one.
+
+    What stands behind the x must be a card or have a digit: `24XB` and `7900xtx` are one mistyped word.
+    """
+    match = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*(\S.*)", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None or not (re.search(r"\d", match[2]) or _named_card(match[2])):
+        return 1, gpu(text)
+    return parse_count(match[1], "--gpu count", at_most=1_024), gpu(match[2])
+
+
+def _named_card(text: str) -> GpuProfile | None:
+    """By name, alias or title, with or without its memory behind it (`RTX 4090 24GB`)."""
+    index = _gpu_aliases()
+    if card := index.get(_squash(text)):
+        return card
+    with_memory = re.fullmatch(r"(.+?)[\s-]*(\d+)\s*gb", text, re.IGNORECASE | re.ASCII)
+    card = index.get(_squash(with_memory[1])) if with_memory else None
+    return card if card and with_memory and str(card.class_gb) == with_memory[2] else None
+
+
+def _class_card(group: GpuClass) -> GpuProfile:
+    """The class as one card: the least that its reference cards give, and the slower one's rates where they tie."""
+    cards = [card for card in _gpu_file().gpu if card.name in group.reference]
+    least = min(cards, key=lambda card: (card.allocatable_bytes, card.bf16_tflops))
+    named = {"name": group.name, "title": f"{group.gb} GB card, as {least.title}", "aliases": ()}
+    return least.model_copy(update=named)
+
+
+def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
+    """Exactly the budget asked for, with the kernels, rates and context of the nearest reference card."""
+    budget = parse_bytes(number + unit.upper().replace("I", "i"), "--gpu")
+    if not GIB <= budget <= 1024 * GIB:
+        side = "smaller" if budget < GIB else "larger"
+        raise VplanError(f"--gpu {quoted(text)} is {side} than any card", "use a class (24GB) or a budget (23.5GiB)")
+    # GB names a class, the label that cards are sold under; what a card gives, and so a budget, is in GiB. Below the
+    # smallest class a card of N GB is taken to give N * 10^9 bytes, as those of 8 do within 2 %.
+    if unit == "gb" and budget >= min(group.gb for group in gpu_classes()) * GB:
+        near = min(gpu_classes(), key=lambda group: abs(group.gb * GB - budget))
+        exact = number if text == number else f"{budget / GIB:.5g}"
+        fix = f"use {near.name}, or {exact}GiB for exactly that much"
+        raise VplanError(f"--gpu {quoted(text)} is not a card class", fix)
+    # A budget typed as a number is a discrete card's: one that shares its memory with the CPU counts host RAM in it.
+    like = min(
+        (card for card in _gpu_file().gpu if card.reference and not card.unified),
+        key=lambda card: (abs(card.allocatable_bytes - budget), card.bf16_tflops),
+    )
+    return like.replace(
+        name=number + UNITS[unit],
+        title=f"{format_gib(budget)} of a card like {like.title}",
+        aliases=(),
+        allocatable_gib=gib(budget),
+        nvml_total_mib=-(-budget // MIB),
+        reference=False,
+        source=f"the budget as typed; all else: {like.name}",
+    )
+
+
+def _starting_so(text: str) -> list[str]:
+    """The cards whose names start with a text, with or without their RTX."""
+    typed_key = _squash(text)
+    keys = [(_squash(card.name), card.name) for card in _gpu_file().gpu] if len(typed_key) > 1 else []
+    return [name for key, name in keys if key.startswith(typed_key) or key.removeprefix("rtx").startswith(typed_key)]
+
+
+def _other_card(text: str, other: other_cards.OtherCard) -> VplanError:
+    """The refusal of a card that is not in `profiles/gpus.toml`, with the size to compare with."""
+    group = gpu_class(f"{other.memory_gb}GB")
+    if other.maker == "laptop":
+        assert other.memory_gb is not None
+        fault = f"{quoted(text)} has {other.memory_gb} GB, less than any card that vplan prices"
+        return VplanError(fault, f"for memory alone, use --gpu {other.memory_gb - 0.5:g}GiB")
+    maker = other_cards.MAKERS[other.maker]
+    size = f"--gpu {group.name if group else f'{other.memory_gb}GiB'}" if other.memory_gb else "its size, as --gpu 24GB"
+    fault = f"{quoted(text)} is a card of {maker}, and vplan knows what PyTorch takes on NVIDIA's alone"
+    # Radeon's and Strix Halo's are experimental (pytorch#166397, aotriton's isArchExperimentallySupported): without
+    # TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 torch takes the math path, which is not estimated.
+    if other.maker == "amd":
+        fault = f"{quoted(text)} is a card of AMD for which torch's fast attention is experimental or missing"
+    return VplanError(fault, f"to compare memory with an NVIDIA card, use {size}; speed and kernels are not the same")
+
+
+def _unknown_gpu(text: str, starts: list[str]) -> VplanError:
+    """The refusal of a card's name: what starts so, else what looks so, else the forms there are."""
+    typed_key = _squash(text)
+    if len(starts) > 1:
+        return VplanError(f"--gpu {quoted(text)} matches several cards", "use one of " + ", ".join(starts[:8]))
+    index: dict[str, str] = {key: card.name for key, card in _gpu_aliases().items()}
+    index |= {group.name.lower(): group.name for group in gpu_classes()}
+    near = starts or list(dict.fromkeys(index[key] for key in nearest(typed_key, index)))
+    start = f"did you mean {' or '.join(near)}? Else" if near else ""
+    fix = f"{start} use a class (24GB), exact memory (23.5GiB) or a card from `vplan gpus`".strip()
+    return VplanError(f"--gpu {quoted(text)} is neither a card nor a size", fix)
+
+
+def smaller_cards(card: GpuProfile) -> tuple[GpuProfile, ...]:
+    """For a class of cards, those that are sold under its label and give less memory than it stands for; empty for a
+    card by name."""
+    group = gpu_class(card.name)
+    return tuple(_gpu_aliases()[_squash(name)] for name in group.smaller) if group else ()
+
+
+def installed_host_ram(card: GpuProfile, gpus: int) -> int:
+    """Host RAM per node in bytes that usually stands beside such cards: 32 GiB for cards under 40 GB, 128 GiB per GPU
+    above (DESIGN section 5). A card that shares its memory with the CPU has no other RAM than its own."""
+    if card.unified:
+        return card.allocatable_bytes
+    return 32 * GIB if card.class_gb * GB < 40 * GB else 128 * GIB * gpus
+
+
+def default_host_ram(card: GpuProfile, gpus: int, system: str = "linux") -> int:
+    """What a run can use of `installed_host_ram`, bytes: the rest is the system's. ``system``: as `Machine.os`."""
+    installed = installed_host_ram(card, gpus)
+    if card.unified:
+        return installed
+    return installed // 2 if system == "wsl" else installed - SYSTEM_RAM

@@ -1,0 +1,74 @@
+"""Commands of scripts that train everything: diffusers' train_dreambooth.py, musubi-tuner's, and sdxl_train.py with its
+text encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.bindings import InexpressibleError
+from planner.dialects.base.dialect import Dialect, Translation, translate
+from planner.dialects.base.script import from_file
+from planner.dialects.diffusers.settings import DIALECT as DIFFUSERS
+from planner.foreign.case import settle
+from planner.foreign.check import Checked, check_case
+
+DREAMBOOTH = "train_dreambooth.py --pretrained_model_name_or_path CompVis/stable-diffusion-v1-4 --resolution 512 "
+QWEN = "qwen_image_train.py --dit qwen.safetensors --sdpa --mixed_precision bf16 "
+
+
+def read(folder: Path, words: str) -> tuple[Dialect, Any]:
+    (folder / "train.sh").write_text(f"accelerate launch --num_processes 1 {words}")
+    return dialects.read_script(from_file(folder / "train.sh"))
+
+
+def command(folder: Path, words: str) -> Translation:
+    return translate(*read(folder, words))
+
+
+def checked(folder: Path, words: str) -> Checked:
+    dialect, given = read(folder, words)
+    return check_case(settle(dialect, given, {}, {"gpu": "80GB"}), search=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (DREAMBOOTH, {"model": "sd1.5", "method": "full", "weights_dtype": "fp32", "autocast": "none"}),
+        (DREAMBOOTH + "--mixed_precision fp16", {"autocast": "fp16", "text_encoder_dtype": "bf16", "batch_size": 4}),
+        (DREAMBOOTH + "--train_text_encoder --mixed_precision fp16", {"text_encoder_dtype": "fp32"}),
+        (DREAMBOOTH + "--train_batch_size 3 --with_prior_preservation", {"batch_size": 6}),
+        (DREAMBOOTH + "--pre_compute_text_embeddings", {"text_encoder": "cached", "vae": "resident"}),
+        (QWEN, {"model": "qwen-image", "method": "full", "weights_dtype": "fp32", "lora_targets": None}),
+        (QWEN + "--full_bf16 --fused_backward_pass --optimizer_type adafactor", {"optimizer_step": "backward"}),
+        (QWEN + "--full_bf16 --blocks_to_swap 45", {"weights_dtype": "bf16", "swap_blocks": 45}),
+        ("hv_train.py --dit a.pt --sdpa --mixed_precision fp16 --full_fp16", {"weights_dtype": "fp16"}),
+        ("zimage_train.py --dit a.pt --sdpa --full_bf16", {"weights_dtype": "fp32", "vae_dtype": "fp32"}),
+    ],
+)
+def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    found = command(tmp_path, words)
+    together = found.job | found.strategy
+    assert {name: together[name] for name in fields} == fields
+
+
+def test_a_batch_with_class_images_is_written_as_half_of_its_samples() -> None:
+    fields = {"model": "sd1.5", "method": "full", "frames": 1, "height": 512, "width": 512, "version": "prior"}
+    job = next(entry for entry in DIFFUSERS.table if "batch_size" in getattr(entry, "fields", ()))
+    assert job.to_settings(fields | {"batch_size": 6})["--train_batch_size"] == 3  # type: ignore[union-attr]  # no When
+    with pytest.raises(InexpressibleError, match="class image"):
+        job.to_settings(fields | {"batch_size": 3})  # type: ignore[union-attr]  # no When
+
+
+def test_a_text_encoder_that_is_trained_takes_weights_gradients_and_states(tmp_path: Path) -> None:
+    """CLIP-L's 123 million parameters in fp32: as much again for gradients, twice for AdamW, and 2 bytes more each for
+    the weights than in fp16."""
+    words = DREAMBOOTH + "--mixed_precision fp16 --train_batch_size 1 --gradient_checkpointing"
+    without, trained = (
+        checked(tmp_path, text).outcome.estimate.peak.allocated_bytes
+        for text in (words, f"{words} --train_text_encoder")
+    )
+    assert trained - without == pytest.approx(14 * 123_060_480, rel=0.03)

@@ -1,0 +1,208 @@
+"""Which transformers and UNets of diffusers `vplan record` takes by their class alone: one line for each.
+
+    python -m tests.tools.record_every_class [CLASS...] [--record] [--json FILE]
+    python -m tests.tools.record_every_class --json FILE --docs docs/your-own-model.md
+
+Each class is built from its own defaults, with seven blocks where there would be more, on the meta device; the profile
+is found out as `vplan record` does it (`trainers.recording.any_class`). With ``--record`` LoRA and full training are
+recorded, checkpointed and not, and every tape is held to a direct recording at full depth and another shape: a line
+then has the largest difference of both allocated peaks. FILE keeps a row of JSON for each class as it is done; classes
+that have one are not tried again. About 5 s of one core a class, half a minute with ``--record``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from planner.catalog import lookup, user_data
+from planner.catalog.diffusers_folder import Source
+from planner.catalog.forward_call import ForwardCall
+from planner.catalog.own_inputs import OwnInputs
+from planner.errors import VplanError
+from planner.evidence.jsonl import append_row
+from planner.tape.codec import tape_json
+from planner.tape.packed_json import write_packed
+from planner.tape.variants import Precision, StepVariant
+from tests.benchmarks.held_out import Case, directly, from_tape
+from trainers.recording import tapes
+from trainers.recording.any_class.derive import derive, model_classes
+from trainers.recording.own import REFUSALS
+
+BLOCKS = tapes.RECORDED_BLOCKS + 1
+"""More than a tape holds of each list, so that blocks are left out and put in again."""
+NAME = "any-class-under-test"
+
+
+def _two_levels(kind: str) -> dict[str, Any]:
+    """A UNet of two levels with a block each, one of them with attention."""
+    return {
+        "block_out_channels": [320, 640],
+        "down_block_types": [f"CrossAttnDownBlock{kind}", f"DownBlock{kind}"],
+        "up_block_types": [f"UpBlock{kind}", f"CrossAttnUpBlock{kind}"],
+        "layers_per_block": 1,
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "CosmosTransformer3DModel": {"concat_padding_mask": False},  # else it needs torchvision
+    "DreamLiteTransformer2DModel": {"in_channels": 320},
+    "EasyAnimateTransformer3DModel": {"in_channels": 16, "out_channels": 16, "patch_size": 2, "mmdit_layers": BLOCKS},
+    "HiDreamImageTransformer2DModel": {"patch_size": 2, "caption_channels": [4096, 4096], "llama_layers": [0] * 14},
+    "I2VGenXLUNet": _two_levels("3D"),
+    "UNet2DConditionModel": _two_levels("2D"),
+    "UNet3DConditionModel": _two_levels("3D"),
+    "UNetMotionModel": {**_two_levels("Motion"), "motion_num_attention_heads": 8},
+    "UNetSpatioTemporalConditionModel": {**_two_levels("SpatioTemporal"), "num_attention_heads": [5, 10]},
+    "HunyuanDiT2DModel": {"hidden_size": 1408, "in_channels": 4, "patch_size": 2},
+    "LatteTransformer3DModel": {
+        "attention_head_dim": 72, "caption_channels": 4096, "cross_attention_dim": 1152, "in_channels": 4,
+        "norm_elementwise_affine": False, "norm_type": "ada_norm_single", "out_channels": 8, "patch_size": 2,
+    },
+    "StableCascadeUNet": {
+        "down_num_layers_per_block": [1, 1], "up_num_layers_per_block": [1, 1],
+        "down_blocks_repeat_mappers": [1, 1], "up_blocks_repeat_mappers": [1, 1],
+    },
+    "UNet1DModel": {"extra_in_channels": 64},
+    "LuminaNextDiT2DModel": {"num_kv_heads": 8},
+    "OmniGenTransformer2DModel": {"rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48}},
+    "Transformer2DModel": {"in_channels": 320},
+    "TransformerTemporalModel": {"in_channels": 320},
+}
+"""Keys without which a class cannot be built from its own defaults, and smaller UNets, as none of their levels can be
+left out of a recording."""
+START, END = "<!-- classes -->", "<!-- end of classes -->"
+
+
+def shallow(model_class: Any) -> dict[str, Any]:
+    """The class's defaults that ask for more than `BLOCKS` blocks, at `BLOCKS`."""
+    parameters = inspect.signature(model_class.__init__).parameters
+    counts = {
+        name: entry.default
+        for name, entry in parameters.items()
+        if name.startswith(("num_", "n_", "depth")) and any(word in name for word in ("layers", "blocks", "depth"))
+    }
+    return {name: BLOCKS for name, default in counts.items() if type(default) is int and default > BLOCKS}
+
+
+def source(class_name: str) -> Source:
+    """A model of a class as a folder would have it."""
+    import diffusers
+
+    config = {**shallow(getattr(diffusers, class_name)), **CONFIGS.get(class_name, {})}
+    return Source("/nowhere/config.json", NAME, class_name, config)
+
+
+def row(class_name: str, record: bool) -> dict[str, Any]:
+    """What came of one class."""
+    import diffusers
+
+    start = time.process_time()
+    described = bool(OwnInputs.of_class(class_name).inputs)
+    told = {"class": class_name, "diffusers": diffusers.__version__, "described": described}
+    try:
+        profile = derive(source(class_name), NAME, OwnInputs()).profile
+        call = ForwardCall.read(profile.inputs)
+        told |= {"outcome": "described", "forward": call.forward, "checkpoints": profile.traits.checkpoints}
+        if record:
+            user_data.write_profile(NAME, profile.to_json())
+            tapes.full_run_lengths.cache_clear()
+            told |= {"outcome": "recorded", "error_pct": {name: round(error, 4) for name, error in _errors()}}
+    except VplanError as error:
+        told |= {"outcome": "refused", "reason": error.message, "fix": error.fix}
+    except REFUSALS as error:  # what a user would see as a refusal of the recording: its traceback is for us
+        traceback.print_exc()
+        told |= {"outcome": "failed", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    return {**told, "seconds": round(time.process_time() - start, 1)}
+
+
+def _errors() -> Iterator[tuple[str, float]]:
+    """(variant, difference of allocated peaks in percent) of LoRA and full, checkpointed and not."""
+    profile = lookup.model(NAME)
+    for method in ("lora", "full"):
+        for mode in ("none", "full") if profile.traits.checkpoints else ("none",):
+            variant = StepVariant(method, Precision("half", "half" if method == "lora" else "", False), mode, True)
+            write_packed(
+                tape_json(tapes.step_tape(profile, variant)), user_data.tapes() / NAME / f"{variant.name}.json.gz"
+            )
+            case = Case.of(profile, variant)
+            theirs, _ = directly(case)
+            yield variant.name, 100 * (from_tape(case).peak - theirs.peak) / theirs.peak
+
+
+def page(rows: Sequence[dict[str, Any]], total: int) -> str:
+    """The table of docs/your-own-model.md, from rows; ``total`` classes there are."""
+    recorded = [row for row in rows if row["outcome"] == "recorded"]
+    exact = sum(not any(row["error_pct"].values()) for row in recorded)
+    alone = sum(not row["described"] for row in recorded)
+    lines = [
+        f"diffusers {rows[0]['diffusers']} exports {total} transformers and UNets. {len(rows)} were tried, by their",
+        f"defaults with {BLOCKS} blocks of each kind, without a family and without a file. {len(recorded)} record LoRA",
+        f"and full training, checkpointed and not where the class can: {alone} by dry runs alone, the others with",
+        f"arguments that vplan knows of the class. The allocated peaks of {exact} are to the byte those of a recording",
+        "at full depth and another shape.",
+        "",
+        "| class | outcome | largest difference |",
+        "|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: str(row["class"])):
+        outcome, difference = row.get("reason", "").replace("|", "/"), ""
+        if row["outcome"] == "recorded":
+            outcome = "arguments known" if row["described"] else "arguments found"
+            outcome += "" if row["checkpoints"] else "; has no checkpointing"
+            difference = f"{max(map(abs, row['error_pct'].values())):.2f} %"
+        elif row["outcome"] == "described":
+            outcome = "arguments found, not recorded"
+        elif row["outcome"] == "failed":
+            outcome = f"fails: {outcome}"
+        lines.append(f"| `{row['class']}` | {outcome} | {difference} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.record_every_class", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("classes", nargs="*", metavar="CLASS")
+    parser.add_argument("--record", action="store_true", help="record, and compare with full depth")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows that are kept")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help=f"write the table into a page, behind {START!r}")
+    asked = parser.parse_args()
+    if asked.docs:
+        rows = [json.loads(line) for line in asked.json.read_text(encoding="utf-8").splitlines()]
+        latest = {row["class"]: row for row in rows}
+        text = asked.docs.read_text(encoding="utf-8")
+        before, rest = text.split(START)
+        after = rest.split(END)[1]
+        written = page(list(latest.values()), len(model_classes()))
+        asked.docs.write_text(f"{before}{START}\n{written}\n{END}{after}", encoding="utf-8")
+        return 0
+    done = set()
+    if asked.json and asked.json.is_file():
+        done = {json.loads(line)["class"] for line in asked.json.read_text().splitlines()}
+    with tempfile.TemporaryDirectory() as home:
+        os.environ[user_data.VARIABLE] = home
+        for class_name in asked.classes or sorted(model_classes()):
+            if class_name in done:
+                continue
+            found = row(class_name, asked.record)
+            errors = found.get("error_pct", {})
+            worst = f"{max(map(abs, errors.values())):.4f} %" if errors else ""
+            print(
+                f"{class_name:42} {found['outcome']:10} {worst:9} {found['seconds']:6.1f} s {found.get('reason', '')}"
+            )
+            if asked.json:
+                append_row(asked.json, found)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,147 @@
+"""A model of a class that no bundled model has: recorded from its config, its signature and dry runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from planner.catalog import lookup, user_data
+from planner.catalog.forward_call import FAMILY, ForwardCall
+from planner.commands import cli, record
+from planner.tape.variants import Precision, StepVariant
+from tests.benchmarks.held_out import Case, directly, from_tape
+from tests.trainers.recording.in_process import InProcess
+from trainers.recording.any_class.candidates import Patch, documented, from_words
+from trainers.recording.any_class.dry_run import learned
+from trainers.recording.any_class.length_sums import Mismatch, new_sum
+from trainers.recording.any_class.pipeline_source import pipelines_of
+
+SANA = {
+    "_class_name": "SanaTransformer2DModel",
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "num_cross_attention_heads": 4,
+    "cross_attention_head_dim": 32,
+    "cross_attention_dim": 128,
+    "num_layers": 7,
+}
+STEP = "step-lora-half-half-none-one"
+
+
+def vplan(*words: object) -> Result:
+    return CliRunner().invoke(cli, [*map(str, words)], prog_name="vplan", standalone_mode=True)
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(user_data.VARIABLE, str(tmp_path / "home"))
+    monkeypatch.setattr(record, "Recorders", InProcess)
+
+
+def wrote(place: Path, config: dict[str, Any]) -> Path:
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def test_a_class_without_a_family_is_recorded_as_it_runs_at_full_depth(tmp_path: Path) -> None:
+    done = vplan("record", wrote(tmp_path / "mine", SANA), "--variant", STEP, "--json")
+    assert done.exit_code == 0, done.output
+    profile = lookup.model("mine")
+    call = ForwardCall.read(profile.inputs)
+    assert (profile.family, profile.kind, profile.vae.spatial) == (FAMILY, "image", 32)
+    assert call.forward["hidden_states"] == "B 32 H W" and call.forward["encoder_hidden_states"] == "B T 2304"
+    assert any("hidden_states is [B 32 H W], found by dry runs" in note for note in call.assumed)
+    variant = StepVariant("lora", Precision("half", "half", False), "none", True)
+    case = Case.of(profile, variant)
+    assert from_tape(case).peak == directly(case)[0].peak
+
+
+def test_what_no_dry_run_tells_is_asked_for_with_an_example(tmp_path: Path) -> None:
+    place = wrote(tmp_path / "mine", {"_class_name": "AnyFlowFARTransformer3DModel", "num_layers": 2})
+    done = vplan("record", place, "--json")
+    assert done.exit_code == 1, done.output
+    error = json.loads(done.stdout)["error"]
+    assert "AnyFlowFARTransformer3DModel is called with something" in error["message"]
+    assert "--inputs" in error["fix"] and "inputs." in error["fix"]
+
+
+def test_inputs_are_of_a_folder(tmp_path: Path) -> None:
+    assert vplan("record", "mochi-1", "--inputs", tmp_path / "x.toml").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("complaint", "width"),
+    [
+        ("a and b must have same reduction dim, but got [1144, 10007] X [64, 3072].", 64),
+        ("mat1 and mat2 shapes cannot be multiplied (4x10007 and 768x320)", 768),
+        ("expected input[2, 10007, 22, 26] to have 16 channels, but got 10007 channels instead", 16),
+        ("a and b must have same reduction dim, but got [2, 11543] X [2816, 1280].", 1280),
+        ("a and b must have same reduction dim, but got [1144, 40028] X [256, 3072].", 64),
+    ],
+)
+def test_a_layer_says_which_width_it_wants(complaint: str, width: int) -> None:
+    assert next(learned(complaint, {10007})) == (10007, width)
+
+
+def test_a_complaint_about_something_else_teaches_nothing() -> None:
+    assert not list(learned("a and b must have same reduction dim, but got [440308, 26] X [64, 3072].", {10007}))
+    assert not list(learned("not enough values to unpack (expected 5, got 4)", {10007}))
+
+
+def test_shapes_that_do_not_broadcast_say_a_width() -> None:
+    complaint = (
+        "Attempting to broadcast a dimension of length 10007 at -1! Mismatching argument at index 1 had "
+        "torch.Size([1, 1, 572, 10007]); but expected shape should be broadcastable to [2, 24, 572, 64]"
+    )
+    assert next(learned(complaint, {10007})) == (10007, 64)
+    assert not list(learned("shapes [2, 10007] and 606 do not match", {10007}))  # 606 is a length of the dry run
+
+
+def test_the_plainest_pipeline_is_asked() -> None:
+    assert pipelines_of("UNet2DConditionModel")[0].name == "StableDiffusionPipeline"
+    assert "num_frames" in pipelines_of("Kandinsky5Transformer3DModel")[0].defaults
+
+
+def test_a_batch_of_two_says_nothing_in_a_size() -> None:
+    grid = {"B": 2, "F": 1, "H": 367, "W": 373, "T": 1021, "E": 1}
+    other = {"B": 2, "F": 1, "H": 349, "W": 347, "T": 1019, "E": 1}
+    sizes = [73728 * (shape["H"] * shape["W"] + shape["T"]) for shape in (grid, other)]
+    assert new_sum([Mismatch("cat", *sizes)], grid, other, {}) == {"S": (0, ("HW", "T"))}
+
+
+def test_a_length_that_is_a_sum_is_told_from_two_shapes() -> None:
+    grid = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "E": 1}
+    other = {"B": 997, "F": 353, "H": 349, "W": 347, "T": 1019, "E": 1}
+
+    def size(shape: dict[str, int], constant: int) -> int:
+        return 6144 * shape["B"] * (shape["F"] * shape["H"] * shape["W"] + shape["T"] + constant)
+
+    joined = Mismatch("cat", size(grid, 0), size(other, 0))
+    assert new_sum([joined], grid, other, {}) == {"S": (0, ("FHW", "T"))}
+    registers = Mismatch("cat", size(grid, 4), size(other, 4))
+    assert new_sum([registers], grid, other, {}) == {"S": (4, ("FHW", "T"))}
+    squared = Mismatch("cat", 7 * size(grid, 0) ** 2 + 1, 9 * size(other, 0))
+    assert new_sum([squared], grid, other, {}) == {}
+
+
+def test_a_docstring_says_a_layout() -> None:
+    doc = "hidden_states (`torch.Tensor` of shape `(batch_size, num_frames, channels, height, width)`):\n  x"
+    words = documented(doc, "hidden_states")
+    assert from_words(words, "hidden_states", Patch(1, 2, 2)) == "B F ? 2H 2W"
+    assert documented(doc, "timestep") == []
+
+
+def test_a_pipeline_is_read_and_not_imported() -> None:
+    facts = pipelines_of("CogVideoXTransformer3DModel")[0]
+    assert (facts.name, facts.part, facts.constants["vae_scale_factor_spatial"]) == (
+        "CogVideoXPipeline",
+        "transformer",
+        8,
+    )
+    assert facts.passed["image_rotary_emb"] == "use_rotary_positional_embeddings"
+    assert facts.defaults["max_sequence_length"] == 226 and not facts.predicts_velocity

@@ -1,0 +1,116 @@
+"""Where a model's repeated blocks are, and which key of its config counts them: tried out on the meta device.
+
+A key counts the blocks of a list when one more of it makes the list one longer. Nothing is taken from names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from accelerate import init_empty_weights
+from torch import nn
+
+from trainers.recording.own import REFUSALS
+
+
+class BlockList(NamedTuple):
+    """A module list of blocks, the config key that says how many, and whether they can be told from fewer."""
+
+    name: str
+    depth_key: str
+    """"" where no key counts them: the list is recorded whole"""
+    blocks: int
+    last_apart: bool
+    """the last block is built unlike the others"""
+
+
+def built(model_class: Any, config: Mapping[str, Any]) -> nn.Module:
+    """The model with its parameters on the meta device. Raises one of `REFUSALS` where the class cannot."""
+    from diffusers.models.modeling_utils import no_init_weights
+
+    with no_init_weights(), init_empty_weights(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: nn.Module = model_class.from_config(dict(config))
+    return model
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """The outermost module lists that hold parameters, by name."""
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{above}.") for above in outer):
+            outer.append(name)
+            if any(True for _ in module.parameters()):
+                yield name, module
+
+
+def block_lists(model_class: Any, config: Mapping[str, Any], model: nn.Module) -> list[BlockList]:
+    """The lists of blocks of a model, in no order. A list is one when a config key counts it, or when it is called as
+    the stages of a UNet are."""
+    counts = {name: len(module) for name, module in _lists(model)}
+    candidates = [key for key, value in config.items() if type(value) is int and value in counts.values()]
+    keys = _counting_keys(model_class, config, candidates, counts)
+    found = []
+    for name, module in _lists(model):
+        if name in keys:
+            found.append(BlockList(name, keys[name], counts[name], _last_apart(module)))
+        elif name in STAGE_KEYS:
+            found.append(BlockList(name, _stage_key(config, counts[name], name), counts[name], False))
+    return found
+
+
+def _counting_keys(
+    model_class: Any, config: Mapping[str, Any], candidates: list[str], counts: Mapping[str, int]
+) -> dict[str, str]:
+    """List -> the key that counts it. All keys are raised at once, each by another number; where the class does not
+    take that, one by one."""
+    raised = {key: position + 1 for position, key in enumerate(candidates)}
+    keys = _grown(model_class, config, raised, counts)
+    if keys is None:
+        found = [_grown(model_class, config, {key: 1}, counts) or {} for key in candidates]
+        keys = {name: key for one in reversed(found) for name, key in one.items()}
+    return keys
+
+
+def _grown(
+    model_class: Any, config: Mapping[str, Any], raised: Mapping[str, int], counts: Mapping[str, int]
+) -> dict[str, str] | None:
+    """List -> the key that it grew by as much as; None where the model cannot be built so."""
+    try:
+        model = built(model_class, {**config, **{key: config[key] + more for key, more in raised.items()}})
+    except REFUSALS:
+        return None
+    grown = {name: len(module) - counts.get(name, 0) for name, module in _lists(model)}
+    by_number = {more: key for key, more in raised.items()}
+    return {name: by_number[grown[name]] for name in counts if grown.get(name) in by_number}
+
+
+def _last_apart(module: nn.ModuleList) -> bool:
+    blocks = list(module.children())
+    if len(blocks) < 2:
+        return False
+    signatures = [
+        (type(block), [(name, tuple(tensor.shape)) for name, tensor in block.named_parameters()]) for block in blocks
+    ]
+    return signatures[-1] != signatures[-2] and all(one == signatures[0] for one in signatures[:-1])
+
+
+STAGE_KEYS = {"down_blocks": "down_block_types", "up_blocks": "up_block_types"}
+"""The stages of a UNet, and the list in its config that has an entry for each."""
+
+
+def _stage_key(config: Mapping[str, Any], count: int, name: str) -> str:
+    """The config's list with an entry for each stage; "" where it has none of that length."""
+    key = STAGE_KEYS[name]
+    value = config.get(key)
+    return key if isinstance(value, list | tuple) and len(value) == count else ""
+
+
+def in_running_order(model: nn.Module, names: list[str], called: list[nn.Module]) -> list[str]:
+    """Lists of blocks in the order in which their first blocks ran; lists of which nothing ran are left out."""
+    first = {name: next(iter(model.get_submodule(name).children())) for name in names}
+    order = {id(module): position for position, module in reversed(list(enumerate(called)))}
+    ran = [name for name in names if id(first[name]) in order]
+    return sorted(ran, key=lambda name: order[id(first[name])])

@@ -1,0 +1,172 @@
+"""Lengths inside a model that are sums, such as image and text tokens joined: found by recording at two shapes.
+
+A size that is a product of the shape's sizes follows from one recording. One that is not gives itself away in a second,
+where it is not what the product says; then the sum is the one whose values at both shapes divide it alike. A size that
+no sum explains is a refusal, because a tape of it would be wrong at every other shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from planner.catalog.forward_call import ForwardCall, LengthSum
+from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError
+from planner.tape.format import Sums, derived
+from planner.tape.variants import Precision, StepVariant
+from trainers.recording import tapes
+from trainers.recording.factoriser import Factoriser
+from trainers.recording.own import REFUSALS, refusal
+from trainers.recording.recorder import RawAllocation, RawRecording, record_step
+
+PRODUCTS = ("FHW", "HW", "T", "F", "H", "W", "E", "FH", "FW")
+SECOND = {"B": 997, "F": 353, "H": 349, "W": 347, "T": 1019, "R": 1013, "E": 2053}
+"""Other primes than those of the recording, at which clip and text together are no multiple of 8 either."""
+SECOND_SHORT = {**SECOND, "F": 53, "H": 43, "W": 47, "T": 1033}
+CONSTANTS = range(-64, 4097)
+"""Register tokens, class tokens, image tokens of an encoder."""
+MOST_SUMS = 6
+JOINED = {"S": LengthSum(constant=0, products=("FHW", "T"))}
+"""Clip and text together, as most classes join them."""
+
+
+def with_sums(profile: ModelProfile) -> ModelProfile:
+    """The profile with the sums at which all sizes of a step hold at two shapes, and with its short sides where tables
+    of positions need them. Raises a VplanError for a size that nothing explains, an AssertionError where blocks that
+    are taken to be alike differ."""
+    call = ForwardCall.read(profile.inputs)
+    for short in (False, True):
+        tried = _with(profile, call.replace(short_sides=short))
+        try:
+            try:
+                return _with_sums(tried)
+            except ShapeDependence:  # a mask over all tokens is copied unless they are a multiple of 8
+                return _with_sums(_with(profile, call.replace(short_sides=short, sums=JOINED)))
+        except REFUSALS as error:
+            if isinstance(error, AssertionError | VplanError):
+                raise
+            if short:
+                fault = f"a training step of {profile.diffusers_class} does not run at any shape"
+                raise refusal(error, fault, "name its inputs with --inputs") from None
+    raise AssertionError("the last of both returns or raises")
+
+
+def _with(profile: ModelProfile, call: ForwardCall) -> ModelProfile:
+    return profile.replace(inputs=call.to_json())
+
+
+def _with_sums(profile: ModelProfile) -> ModelProfile:
+    variant = StepVariant("lora", Precision("half", "half", autocast=False), "none", one_sample=False)
+    if profile.shape.batches:
+        variant = variant._replace(samples=profile.shape.batches[-1])
+    job, strategy = variant.records(profile)
+    config = tapes.shallow_config(profile)
+    for _ in range(MOST_SUMS):
+        call = ForwardCall.read(profile.inputs)
+        grid, sums, regime = tapes.prime_grid(profile, variant.samples)
+        other = second_grid(grid, regime)
+        first = record_step(profile, job, strategy, grid, config)
+        second = record_step(profile, job, strategy, other, config)
+        known = {name: (entry.constant, entry.products) for name, entry in call.sums.items()}
+        found = mismatches(first, second, grid, other, known)
+        if not found:
+            tapes.tape_of(profile, variant.name, first, grid, sums, regime, lengths=tapes.run_lengths(profile))
+            return profile
+        more = new_sum(found, grid, other, known)
+        if more == known:
+            worst = max(found, key=lambda entry: entry.first)
+            fault = f"{worst.op} in {profile.diffusers_class} makes {worst.first} bytes at one shape and {worst.second}"
+            raise VplanError(f"{fault} at another: no sum of sizes explains both", "it needs a family of its own")
+        entries = {name: LengthSum(constant=constant, products=products) for name, (constant, products) in more.items()}
+        profile = _with(profile, call.replace(sums=entries))
+    raise VplanError(f"{profile.diffusers_class} has more lengths that are sums than {MOST_SUMS}", "it needs a family")
+
+
+class ShapeDependence(VplanError):
+    """What a model does, not only how large it is, differs between two shapes."""
+
+
+class Mismatch(NamedTuple):
+    """A size that the first recording's product does not explain in the second."""
+
+    op: str
+    first: int
+    second: int
+
+
+def second_grid(grid: Mapping[str, int], regime: Mapping[str, int]) -> dict[str, int]:
+    """A shape of other primes than a recording's, in its regime; short sides where that has some."""
+    other = SECOND_SHORT if grid["H"] < 128 else SECOND
+    return {**other, **regime, **{atom: 1 for atom in "FHW" if grid[atom] == 1}}
+
+
+def mismatches(
+    first: RawRecording, second: RawRecording, grid: Mapping[str, int], other: Mapping[str, int], sums: Sums
+) -> list[Mismatch]:
+    """The sizes of a recording at ``grid`` that are something else at ``other`` than their product says. Raises a
+    VplanError where what happens depends on the shape."""
+    left, right = first.allocations, second.allocations
+    if [entry.op for entry in left] != [entry.op for entry in right]:
+        position = next(
+            (index for index, (one, two) in enumerate(zip(left, right, strict=False)) if one.op != two.op),
+            min(len(left), len(right)),
+        )
+        op = left[position].op if position < len(left) else right[position].op
+        fault = f"which operators run depends on the shape of a clip (first at allocation {position}, {op})"
+        raise ShapeDependence(fault, "it cannot be recorded for all shapes; a family of its own can")
+    atoms = {**grid, **derived(grid, {}, sums)}
+    values = {**other, **derived(other, {}, sums)}
+    factoriser = Factoriser(atoms)
+    return [
+        Mismatch(one.op, one.nbytes, two.nbytes)
+        for one, two in zip(left, right, strict=True)
+        if one.rounded is None and not _agrees(factoriser, one, two, values)
+    ]
+
+
+def _agrees(factoriser: Factoriser, one: RawAllocation, two: RawAllocation, values: Mapping[str, int]) -> bool:
+    coefficient, exponents = factoriser.factor(one.nbytes)
+    product = math.prod(values[atom] ** power for atom, power in zip(factoriser.atoms, exponents, strict=True))
+    return bool(coefficient * product == two.nbytes)
+
+
+def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[str, int], known: Sums) -> Sums:
+    """The known sums and one more, which explains a mismatch; the same sums when none does.
+
+    Of ``c`` times ``constant + sum of products`` at both shapes, ``c`` is the quotient of the differences, and the
+    constant what is left.
+    """
+    atoms = [atom for atom in "BFHWTE" if min(grid[atom], other[atom]) > 12]  # a batch of two says nothing in a size
+    rests = {(_rest(entry.first, grid, atoms), _rest(entry.second, other, atoms)) for entry in found}
+    fits = []
+    for (left, right), products in itertools.product(rests, _combinations(grid)):
+        one, two = (sum(math.prod(shape[atom] for atom in product) for product in products) for shape in (grid, other))
+        if one == two or (left - right) % (one - two):
+            continue
+        coefficient = (left - right) // (one - two)
+        if coefficient < 1 or left % coefficient or right % coefficient:
+            continue
+        constant = left // coefficient - one
+        if constant in CONSTANTS and constant == right // coefficient - two and (constant or len(products) > 1):
+            fits.append((abs(constant), len(products), products, constant))
+    if not fits:
+        return known
+    _, _, products, constant = min(fits)
+    return {**known, f"S{len(known) or ''}": (constant, products)}
+
+
+def _rest(number: int, grid: Mapping[str, int], atoms: Sequence[str]) -> int:
+    for atom in atoms:
+        while number and number % grid[atom] == 0:
+            number //= grid[atom]
+    return number
+
+
+def _combinations(grid: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    """Up to four products to sum, as of a clip, two texts and an image. Sizes that are 1 stand for nothing."""
+    products = [product for product in PRODUCTS if all(grid[atom] > 1 for atom in product)]
+    for count in (1, 2, 3, 4):
+        yield from itertools.combinations_with_replacement(products, count)

@@ -1,0 +1,91 @@
+"""sd-scripts' SD 1.5: its U-Net (library/original_unet.py), its adapters, and the step of ``train_network.py``."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+from planner.catalog.profiles import ModelProfile
+from planner.spec.job import Job, Strategy
+from trainers.families import family
+from trainers.families.common.base import Grid
+from trainers.recording.trainer_code import kohya_lora
+from trainers.step import step
+
+REPOSITORY = "kohya-ss/sd-scripts"
+COMMIT = "48d368fa"
+PACKAGES = ""
+
+ADAPTED = re.compile(r"\.attentions\.\d+\..*(to_[qkv]|to_out\.0|ff\.net\.(0\.proj|2)|proj_in|proj_out)\.(weight|bias)$")
+"""The layers that its adapters are on: every linear one and 1x1 convolution of a Transformer2DModel (networks/lora.py
+``UNET_TARGET_REPLACE_MODULE``)."""
+
+
+def import_packages() -> None:
+    """Imports the trainer's packages; an ImportError where one, or one that it needs, is missing."""
+    importlib.import_module("library.original_unet")
+    importlib.import_module("networks.lora")
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def published_name(name: str) -> str:
+    """The name that diffusers and peft give to a weight; its own are diffusers'."""
+    return kohya_lora.published_name(name, ADAPTED.search(name) is not None)
+
+
+def build_model(
+    profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None, version: str = ""
+) -> nn.Module:
+    """Its U-Net in the format of the weights, with attention by ``--sdpa`` and a ``LoRAModule`` on every layer of the
+    transformers; parameters on ``meta``."""
+    published = config or profile.config
+    with init_empty_weights():
+        model: nn.Module = _named("library.original_unet", profile.diffusers_class)(
+            sample_size=published["sample_size"],
+            attention_head_dim=published["attention_head_dim"],
+            cross_attention_dim=published["cross_attention_dim"],
+        )
+        network = _named("networks.lora", "create_network")(1.0, job.lora_rank, job.lora_rank, None, [], model)
+    model.to(step.DTYPES[strategy.weights(job.method)]).requires_grad_(False)
+    model.set_use_sdpa(True)  # type: ignore[operator]  # its own method
+    kohya_lora.apply_beside(network.unet_loras, step.DTYPES[strategy.adapter_dtype])
+    if strategy.gradient_checkpointing == "full":
+        model.enable_gradient_checkpointing()  # type: ignore[operator]  # its own method
+        return model.train()
+    return model.eval()  # as train_network.py has it then
+
+
+def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Latents as its cache holds them, and the prompt as its text encoder gives it under autocast: both in fp32."""
+    return family(profile).batch(grid, "cpu", torch.float32)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
+    """As ``process_batch``, ``get_noise_pred_and_target`` and ``call_unet`` of ``train_network.py`` compute it, and
+    ``add_noise`` of diffusers' DDPMScheduler. They are written out here, as that file imports what today's transformers
+    has no more."""
+    latents = batch["latents"] * SCALE
+    noise = torch.randn_like(latents)
+    share = torch.rand(len(latents), 1, 1, 1)
+    noisy = share**0.5 * latents + (1 - share) ** 0.5 * noise
+    prompt = batch["prompt"]
+    noisy.requires_grad_(True)
+    if strategy.gradient_checkpointing == "full":
+        prompt.requires_grad_(True)
+    timesteps = torch.randint(0, 1000, (len(latents),))
+    with step.autocast(strategy, torch.device("cpu")):
+        predicted = model(noisy, timesteps, prompt).sample
+    each = nn.functional.mse_loss(predicted.float(), noise.float(), reduction="none").mean([1, 2, 3])
+    return (each * torch.ones(len(latents))).mean()
+
+
+SCALE = 0.18215
+"""NetworkTrainer.vae_scale_factor."""
