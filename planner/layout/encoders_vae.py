@@ -176,7 +176,7 @@ def vae_component(
             [min(size // vae.spatial, whole - start) for start in range(0, whole, stride // vae.spatial)]
             for whole, size, stride in ((rows, tile[0], tile[2]), (columns, tile[1], tile[3]))
         ]
-        tiles = tuple(itertools.product(*sides))
+        tiles = tuple((height, width) for height in sides[0] for width in sides[1])
         rows, columns = sides[0][0], sides[1][0]
     if vae.traits.frame_tiles and not recorded_length(vae, frames):
         length, stride = vae.traits.frame_tiles
@@ -304,6 +304,30 @@ class _Finished(NamedTuple):
         return cls([joined] * (component.passes - 1), given[:last], given[last + 1 :], joined)
 
 
+class _TileRun(NamedTuple):
+    """One run over a tile."""
+
+    stretches: list[tuple[Moment, list[int]]]
+    result: int
+    """the buffer of what it gives"""
+    at: list[int]
+    """the stretches that have it; a clip in many tiles has thousands of others, which all runs share"""
+
+    @classmethod
+    def of(cls, stage: Stage, result: int) -> _TileRun:
+        events = [events for _, events in stage.stretches]
+        at = [place for place, here in enumerate(events) if result in here or ~result in here]
+        return cls(list(stage.stretches), result, at)
+
+    def giving(self, result: int) -> list[tuple[Moment, list[int]]]:
+        """The same run with another result."""
+        stretches = self.stretches.copy()
+        for place in self.at:
+            moment, events = stretches[place]
+            stretches[place] = moment, renamed_events(events, {self.result: result})
+        return stretches
+
+
 class _TileRuns:
     """What a component's runs over its tiles allocate and free: where a run's result lies decides what holes the next
     one finds."""
@@ -314,7 +338,7 @@ class _TileRuns:
         self._component = component
         self._largest = max(component.tiles)
         self._is_plain = component.offload == "none" and component.dtype in ("bf16", "fp16", "fp32")
-        self._runs = {self._largest: (list(stage.stretches), self._out)}
+        self._runs = {self._largest: _TileRun.of(stage, self._out)}
 
     @property
     def _out(self) -> int:
@@ -327,18 +351,17 @@ class _TileRuns:
             return [(STRATEGY_MOMENT, [result])]
         if tile not in self._runs:
             self._runs[tile] = self._unfolded(tile)
-        stretches, out = self._runs[tile]
-        return [(moment, renamed_events(events, {out: result})) for moment, events in stretches]
+        return self._runs[tile].giving(result)
 
-    def _unfolded(self, tile: tuple[int, int]) -> tuple[list[tuple[Moment, list[int]]], int]:
+    def _unfolded(self, tile: tuple[int, int]) -> _TileRun:
         program, component = self._program, self._component
         assert component.tape is not None
         named = {kind: buffers.copy() for kind, buffers in program.named.items()}
         grid = {**component.part.grid, "H": tile[0], "W": tile[1]}
         stage = program.unfold(component.tape, component.piece, component.counts, component.part._replace(grid=grid))
-        out = self._out
+        run = _TileRun.of(stage, self._out)
         program.named.update(named)  # the largest tile's again
-        return stage.stretches, out
+        return run
 
 
 def _repeat(program: Program, component: ComponentPass, stage: Stage) -> None:

@@ -105,7 +105,7 @@ class Program:
         """The sizes of all buffers from ``first`` on, which are the same at every shape, bytes."""
         table = self.sizes
         sizes = [table[index] for index in self.buffers[first:]]
-        assert all(type(size) is int for size in sizes)
+        assert set(map(type, sizes)) <= {int}
         return sizes  # type: ignore[return-value]  # as just asserted
 
     def buffer(self, nbytes: int, category: str, op: str) -> int:
