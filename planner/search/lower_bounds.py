@@ -340,11 +340,11 @@ def _order(tape: Tape, piece: str) -> _Order:
             for block, template in in_order(section, counts):
                 columns = here[block] = columns_of(template, tape)
                 freed = []
-                for number, mode, to in columns.bases:
-                    other = sections[number]
+                for back, mode, to in columns.bases:
+                    other = sections[len(there) - 1 - back]
                     at = target_block(mode, to, other.run, block, counts)
                     is_input = other.passes == "forward" and other.run is not None and (other.run, at) != (run, block)
-                    freed.append((there[number][at], is_input))
+                    freed.append((there[-1 - back][at], is_input))
                 key = (id(columns), *((id(other), is_input) for other, is_input in freed))
                 if key not in known:
                     known[key] = len(frees)

@@ -23,6 +23,7 @@ from planner.tape.format import (
     FORMAT,
     HEAD,
     KINDS,
+    READABLE,
     TAIL,
     BlockRun,
     Growing,
@@ -31,6 +32,7 @@ from planner.tape.format import (
     Section,
     Tape,
     Template,
+    counted_back,
 )
 from planner.tape.packed_json import DAMAGES, damaged_file, write_packed
 from planner.tape.packs import read_text
@@ -176,7 +178,7 @@ class _Reader:
     """A file's JSON, turned into a Tape; raises one of `_FAULTS` where it is none."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        if data["format"] != FORMAT:
+        if data["format"] not in READABLE:
             raise VplanError(f"tape of format {data['format']}, this vplan reads {FORMAT}", "record it again")
         self.data = data
         self.body = data["tape"]
@@ -203,7 +205,10 @@ class _Reader:
             runs=self.runs,
             names=tuple(body["names"]),
             ops=tuple(body["ops"]),
-            pieces={name: list(map(self._section, sections)) for name, sections in body["pieces"].items()},
+            pieces={
+                name: [self._section(section, at) for at, section in enumerate(sections)]
+                for name, sections in body["pieces"].items()
+            },
             tile=tuple(data["tile"]) if "tile" in data else None,
             rounded=rounded,
             operators=tuple(data.get("operators", ())),
@@ -225,11 +230,13 @@ class _Reader:
             return Monomial(coefficient, tuple(exponents))
         return Monomial(coefficient, tuple(exponents), multiple, inner, tuple(inner_exponents))
 
-    def _section(self, data: Mapping[str, Any]) -> Section:
+    def _section(self, data: Mapping[str, Any], at: int) -> Section:
         run, step, order = data["run"], data.get("step", 0), data.get("order")
         templates = [
             Template(template["events"], list(map(self._work, template["work"]))) for template in data["templates"]
         ]
+        if self.data["format"] != FORMAT:
+            templates = [template._replace(arrays=counted_back(template.arrays, at)) for template in templates]
         _check(run is None or run in range(len(self.runs)))
         if not step:
             _check(len(templates) == 1 and order is None)

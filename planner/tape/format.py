@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 
 from planner.errors import NotRecordedError, VplanError
 
-FORMAT = 1
+FORMAT = 2
 """Number of the file format. A change that old readers misread takes the next."""
+
+READABLE = (1, FORMAT)
+"""Formats that are read. In 1 a free has the number of its section, and counts all positions from the first."""
 
 ATOMS = ("B", "F", "H", "W", "T", "R", "E")
 """Batch, frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images, audio.
@@ -125,15 +128,22 @@ class NamedAllocation(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A free of what a section of the same piece allocated."""
+    """A free of what a section of the same piece allocated. Counted back from the event, so that sections that do the
+    same have the same events."""
 
-    section: int
-    """index of the section in its piece"""
+    back: int
+    """how many sections before this one; 0 for this one"""
     mode: int
     """how ``block`` names the block at which that section allocated it"""
     block: int
     position: int
-    """which of the allocations of the section's template"""
+    """which of the allocations of the section's template; of those of this template at this block, how many came behind
+    it so far"""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it frees what the same template allocated at the same block."""
+        return self.back == 0 and (self.mode == NO_BLOCK or (self.mode == RELATIVE and self.block == 0))
 
 
 class NamedFree(NamedTuple):
@@ -154,6 +164,23 @@ EVENT_TYPES: Mapping[int, type[Event]] = {
     len(kind._fields): kind for kind in (Free, Allocation, NamedFree, NamedAllocation)
 }
 """By the number of fields: 4, 5, 6 and 9."""
+
+_FREE, _NAMED_FREE = len(Free._fields), len(NamedFree._fields)
+
+
+def counted_back(arrays: Iterable[list[int]], section: int) -> list[list[int]]:
+    """A template's events with its frees counted back, from events whose frees have the index of their section in its
+    piece and a position from the first. ``section``: the index of the template's."""
+    made = 0
+    counted: list[list[int]] = []
+    for array in arrays:
+        if len(array) == _FREE:
+            free = Free(section - array[0], *array[1:])
+            array = list(free._replace(position=made - 1 - free.position) if free.is_own else free)
+        elif len(array) != _NAMED_FREE:
+            made += 1
+        counted.append(array)
+    return counted
 
 
 class OperatorWork(NamedTuple):

@@ -69,9 +69,9 @@ class PartLevels:
                 if section.run is None:
                     self._name(columns)
                 rows = [(columns, block)]
-                for number, mode, to in columns.bases:
-                    at = target_block(mode, to, sections[number].run, block, counts)
-                    rows.append((there[number][at], at))
+                for back, mode, to in columns.bases:
+                    at = target_block(mode, to, sections[len(there) - 1 - back].run, block, counts)
+                    rows.append((there[-1 - back][at], at))
                 for between, event in self._stretch(rows):
                     peak = max(peak, level + between.peak)
                     level += between.rise

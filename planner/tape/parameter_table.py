@@ -13,12 +13,15 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from planner.errors import VplanError
-from planner.tape.format import DAMAGED_FIX, FORMAT
+from planner.tape.format import DAMAGED_FIX
 from planner.tape.packed_json import DAMAGES
 from planner.tape.packs import read_text
 
 FILE = "parameters.gz"
 """Name of the file beside the tapes of a model."""
+
+FORMAT = 1
+"""Number of its format."""
 
 
 class Parameters(NamedTuple):

@@ -224,10 +224,10 @@ class _Unfolding:
             program.kernel[first + position] = kernel
         for position, size in columns.growing:
             program.buffers[first + position] = self._grown_size(size, block)
-        starts = [first]
+        starts, here = [first], len(self.first_buffers) - 1
         starts += [  # negative, because ~(start + position) is ~position - start
-            -self.first_buffers[section][target_block(mode, to, self.sections[section].run, block, self.counts)]
-            for section, mode, to in columns.bases
+            -self.first_buffers[here - back][target_block(mode, to, self.sections[here - back].run, block, self.counts)]
+            for back, mode, to in columns.bases
         ]
         events = list(map(operator.add, map(starts.__getitem__, columns.origins), columns.offsets))
         self._name(columns, block, first, events)

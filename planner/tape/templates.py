@@ -46,7 +46,7 @@ class TemplateColumns(NamedTuple):
     ops: list[str]
     """per allocation"""
     bases: list[tuple[int, int, int]]
-    """(section, mode, block) that frees refer to, see `planner.tape.format.Free`"""
+    """(back, mode, block) that frees refer to, see `planner.tape.format.Free`"""
     highest: list[int]
     """per base: the highest position that is freed of it"""
     origins: list[int]
@@ -79,8 +79,10 @@ class TemplateColumns(NamedTuple):
         offsets: list[int] = []
         for array in arrays:
             if len(array) == FREE:
-                section, mode, block, position = array
-                base = (section, mode, block)
+                back, mode, block, position = array
+                if not back and (mode == NO_BLOCK or (mode == RELATIVE and not block)):  # `Free.is_own`
+                    position = len(allocations) - 1 - position
+                base = (back, mode, block)
                 origin = bases.get(base)
                 if origin is None:
                     origin = bases[base] = len(bases) + 1
@@ -128,7 +130,7 @@ class TemplateColumns(NamedTuple):
             and min(self.sizes, default=0) >= 0
             and max(self.sizes, default=-1) < len(tape.sizes)
             and min(self.positions, default=0) >= 0
-            and all(section >= 0 and mode in modes for section, mode, _ in self.bases)
+            and all(back >= 0 and mode in modes for back, mode, _ in self.bases)
             and all(category in range(len(CATEGORIES)) for category, _, _, _ in self.named)
             and all(mode in modes and run in runs for _, mode, run, _ in self.named)
         )
@@ -168,8 +170,8 @@ def sections_of(tape: Tape, piece: str, resident: bool = False) -> list[Section]
             templates = [columns_of(template, tape, resident) for template in section.templates]
             allocations.append(max(len(columns.sizes) for columns in templates))
             for columns in templates:
-                for (number, _, _), position in zip(columns.bases, columns.highest, strict=True):
-                    if number >= len(allocations) or position >= allocations[number]:
+                for (back, _, _), position in zip(columns.bases, columns.highest, strict=True):
+                    if back >= len(allocations) or position >= allocations[-1 - back]:
                         raise tape.damaged(f"{piece} frees what it does not allocate")
         tape.sound.add(piece)
     return sections

@@ -29,6 +29,7 @@ from planner.tape.format import (
     Section,
     Tape,
     Template,
+    counted_back,
 )
 from planner.tape.parameter_table import Parameters
 
@@ -93,8 +94,14 @@ def _tape(pieces: dict[str, list[Section]]) -> Tape:
         runs=(BlockRun("blocks", 0, BLOCKS, BLOCKS),),
         names=_NAMES,
         ops=("op",),
-        pieces=pieces,
+        pieces={name: list(map(_counted, sections, range(len(sections)))) for name, sections in pieces.items()},
     )
+
+
+def _counted(section: Section, at: int) -> Section:
+    """The frees above have their section's index."""
+    counted = [template._replace(arrays=counted_back(template.arrays, at)) for template in section.templates]
+    return section._replace(templates=counted)
 
 
 def _step_tape() -> Tape:

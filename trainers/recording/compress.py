@@ -36,6 +36,7 @@ from planner.tape.format import (
     Sums,
     Tape,
     Template,
+    counted_back,
 )
 from trainers.recording.block_places import Place
 from trainers.recording.factoriser import Factoriser
@@ -143,7 +144,14 @@ class _Compressor:
                     if event >= 0:
                         self.address[event] = (number, block, position)
                         position += 1
-        return [self._section(walk) for walk in walks]
+        return [
+            section._replace(
+                templates=[
+                    template._replace(arrays=counted_back(template.arrays, number)) for template in section.templates
+                ]
+            )
+            for number, section in enumerate(map(self._section, walks))
+        ]
 
     def _stretches(self, start: int, stop: int) -> list[_Stretch]:
         recording = self.recording
@@ -327,7 +335,7 @@ class _Compressor:
         return self.names.setdefault(name, len(self.names)) if name else -1
 
     def _free(self, number: int, stretch: _Stretch, walk: _Walk) -> Event:
-        """A free by address, or by name of what another piece allocated."""
+        """A free by address, not counted back yet, or by name of what another piece allocated."""
         allocation = self.recording.allocations[number]
         if number not in self.address:
             category = CATEGORIES.index(allocation.category or self._use(number))

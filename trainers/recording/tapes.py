@@ -21,7 +21,8 @@ from planner.catalog.components import Component, recorded_lengths
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
-from planner.tape.format import ATOMS, FORMAT, HEAD, TAIL, Tape, derived
+from planner.tape.format import ATOMS, HEAD, TAIL, Tape, derived
+from planner.tape.parameter_table import FORMAT as PARAMETERS_FORMAT
 from planner.tape.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.recording.block_places import find_runs
@@ -190,7 +191,7 @@ def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None)
     job, strategy = _records_of_bare_model(profile)
     parameters = dict(step.build_model(profile, job, strategy, config).named_parameters())
     return {
-        "format": FORMAT,
+        "format": PARAMETERS_FORMAT,
         "model": profile.name,
         "rows": {name: parameter.shape[0] if parameter.ndim else 1 for name, parameter in parameters.items()},
         "fp32": [name for name, parameter in parameters.items() if parameter.dtype == torch.float32],

@@ -19,7 +19,7 @@ from planner.hardware import doctor
 from planner.launch.recorders import Derivation, Recorders
 from planner.spec.job import Strategy
 from planner.spec.rules import resolve
-from planner.tape.format import FORMAT
+from planner.tape.format import READABLE
 from planner.tape.packed_json import DAMAGES, unpack
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 
@@ -104,8 +104,8 @@ def first_variants(profile: ModelProfile) -> Iterator[str]:
 
 
 def is_current(path: Path) -> bool:
-    """Whether a tape's file exists, is complete, and has the format that is written now."""
+    """Whether a tape's file exists, is complete, and has a format that is read."""
     try:
-        return bool(json.loads(unpack(path))["format"] == FORMAT)
+        return bool(json.loads(unpack(path))["format"] in READABLE)
     except (*DAMAGES, KeyError, TypeError):
         return False

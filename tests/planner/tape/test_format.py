@@ -52,13 +52,13 @@ def tiny() -> dict[str, Any]:
         item([[alloc(0, WEIGHT, *NO_BLOCK, 0)]], "load"),
         item([[alloc(1, WEIGHT, 1, 0, 0, 1)]] * 5, "load", 0, step=1),
     ]
-    forward = [[alloc(3, TEMPORARY), alloc(2, ACTIVATION), [1, 1, 0, 0]]] * 5
-    backward = [[alloc(1, GRADIENT, 1, 0, 0, 1), [1, 1, 0, 1]]] * 5
-    backward[0] = [*backward[0], [0, 0, 0, 0]]
+    forward = [[alloc(3, TEMPORARY), alloc(2, ACTIVATION), [0, 1, 0, 1]]] * 5
+    backward = [[alloc(1, GRADIENT, 1, 0, 0, 1), [2, 1, 0, 1]]] * 5
+    backward[0] = [*backward[0], [3, 0, 0, 0]]
     step = [
         item([[alloc(2, ACTIVATION)]]),
         item(forward, "forward", 0, step=1),
-        item([[alloc(3, TEMPORARY, kernel=1), [2, 0, 0, 0]]], "backward"),
+        item([[alloc(3, TEMPORARY, kernel=1), [0, 0, 0, 0]]], "backward"),
         item(backward, "backward", 0, step=-1),
     ]
     optimizer = [item([[[-1, GRADIENT, 1, 0, 0, 1]]] * 5, "optimizer", 0, step=1)]
@@ -92,6 +92,18 @@ def unfolded(counts: list[int] | None = None) -> tuple[Program, list[Any]]:
     tape = parsed(tiny())
     program = Program()
     return program, [program.unfold(tape, piece, counts) for piece in ("load", "step", "optimizer")]
+
+
+def test_a_file_of_format_1_has_the_same_events() -> None:
+    data = tiny()
+    data["format"] = 1
+    _, forward, workspace, backward = data["tape"]["pieces"]["step"]
+    for section, frees in ((forward, [[1, 1, 0, 0]]), (workspace, [[2, 0, 0, 0]]), (backward, [[1, 1, 0, 1]])):
+        for template in section["templates"]:
+            made = [event for event in template["events"] if len(event) > 4]
+            template["events"] = [*made, *frees]
+    backward["templates"][0]["events"].append([0, 0, 0, 0])
+    assert tape_json(parsed(data)) == tape_json(parsed(tiny()))
 
 
 def test_a_size_is_a_product_of_atoms() -> None:
@@ -202,7 +214,7 @@ def test_a_run_of_unlike_blocks_says_which_template_each_uses() -> None:
     data["tape"]["runs"][0] |= {"recorded": 4, "count": 4}
     load, forward, backward = data["tape"]["pieces"]["load"], *data["tape"]["pieces"]["step"][1::2]
     plain, more = ({"events": events, "work": []} for events in ([alloc(2, ACTIVATION)], [alloc(2, ACTIVATION)] * 2))
-    last, freed = ({"events": [[1, 1, 0, part] for part in range(parts)], "work": []} for parts in (1, 2))
+    last, freed = ({"events": [[2, 1, 0, part] for part in range(parts)], "work": []} for parts in (1, 2))
     order = [0, 1, 0, 1]
     load[1] = item([[alloc(1, WEIGHT, 1, 0, 0, 1)]] * 4, "load", 0, step=1)
     forward |= {"templates": [plain, more], "order": order}
@@ -325,7 +337,9 @@ def test_a_wrong_value_anywhere_is_refused_in_one_line_or_changes_what_is_laid_o
         [1, 7, 0, 0],
         [1, 1, 0, 9],
         [1, 1, 0, -1],
-        [1, 1, 40, 0],
+        [0, 1, 40, 0],
+        [0, 1, 0, 9],
+        [0, 1, 0, -1],
         [-1, 1, 1, 5, 0, 1],
         [-1, 1, 1, 0, 0, 9],
         [-1, 9, 1, 0, 0, 1],
