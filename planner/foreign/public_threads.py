@@ -39,6 +39,8 @@ class PublicThread(Record):
     url: str
     trainer: str
     """the file that it is a row of"""
+    collected: str
+    """the day it was found on; rows of one day were all found before any of them was priced"""
     date: str | None = None
     kind: Literal["report", "documentation"] = "report"
     """a run that somebody reported, or what the trainer's own pages say that a setting takes"""

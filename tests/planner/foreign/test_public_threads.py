@@ -17,7 +17,7 @@ SAMPLE = 24
 def test_every_row_says_where_it_stands_and_what_was_completed():
     assert len({row.id for row in ROWS}) == len(ROWS) >= 100
     for row in ROWS:
-        assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues/\d+|blob/[\w.-]+/.+\.md)", row.url), row.id
+        assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues/\d+|blob/[\w.-]+/.+\.(md|json|toml|yaml))", row.url), row.id
         assert row.kind == ("documentation" if "/blob/" in row.url else "report"), row.id
         assert set(row.completed) <= {*PublicThread.model_fields, *row.files}, row.id
         assert all(len(why) > 10 for why in row.completed.values() if why), row.id
@@ -44,6 +44,7 @@ def scored():
         id="row",
         url="https://github.com/a/b/issues/1",
         trainer="latentsync",
+        collected="2026-11-27",
         gpu="80GB",
         outcome="ran",
         command="torchrun --nproc_per_node=1 -m scripts.train_unet --unet_config_path configs/unet/stage1.yaml",
