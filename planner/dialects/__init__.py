@@ -83,13 +83,13 @@ def dialect(name: str) -> Dialect:
 
 
 def _configs(script: Script) -> Iterator[tuple[str, frozenset[str]]]:
-    """The config that was given, or those that its commands name, with their keys of the first level."""
+    """The config that was given, or those that its commands name: what to call it, and its keys of the first level."""
     yield script.name, frozenset(script.config or ())
     for program in script.programs:
         if program.script.endswith("scripts/train.py"):  # a name of many; the others say whose they are
             for word in program.arguments[:1]:
                 if word.endswith((".yaml", ".yml")):
-                    yield word, frozenset(script.document(word) or ())
+                    yield quoted(word), frozenset(script.document(word) or ())
 
 
 def read_script(script: Script) -> tuple[Dialect, Invocation]:
@@ -101,7 +101,7 @@ def read_script(script: Script) -> tuple[Dialect, Invocation]:
     for name, keys in _configs(script):
         title = next((title for title, own in UNREAD_CONFIGS if own <= keys), "")
         if title:
-            fault = f"{quoted(name)} belongs to {title}, which is not supported"
+            fault = f"{name} belongs to {title}, which is not supported"
             raise VplanError(
                 fault, "pass the command that starts the training, or one of `vplan check --help`'s trainers"
             )

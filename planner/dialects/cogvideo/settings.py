@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -45,8 +46,7 @@ def read_script(script: Script) -> Invocation | None:
 
 
 def _taken(program: PythonCommand) -> Iterator[str]:
-    words = program.arguments
-    for flag, value in zip(words, words[1:], strict=False):
+    for flag, value in itertools.pairwise(program.arguments):
         if flag in ALWAYS and value.lower() in ("false", "no", "0"):
             yield f"{flag} {value} is taken for true: its parser takes every word so (type=bool)"
 

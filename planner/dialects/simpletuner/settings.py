@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from planner.catalog import lookup
-from planner.catalog.profiles import ModelProfile
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Remark, Settings, Value, When
 from planner.dialects.base.dialect import Dialect, Invocation, Move
@@ -198,6 +197,7 @@ def _samples(script: Script, settings: Settings) -> Settings:
 def _size(settings: Settings) -> Fields:
     """The largest sample of the data file, as a square; what a set does not say is the config's."""
     model = lookup.model(_model(settings)["model"])
+    family = str(_of(settings, "model_family")).replace("-", "_")
     usual = [_of(settings, "resolution"), _of(settings, "resolution_type")]
     sizes = []
     for resolution, kind, frames in settings.get(SAMPLES) or [[None, None, None]]:
@@ -206,7 +206,7 @@ def _size(settings: Settings) -> Fields:
             sizes.append((pixels, 1))
             continue
         frames = frames or _of(settings, "validation_num_video_frames") or 0
-        sizes.append((pixels, _frames(integer(frames, "num_frames"), model)))
+        sizes.append((pixels, _frames(integer(frames, "num_frames"), family, model.vae.temporal)))
     pixels, frames = max(sizes, key=lambda size: (size[0] ** 2 * max(1, size[1]), size))
     return {"height": pixels, "width": pixels, "frames": frames or None}
 
@@ -222,13 +222,14 @@ def _side(resolution: Any, kind: Any, step: int) -> int:
     return max(step, int(side) // step * step)
 
 
-FRAMES_OF_EIGHT = 8
-"""Wan and LTX-Video take 8n + 1 frames (helpers/models/wan/model.py and ltxvideo/model.py ``adjust_video_frames``)."""
+FRAME_STEPS = {"wan": 8, "ltxvideo": 8, "ltxvideo2": 8}
+"""``model_family`` -> n of the n * k + 1 frames that it cuts clips to, where it is more than its VAE joins
+(``adjust_video_frames`` in helpers/models/wan/model.py, ltxvideo/model.py and ltxvideo2/model.py)."""
 
 
-def _frames(frames: int, model: ModelProfile) -> int:
-    """What is trained of a clip of so many frames: one more than a multiple of what the VAE joins."""
-    step = max(FRAMES_OF_EIGHT if model.family.startswith(("wan", "ltx")) else 1, model.vae.temporal)
+def _frames(frames: int, family: str, temporal: int) -> int:
+    """What is trained of a clip of so many frames. ``temporal``: the frames that the VAE joins to one."""
+    step = FRAME_STEPS.get(family, temporal)
     return (frames - 1) // step * step + 1 if frames > 1 else frames
 
 
@@ -260,7 +261,8 @@ def _ema(settings: Settings) -> Fields:
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     if _of(settings, "data_backend_config") and SAMPLES not in settings:
-        yield Remark("data_backend_config", "it is not here, so its sizes are not read: pass --height, --width and --frames for others")
+        why = "it is not here, so its sizes are not read: pass --height, --width and --frames for others"
+        yield Remark("data_backend_config", why)
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
@@ -268,6 +270,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield f"a square of {whose} resolution: buckets have its pixels"
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
+    if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":
+        yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
     if _version(settings, fields) == QUANTISED_WHOLE:
         yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
 

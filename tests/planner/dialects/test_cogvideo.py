@@ -36,9 +36,10 @@ def test_the_job_and_its_defaults(tmp_path: Path) -> None:
     dialect, _, said = read(tmp_path)
     assert dialect.name == "cogvideo"
     assert said.job["model"] == "cogvideox-2b"
-    assert [said.job[name] for name in ("method", "lora_rank", "frames", "height", "width")] == ["lora", 128, 49, 480, 720]
-    formats = [said.strategy[name] for name in ("weights_dtype", "adapter_dtype", "autocast", "gradient_checkpointing")]
-    assert formats == ["fp16", "fp32", "fp16", "full"]
+    job = ("method", "lora_rank", "frames", "height", "width")
+    assert [said.job[name] for name in job] == ["lora", 128, 49, 480, 720]
+    formats = ("weights_dtype", "adapter_dtype", "autocast", "gradient_checkpointing")
+    assert [said.strategy[name] for name in formats] == ["fp16", "fp32", "fp16", "full"]
     assert said.strategy["validation_mode"] == "off"
 
 

@@ -107,7 +107,7 @@ WAN = SIMPLETUNER | {"--model_family": "wan", "--model_flavour": "t2v-480p-14b-2
 
 
 def test_simpletuner_trains_the_largest_set_of_its_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clips are cut to 8n + 1 frames; a cache of text embeddings has no size, and a set that is off none that counts."""
+    """Clips are cut to 8n + 1 frames; a cache of texts has no size, and a set that is off none that counts."""
     monkeypatch.chdir(tmp_path)
     sets = [
         {"id": "texts", "dataset_type": "text_embeds"},
