@@ -116,7 +116,7 @@ ANSWERS = {
     "aitk-wan21-1b-24gb": True,
     "cogvideo-731-v100": False,
     "dpipe-306-swap8": False,
-    "dpipe-flux2-dev": None,
+    "dpipe-flux2-dev": True,
     "sds-827-3090ti": None,
     "simpletuner-chroma-int8": None,
     "simpletuner-seg-kandinsky5-layer": None,
