@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ FORMER = ("diffsynth-2025",)
 """Trainers' former scripts, whose commands are still pasted; their terms are those of ``trainer@version``."""
 
 
-FURTHER = ("sd-scripts-unet", "onetrainer", "simpletuner")
+FURTHER = ("sd-scripts-unet", "onetrainer", "simpletuner", "cogvideo")
 """Read and not written: further scripts of a trainer, under terms of their own (``trainer@version``), and trainers."""
 
 
@@ -56,6 +57,7 @@ UNREAD_CONFIGS: tuple[tuple[str, frozenset[str]], ...] = (
     ("CogVideo's SAT finetuning", frozenset({"args", "model", "data"})),
     ("CogVideo's SAT finetuning", frozenset({"args", "deepspeed"})),
     ("ltx-trainer", frozenset({"training_strategy", "model", "lora"})),
+    ("LTX-Video-Trainer", frozenset({"conditioning", "flow_matching", "acceleration"})),
     ("musubi-tuner, whose config needs its command", frozenset({"dit", "network_module"})),
 )
 """Config files of trainers that we do not read: keys of the first level that together only this one has
@@ -80,16 +82,26 @@ def dialect(name: str) -> Dialect:
     return table[name]
 
 
+def _configs(script: Script) -> Iterator[tuple[str, frozenset[str]]]:
+    """The config that was given, or those that its commands name: what to call it, and its keys of the first level."""
+    yield script.name, frozenset(script.config or ())
+    for program in script.programs:
+        if program.script.endswith("scripts/train.py"):  # a name of many; the others say whose they are
+            for word in program.arguments[:1]:
+                if word.endswith((".yaml", ".yml")):
+                    yield quoted(word), frozenset(script.document(word) or ())
+
+
 def read_script(script: Script) -> tuple[Dialect, Invocation]:
     """The dialect whose script, config or Python file this is, and its settings. Raises a VplanError that lists the
     supported trainers when it is none of theirs."""
     import profiles
     from planner.dialects.base import flags
 
-    keys = frozenset(script.config or ())
-    for title, own in UNREAD_CONFIGS:
-        if own <= keys:
-            fault = f"{script.name} belongs to {title}, which is not supported"
+    for name, keys in _configs(script):
+        title = next((title for title, own in UNREAD_CONFIGS if own <= keys), "")
+        if title:
+            fault = f"{name} belongs to {title}, which is not supported"
             raise VplanError(
                 fault, "pass the command that starts the training, or one of `vplan check --help`'s trainers"
             )

@@ -8,7 +8,7 @@ per field what was completed because the thread does not say it. They are read a
 import statistics
 import tempfile
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +39,8 @@ class PublicThread(Record):
     url: str
     trainer: str
     """the file that it is a row of"""
+    collected: str
+    """the day it was found on; rows of one day were all found before any of them was priced"""
     date: str | None = None
     kind: Literal["report", "documentation"] = "report"
     """a run that somebody reported, or what the trainer's own pages say that a setting takes"""
@@ -170,6 +172,7 @@ class ThreadScore:
             "url": thread.url,
             "trainer": thread.trainer,
             "kind": thread.kind,
+            "collected": thread.collected,
             "gpu": thread.gpu,
             "outcome": thread.outcome,
             "reported_phase": thread.phase,
@@ -245,6 +248,12 @@ def summary(scores: Sequence[ThreadScore]) -> dict[str, Any]:
     }
 
 
+def _summaries(scores: Sequence[ThreadScore], key: Callable[[PublicThread], str]) -> dict[str, dict[str, Any]]:
+    """The summary of each part that shares a key."""
+    names = sorted({key(each.thread) for each in scores})
+    return {name: summary([each for each in scores if key(each.thread) == name]) for name in names}
+
+
 def _yes(answers: Iterable[bool | None]) -> int:
     return sum(answer is True for answer in answers)
 
@@ -255,12 +264,13 @@ def _said(answers: Iterable[bool | None]) -> int:
 
 def answer(scores: Sequence[ThreadScore]) -> dict[str, Any]:
     """The object that `accuracy --threads --json` prints."""
-    trainers = dict.fromkeys(each.thread.trainer for each in scores)
     whole = [each for each in scores if not each.thread.completed]
     return {
         "threads": [each.to_json() for each in scores],
         "summary": summary(scores),
-        "by_trainer": {name: summary([each for each in scores if each.thread.trainer == name]) for name in trainers},
+        "by_trainer": _summaries(scores, lambda thread: thread.trainer),
+        "by_collection": _summaries(scores, lambda thread: thread.collected),
+        "by_kind": _summaries(scores, lambda thread: thread.kind),
         "nothing_completed": summary(whole),
         "left_out": {why: len(urls) for why, urls in left_out().items()},
     }

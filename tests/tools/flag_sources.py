@@ -310,10 +310,17 @@ TORCHRUN = Source(
     version="2.13.0",
 )  # fmt: skip
 
+COGVIDEO = Source(
+    "cogvideo",
+    "https://github.com/zai-org/CogVideo",
+    "7a1af71",
+    (Entry("finetune/schemas/args.py", "parse_args"),),
+)
+
 SOURCES = {
     source.trainer: source
     for source in (
         *(DIFFSYNTH, EASYANIMATE, VIDEOX_FUN, LATENTSYNC, SD_SCRIPTS, DIFFUSERS, MUSUBI, AI_TOOLKIT, DIFFUSION_PIPE),
-        *(ACCELERATE, DEEPSPEED, TORCHRUN),
+        *(ACCELERATE, COGVIDEO, DEEPSPEED, TORCHRUN),
     )
 }

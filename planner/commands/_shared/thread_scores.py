@@ -39,7 +39,9 @@ def compare_threads(text: str | None, as_json: bool) -> None:
 
 
 def _table(found: dict[str, Any]) -> Any:
-    parts = {**found["by_trainer"], "nothing completed": found["nothing_completed"], "all": found["summary"]}
+    collections = {f"collected {day}": part for day, part in found["by_collection"].items()}
+    others = {**found["by_kind"], "nothing completed": found["nothing_completed"], "all": found["summary"]}
+    parts = {**found["by_trainer"], **collections, **others}
     heads = ("trainer", ">read", ">agree", ">of them tight", ">phase", ">number in range", ">median error", ">older")
     return table(heads, [_summary_row(name, part) for name, part in parts.items()])
 

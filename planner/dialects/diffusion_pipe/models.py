@@ -34,7 +34,16 @@ TYPES: dict[str, tuple[str, str]] = {
 }
 """Model -> ``[model] type`` and the key that names its weights (docs/supported_models.md)."""
 
-PATHS = ("ckpt_path", "diffusers_path", "checkpoint_path", "transformer_path", "single_file_path")
+READ_TOO: dict[str, tuple[str, ...]] = {
+    "flux2": ("flux.2-dev", "flux.2-klein-4b", "flux.2-klein-9b"),
+    "krea2": ("krea-2",),
+    "z_image": ("z-image",),
+    "hunyuan_video_15": ("hunyuan-video-1.5",),
+}
+"""``[model] type`` -> models that are read and not written: their files are named one by one (``diffusion_model``,
+``vae``, ``text_encoders``; models/flux2.py, krea2.py, z_image.py, hunyuan_video_15.py)."""
+
+PATHS = ("ckpt_path", "diffusers_path", "checkpoint_path", "transformer_path", "single_file_path", "diffusion_model")
 WHICH = ("config:model.type", *(f"config:model.{name}" for name in PATHS))
 EXPERTS = ("low", "high")
 
@@ -42,9 +51,10 @@ EXPERTS = ("low", "high")
 def model_of(settings: Settings) -> Fields:
     """The fields `model` and `experts` that the settings mean. Raises a VplanError for an unknown model."""
     kind = settings.get("config:model.type")
-    candidates = [name for name, (known, _) in TYPES.items() if known == kind]
+    candidates = [name for name, (known, _) in TYPES.items() if known == kind] or list(READ_TOO.get(str(kind), ()))
     if not candidates:
-        raise VplanError(f"model.type {quoted(kind)} is not supported here", f"supported: {', '.join(TYPES)}")
+        listed = dict.fromkeys([known for known, _ in TYPES.values()] + list(READ_TOO))
+        raise VplanError(f"model.type {quoted(kind)} is not supported here", f"supported: {', '.join(listed)}")
     paths = [settings.get(f"config:model.{name}") for name in PATHS]
     name_given = settings.get("model") or find_model(*reversed(paths), *paths)
     model = name_given if name_given in candidates else None

@@ -46,6 +46,9 @@ from planner.untrusted import flat
 # ---- numbers, adapters, steps
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+TEXT_ENCODERS = "model.text_encoders["
+"""A list of tables, each with the ``path`` and ``type`` of one (docs/supported_models.md, Flux2)."""
+
 OPTIMIZERS = {
     "adamw_optimi": "adamw",
     "adamw": "adamw",
@@ -299,7 +302,8 @@ def read_script(script: Script) -> Invocation | None:
         settings["dataset"] = True
         settings |= {f"dataset:{key}": value for key, value in flat(data, path).items()}
     removed = tuple(Remark(name, why) for name, why in read.removed.items())
-    return Invocation("diffusion-pipe", settings, read.unknown, removed, tuple(notes))
+    unknown = tuple(key for key in read.unknown if not key.startswith(TEXT_ENCODERS))
+    return Invocation("diffusion-pipe", settings, unknown, removed, tuple(notes))
 
 
 OWN = frozenset({"dataset", "micro_batch_size_per_gpu", "pipeline_stages", "adapter.type", "blocks_to_swap"})

@@ -14,9 +14,10 @@ from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Remark,
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
 from planner.dialects.base.script import Script
+from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE
-from planner.untrusted import flat
+from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE, RAMTORCH
+from planner.untrusted import flat, parse, read_text
 
 CONFIG = "config:"
 MODELS: dict[str, dict[str, str]] = {
@@ -77,7 +78,6 @@ BASES = {
 ONLY_LORA = frozenset({"lora"})
 UNPRICED = {
     "controlnet": "a ControlNet beside the model",
-    "ramtorch": "weights that stay in host RAM (RamTorch)",
     "enable_group_offload": "group offload while it trains",
     "tread_config": "tokens routed past blocks (TREAD)",
     "distillation_method": "distillation",
@@ -94,6 +94,7 @@ def read_script(script: Script) -> Invocation | None:
         return None
     parsed = flags.script("simpletuner", "config.json").parse_config(config)
     settings = {f"{CONFIG}{name}": value for name, value in flat(config, script.name).items()}
+    settings |= _samples(script, settings)
     return Invocation("simpletuner", {"script": "config.json", **settings}, parsed.unknown, notes=script.notes)
 
 
@@ -150,6 +151,8 @@ def _version(settings: Settings, fields: Fields) -> str:
     loads."""
     base = str(_of(settings, "base_model_precision") or "no_change")
     on_gpu = str(_of(settings, "quantize_via") or "accelerator") == "accelerator"
+    if _ramtorch(settings):
+        return RAMTORCH
     return QUANTISED_WHOLE if on_gpu and base.endswith(("-quanto", "-torchao")) else ""
 
 
@@ -165,19 +168,69 @@ def _write_optimizer(fields: Fields) -> Settings:
     return {f"{CONFIG}optimizer": words.get(fields["optimizer"], "adamw_bf16")}
 
 
+SAMPLES = "data:samples"
+"""[resolution, resolution_type, frames] of each set of ``data_backend_config``, None where it does not say."""
+
+TRAINED_KINDS = ("image", "video")
+"""Values of ``dataset_type`` whose sizes are trained; others are caches and what conditions."""
+
+
+def _samples(script: Script, settings: Settings) -> Settings:
+    """The sets of the data file that the config names, where the file is here."""
+    path = _of(settings, "data_backend_config")
+    file = script.find(path) if isinstance(path, str) else None
+    if file is None:
+        return {}
+    sets = parse(read_text(file), "json", file.name)
+    if not isinstance(sets, list) or not all(isinstance(entry, dict) for entry in sets):
+        raise VplanError(f"{quoted(file.name)} is no list of data sets", "name SimpleTuner's multidatabackend file")
+    rows = []
+    for entry in sets:
+        if entry.get("disabled") is True or str(entry.get("dataset_type", "image")) not in TRAINED_KINDS:
+            continue
+        video = entry.get("video")
+        frames = video.get("num_frames") if isinstance(video, dict) else None
+        rows.append([entry.get("resolution"), entry.get("resolution_type"), frames])
+    return {SAMPLES: rows} if rows else {}
+
+
 def _size(settings: Settings) -> Fields:
-    """``resolution`` as the side of a square: in pixels, or megapixels where ``resolution_type`` is ``area``."""
+    """The largest sample of the data file, as a square; what a set does not say is the config's."""
     model = lookup.model(_model(settings)["model"])
-    try:
-        side = float(_of(settings, "resolution") or 1024)
-    except (TypeError, ValueError):
-        raise VplanError(f"resolution {quoted(_of(settings, 'resolution'))} is no number", "write 1024") from None
-    if str(_of(settings, "resolution_type")) == "area" or side < 16:
-        side = (side * 1024 * 1024) ** 0.5
-    step = model.shape.size_multiple
-    pixels = max(step, int(side) // step * step)
-    frames = int(_of(settings, "validation_num_video_frames") or 0) if model.kind == "video" else 1
+    family = str(_of(settings, "model_family")).replace("-", "_")
+    usual = [_of(settings, "resolution"), _of(settings, "resolution_type")]
+    sizes = []
+    for resolution, kind, frames in settings.get(SAMPLES) or [[None, None, None]]:
+        pixels = _side(resolution or usual[0] or 1024, kind or usual[1], model.shape.size_multiple)
+        if model.kind != "video":
+            sizes.append((pixels, 1))
+            continue
+        frames = frames or _of(settings, "validation_num_video_frames") or 0
+        sizes.append((pixels, _frames(integer(frames, "num_frames"), family, model.vae.temporal)))
+    pixels, frames = max(sizes, key=lambda size: (size[0] ** 2 * max(1, size[1]), size))
     return {"height": pixels, "width": pixels, "frames": frames or None}
+
+
+def _side(resolution: Any, kind: Any, step: int) -> int:
+    """``resolution`` as the side of a square: in pixels, or megapixels where ``resolution_type`` is ``area``."""
+    try:
+        side = float(resolution)
+    except (TypeError, ValueError):
+        raise VplanError(f"resolution {quoted(resolution)} is no number", "write 1024") from None
+    if str(kind) == "area" or side < 16:
+        side = (side * 1024 * 1024) ** 0.5
+    return max(step, int(side) // step * step)
+
+
+FRAME_STEPS = {"wan": 8, "ltxvideo": 8, "ltxvideo2": 8}
+"""``model_family`` -> n of the n * k + 1 frames that it cuts clips to, where it is more than its VAE joins
+(``adjust_video_frames`` in helpers/models/wan/model.py, ltxvideo/model.py and ltxvideo2/model.py)."""
+
+
+def _frames(frames: int, family: str, temporal: int) -> int:
+    """What is trained of a clip of so many frames. ``temporal``: the frames that the VAE joins to one."""
+    step = FRAME_STEPS.get(family, temporal)
+    return (frames - 1) // step * step + 1 if frames > 1 else frames
 
 
 def _checkpointing(settings: Settings) -> Fields:
@@ -185,9 +238,18 @@ def _checkpointing(settings: Settings) -> Fields:
 
 
 def _swap(settings: Settings) -> Fields:
-    """Blocks wait in host RAM as in musubi-tuner (helpers/musubi_block_swap.py), at most all but one."""
-    blocks = int(_of(settings, "musubi_blocks_to_swap") or 0)
-    return {"swap_blocks": max(0, min(blocks, lookup.model(_model(settings)["model"]).blocks - 1))}
+    """Blocks wait in host RAM as in musubi-tuner (helpers/musubi_block_swap.py), at most all but one; with RamTorch the
+    linear layers of that share of the blocks do."""
+    model = lookup.model(_model(settings)["model"])
+    blocks = integer(_of(settings, "musubi_blocks_to_swap") or 0, "musubi_blocks_to_swap")
+    if _ramtorch(settings):
+        percent = number(_of(settings, "ramtorch_transformer_percent", 100), "ramtorch_transformer_percent")
+        blocks = round(min(percent, 100) / 100 * model.blocks)
+    return {"swap_blocks": max(0, min(blocks, model.blocks - 1))}
+
+
+def _ramtorch(settings: Settings) -> bool:
+    return _of(settings, "ramtorch") in (True, "true")
 
 
 def _ema(settings: Settings) -> Fields:
@@ -198,15 +260,19 @@ def _ema(settings: Settings) -> Fields:
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
-    if _of(settings, "data_backend_config"):
-        yield Remark("data_backend_config", "sizes in it are not read: pass --height, --width and --frames for others")
+    if _of(settings, "data_backend_config") and SAMPLES not in settings:
+        why = "it is not here, so its sizes are not read: pass --height, --width and --frames for others"
+        yield Remark("data_backend_config", why)
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    yield "a square of the config's resolution: buckets have its pixels"
+    whose = "the largest set's" if SAMPLES in settings else "the config's"
+    yield f"a square of {whose} resolution: buckets have its pixels"
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
-    if _version(settings, fields):
+    if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":
+        yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
+    if _version(settings, fields) == QUANTISED_WHOLE:
         yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
 
 

@@ -12,6 +12,7 @@ from planner.layout.run import Transform
 
 NAMES = (
     "ai-toolkit",
+    "cogvideo",
     "diffsynth",
     "diffusers",
     "diffusion-pipe",

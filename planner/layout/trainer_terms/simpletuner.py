@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
-from planner.layout.trainer_terms.shared import cache_kept_while_sampling, passing, steps_by_itself
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling, passing, steps_by_itself, swap_in_place
 from planner.tape.variants import trained_storage
 
 
@@ -80,4 +80,26 @@ def quantised_whole(run: Run) -> None:
     passing(run, HALF * run.facts.model.parameters, "model in 16 bits")
 
 
-OLDER: dict[str, tuple[Transform, ...]] = {QUANTISED_WHOLE: (quantised_whole,)}
+RAMTORCH = "ramtorch"
+"""The version of memory terms of linear layers that wait in host RAM."""
+
+RINGS = ("layers in turn, forward", "layers in turn, backward")
+SLOTS = 2
+
+
+def layers_in_turn(run: Run) -> None:
+    """RamTorch: a linear layer's weight waits in pinned host RAM and comes for its forward, its recomputation and its
+    backward, into two buffers that take turns, and two others for backward (simpletuner/helpers/ramtorch/modules/
+    linear.py ``_get_device_state``: ``w_buffers``, ``w_bwd_buffers``)."""
+    swapped = run.swapped_blocks
+    if not run.strategy.swap_blocks or not swapped:
+        return
+    swap_in_place(run)  # its rings are these, not whole blocks
+    last = max(swapped.values(), key=run.total_bytes)
+    largest = sorted((run.sizes[buffer] for buffer in last), reverse=True)[:SLOTS]
+    for ring in RINGS:
+        run.add(run.load, sum(largest), "buckets", ring)
+    run.host.swap_pins = "rounded"
+
+
+OLDER: dict[str, tuple[Transform, ...]] = {QUANTISED_WHOLE: (quantised_whole,), RAMTORCH: (layers_in_turn,)}

@@ -103,6 +103,39 @@ def test_a_config_of_simpletuner(tmp_path: Path) -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+WAN = SIMPLETUNER | {"--model_family": "wan", "--model_flavour": "t2v-480p-14b-2.1", "--resolution": 480}
+
+
+def test_simpletuner_trains_the_largest_set_of_its_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clips are cut to 8n + 1 frames; a cache of texts has no size, and a set that is off none that counts."""
+    monkeypatch.chdir(tmp_path)
+    sets = [
+        {"id": "texts", "dataset_type": "text_embeds"},
+        {"id": "off", "dataset_type": "video", "resolution": 1024, "disabled": True, "video": {"num_frames": 121}},
+        {"id": "stills", "dataset_type": "image", "resolution": 0.5, "resolution_type": "area"},
+        {"dataset_type": "video", "resolution": 480, "resolution_type": "pixel", "video": {"num_frames": 75}},
+    ]
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/backend.json").write_text(json.dumps(sets), encoding="utf-8")
+    found = read(tmp_path, WAN)
+    assert [found[name] for name in ("frames", "height", "width")] == [73, 480, 480]
+
+
+@pytest.mark.parametrize("text", ['{"id": "clips"}', "[1, 2]", "[", '[{"resolution": "large"}]'])
+def test_a_data_file_of_simpletuner_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/backend.json").write_text(text, encoding="utf-8")
+    with pytest.raises(VplanError, match=r"is no list of data sets|is not JSON|is no number"):
+        read(tmp_path, SIMPLETUNER)
+
+
+def test_ramtorch_keeps_linear_layers_in_host_ram(tmp_path: Path) -> None:
+    found = read(tmp_path, WAN | {"--ramtorch": True, "--base_model_precision": "no_change"})
+    half = read(tmp_path, WAN | {"--ramtorch": True, "--ramtorch_transformer_percent": 50})
+    assert (found["swap_blocks"], half["swap_blocks"]) == (39, 20)
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "why"),
     [
@@ -115,7 +148,7 @@ def test_a_config_of_simpletuner(tmp_path: Path) -> None:
         (SIMPLETUNER, {"--model_family": "chroma"}, "'model_family chroma kontext' is not known"),
         (SIMPLETUNER, {"--lora_type": "lycoris"}, "lora_type 'lycoris' is not priced"),
         (SIMPLETUNER, {"--controlnet": True}, "controlnet is not priced"),
-        (SIMPLETUNER, {"--ramtorch": True}, "ramtorch is not priced"),
+        (SIMPLETUNER, {"--tread_config": {"routes": [1]}}, "tread_config is not priced"),
         (SIMPLETUNER, {"--base_model_precision": "int8-sdnq"}, "'int8-sdnq' is not priced"),
         (SIMPLETUNER, {"--optimizer": "soap"}, "optimizer 'soap' is not priced"),
         (SIMPLETUNER, {"--resolution": "large"}, "resolution 'large' is no number"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner import dialects
+from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 
@@ -39,6 +40,61 @@ def test_a_config_of_a_trainer_that_is_not_read_is_refused_by_its_name(
     (tmp_path / name).write_text(text)
     with pytest.raises(VplanError, match=f"{name} belongs to {whose}"):
         dialects.read_script(from_file(tmp_path / name))
+
+
+LTX = "model: {training_mode: lora}\nlora: {rank: 16}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "whose"),
+    [
+        (LTX + "training_strategy: {name: flexible}\n", "ltx-trainer"),
+        (LTX + "conditioning: {mode: none}\nflow_matching: {}\nacceleration: {}\n", "LTX-Video-Trainer"),
+    ],
+)
+def test_a_command_is_that_of_the_config_it_names(text: str, whose: str, tmp_path: Path) -> None:
+    """`scripts/train.py` is EasyAnimate's as well."""
+    (tmp_path / "low_vram.yaml").write_text(text)
+    (tmp_path / "train.sh").write_text("uv run python scripts/train.py low_vram.yaml\n")
+    with pytest.raises(VplanError, match=f"'low_vram.yaml' belongs to {whose}, which is not supported"):
+        dialects.read_script(from_file(tmp_path / "train.sh"))
+
+
+FLUX2 = """dataset = 'data.toml'
+micro_batch_size_per_gpu = 1
+activation_checkpointing = true
+[model]
+type = '{kind}'
+diffusion_model = '{file}'
+vae = 'vae.safetensors'
+text_encoders = [{{path = 'te.safetensors', type = '{kind}'}}]
+dtype = 'bfloat16'
+diffusion_model_dtype = 'float8'
+[adapter]
+type = 'lora'
+rank = 32
+dtype = 'bfloat16'
+[optimizer]
+type = 'adamw_optimi'
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "model"),
+    [
+        ("flux2", "flux2-dev.safetensors", "flux.2-dev"),
+        ("krea2", "krea2_raw.safetensors", "krea-2"),
+        ("z_image", "z_image_bf16.safetensors", "z-image"),
+        ("hunyuan_video_15", "hunyuanvideo1.5_480p_t2v_fp16.safetensors", "hunyuan-video-1.5"),
+    ],
+)
+def test_models_of_diffusion_pipe_whose_files_are_named_one_by_one(
+    kind: str, file: str, model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.toml").write_text(FLUX2.format(kind=kind, file=file))
+    dialect, given = dialects.read_script(from_file(tmp_path / "train.toml"))
+    said = translate(dialect, given)
+    assert (said.job["model"], said.strategy["weights_dtype"], given.unknown) == (model, "fp8", ())
 
 
 SD3 = 'pretrained_model_name_or_path = "sd3.safetensors"\nclip_l = "a"\nclip_g = "b"\nt5xxl = "c"\n'

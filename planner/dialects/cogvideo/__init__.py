@@ -1,0 +1,1 @@
+"""The dialect of CogVideo's finetune scripts."""
