@@ -2,7 +2,12 @@
 tests have tiny tensors, and every core has a worker."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.preloaded_python import forked_processes
 
 os.environ["VPLAN_HOME"] = str(Path(__file__).parent / "nobody")
 """Never made: a test that keeps a model sets a folder of its own."""
@@ -12,3 +17,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 """Where it is set, each of the thousand processes that tests start would compile our sources anew: 0.35 s of CPU."""
+
+
+@pytest.fixture(scope="module")
+def preloaded_python() -> Iterator[None]:
+    """Processes of vplan that a module's tests start are forks of one that has torch imported already."""
+    with forked_processes():
+        yield
