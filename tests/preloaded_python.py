@@ -1,10 +1,11 @@
 """Processes of vplan as forks of a Python that has imported torch already, in place of new Pythons: a worker's imports
 take ten seconds of a core, and what most tests of processes look at a tenth of one.
 
-The fixture `preloaded_python` puts a `Popen` into `subprocess` that forks where a new Python would run vplan's script
-or torch's launcher; any other command, and one whose Python would begin otherwise, is started as ever. A fork has its
-own process id, session, standard streams, environment, folder, arguments and signals; it is a child of the process that
-started it, and ends as any process does. It runs the same script from its first line; only modules are there already.
+The fixture `preloaded_python` puts a `Popen` into `subprocess` that forks where a new Python would run one of our
+scripts or torch's launcher; any other command, and one whose Python would begin otherwise, is started as ever. A fork
+has its own process id, session, standard streams, environment, folder, arguments and signals; it is a child of the
+process that started it, and ends as any process does. It runs the same script from its first line; only modules are
+there already.
 A server (``python -m tests.preloaded_python``) does the first fork, so that it knows nothing of the tests; what that
 process starts, it forks by itself. `VPLAN_NEW_PYTHONS=1` starts new Pythons everywhere: for whoever doubts a fork.
 """
@@ -16,7 +17,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -26,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -34,7 +36,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-DOOR = str(ROOT / "vplan.py")
 LAUNCHER = "torch.distributed.run"
 PRELOADED = (
     "accelerate",
@@ -72,8 +73,8 @@ PRELOADED = (
 )
 """What workers import, some of them only when they need it."""
 
-READ_AT_START = ("PYTHON", "OMP_NUM_THREADS")
-"""Beginnings of variables that Python and torch read as they start: a fork's are those of the server."""
+READ_AT_START = ("PYTHON", "OMP_NUM_THREADS", "TORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DIFFUSERS_", "TZ")
+"""Beginnings of variables that Python and libraries read as they start: where they are not as the server's, no fork."""
 
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of linux/prctl.h: orphans below this process become its own children."""
@@ -144,7 +145,7 @@ def _start(asked: Mapping[str, Any]) -> Start | None:
         options.add(rest.pop(0))
     if rest[:2] == ["-m", LAUNCHER]:
         module, arguments = LAUNCHER, rest[1:]
-    elif rest[:1] == [DOOR]:
+    elif rest and rest[0].endswith(".py") and Path(rest[0]).is_relative_to(ROOT):
         module, arguments = None, rest
     else:
         return None
@@ -164,7 +165,8 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 @contextlib.contextmanager
 def forked_processes() -> Iterator[None]:
     """A context in which `subprocess` forks vplan's processes, where the system can."""
-    if sys.platform != "linux" or os.environ.get("VPLAN_NEW_PYTHONS") == "1":
+    has_torch = importlib.util.find_spec("torch") and importlib.util.find_spec("diffusers")
+    if sys.platform != "linux" or os.environ.get("VPLAN_NEW_PYTHONS") == "1" or not has_torch:
         yield
         return
     with _popen(ForkingPopen):
@@ -287,6 +289,7 @@ def _become(start: Start, streams: list[int]) -> NoReturn:
         os.chdir(start.folder)
         os.environ.clear()
         os.environ.update(start.environment)
+        tempfile.tempdir = None  # of TMPDIR
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout = _stream(1, "strict", start.is_unbuffered)
         sys.stderr = _stream(2, "backslashreplace", unbuffered=True)
