@@ -1,6 +1,7 @@
 """Nobody's own models but a test's: the data folder of whoever runs the suite is left alone. And one thread a process:
 tests have tiny tensors, and every core has a worker."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 """Where it is set, each of the thousand processes that tests start would compile our sources anew: 0.35 s of CPU."""
+
+gc.set_threshold(200_000)
+"""As `vplan.main` has it: a command makes many objects and hardly any garbage."""
+
+
+def pytest_collection_finish() -> None:
+    """What the tests import is out of the collector's sight: recordings and samples collect garbage by themselves, and
+    each time it went through all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
