@@ -10,7 +10,7 @@ from types import TracebackType
 import psutil
 
 from planner.errors import VplanError
-from planner.rehearsal.process_tree import descendants, host_ram
+from planner.rehearsal.process_tree import descendants, host_ram, resident_bytes
 from planner.units import format_gib
 
 OWN_RAM_SHARE = 0.9
@@ -49,6 +49,8 @@ class RamGuard:
 
     def _watch(self) -> None:
         while not self._done.wait(TICK_SECONDS):
+            if resident_bytes() <= self.limit:
+                continue
             took = host_ram().held
             if took > self.limit:
                 self.exceeded_bytes = took

@@ -18,6 +18,8 @@ from planner.spec.plan import Plan
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 TINY = {
     "num_layers": 2,
     "num_attention_heads": 2,

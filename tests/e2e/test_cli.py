@@ -187,18 +187,17 @@ def test_what_is_written_is_said_and_nothing_of_others_is_overwritten(tmp_path: 
     words = ["estimate", "wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "9", "-o", str(plan)]
     for _ in range(2):  # a plan of ours is replaced
         assert f"wrote {plan}" in run(*words).stderr
-    assert f"wrote {page}" in run("report", str(plan), "-o", str(page)).stderr
-    assert f"wrote {page}" in run("report", str(plan), "-o", str(page)).stderr
+    (tmp_path / "kept.toml").write_bytes(plan.read_bytes())
     for path, again in ((plan, words), (page, ["estimate", str(tmp_path / "kept.toml"), "--report", str(page)])):
-        (tmp_path / "kept.toml").write_bytes(
-            plan.read_bytes() if path == plan else (tmp_path / "kept.toml").read_bytes()
-        )
         path.write_text("[tool]\nname = 'mine'\n")
         refused = run(*again, code=1).stderr
         assert f"{path.name}' exists and is no" in refused and "--force" in refused
         assert "mine" in path.read_text()
         assert f"wrote {path}" in run(*again, "--force").stderr
         assert "mine" not in path.read_text()
+    page.write_text(page.read_text().replace("</html>", "</html><!-- older -->"))
+    assert f"wrote {page}" in run("report", str(plan), "-o", str(page)).stderr  # a page of ours is, too
+    assert "older" not in page.read_text()
 
 
 @pytest.mark.usefixtures("ask")

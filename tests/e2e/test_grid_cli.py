@@ -16,6 +16,8 @@ import pytest
 import vplan
 from planner.evidence.ledger import Ledger
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 TINY = """
 schema = 1
 [[jobs]]

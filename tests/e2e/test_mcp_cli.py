@@ -48,7 +48,7 @@ def asked(folder: Path, *calls: tuple[str, dict[str, Any]]) -> list[Any]:
 
 
 def test_an_agent_plans_prices_checks_exports_and_reports(tmp_path: Path) -> None:
-    names, plan, refused, priced, unknown, checked, explained, exported, report = asked(
+    names, plan, refused, priced, unknown, checked, explained, exported, small, report = asked(
         tmp_path,
         (
             "suggest",
@@ -60,7 +60,8 @@ def test_an_agent_plans_prices_checks_exports_and_reports(tmp_path: Path) -> Non
         ("check", {"command": shlex.split(FLUX), "gpu": "48GB"}),
         ("check", {"error": "RuntimeError: CUDA error: out of memory"}),
         ("export", {"plan": "p.toml", "trainer": "sd-scripts", "into": "out"}),
-        ("report", {"plans": ["p.toml"], "page": "p.html"}),
+        ("suggest", {"model": "sd1.5", "gpu": "24GB", "save": "small.toml"}),
+        ("report", {"plans": ["small.toml"], "page": "p.html"}),
     )
     assert names == ["suggest", "estimate", "check", "export", "report"]
     assert plan["schema"] == 1 and plan["plan"]["verdict"] == "fits" and plan["trainer"] == "sd-scripts"
@@ -72,6 +73,7 @@ def test_an_agent_plans_prices_checks_exports_and_reports(tmp_path: Path) -> Non
     assert checked == json.loads(CliRunner().invoke(cli, words).stdout)
     assert explained["cause"] == "driver"
     assert exported["files"] and (tmp_path / "out").is_dir()
+    assert small["plan"]["verdict"] == "fits"
     assert report["page"] == "p.html" and "<html" in (tmp_path / "p.html").read_text()
 
 

@@ -22,6 +22,8 @@ from planner.spec.plan import Plan, write_plan
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 TINY = {
     "num_layers": 2,
     "num_attention_heads": 2,
@@ -119,7 +121,9 @@ def test_an_end_by_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
         while not (logs := list(temporary.glob("vplan-probe-*/log.txt"))) and process.poll() is None:
             time.sleep(0.05)
         assert logs
-        (worker,) = psutil.Process(process.pid).children()
+        while not (workers := psutil.Process(process.pid).children()):  # its log is there just before it is
+            time.sleep(0.05)
+        (worker,) = workers
         process.terminate()
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, errors

@@ -20,7 +20,7 @@ from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
 from tests.tools import train_on_virtual_gpu as tool
 from tests.trainers import runs
 
-pytestmark = needs_cuda_wheel
+pytestmark = [needs_cuda_wheel, pytest.mark.usefixtures("preloaded_python")]
 
 
 def test_fsdp_with_all_on_the_host_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

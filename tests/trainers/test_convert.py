@@ -22,6 +22,8 @@ from planner.spec.plan import write_plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers import convert  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 ORIGINAL = (
     ("condition_embedder.time_embedder.linear_1.", "time_embedding.0."),
     ("condition_embedder.time_embedder.linear_2.", "time_embedding.2."),

@@ -65,7 +65,8 @@ def test_a_plan_takes_what_is_said(entry: GridEntry, runner: RehearsalRunner) ->
     machine = Machine(gpu="h100-80gb", torch=torch_release(runner.interpreter))
     predicted = candidate(entry, machine)
     assert predicted.skip is None
-    row = runner.run(predicted.plan, steps=1, time_limit=TIME_LIMIT)
+    # No steps to be timed: a first one, one of each shape and one in its parts meet every peak.
+    row = runner.run(predicted.plan, steps=0, time_limit=TIME_LIMIT)
     seen, configuration = row.measured, predicted.plan.configuration
     assert seen.outcome in ("ok", "oom"), row.details
     if seen.outcome == "oom":

@@ -26,7 +26,10 @@ from planner.launch import checkpoints  # noqa: E402
 from planner.spec.plan import write_plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux' ways to fail")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Linux' ways to fail"),
+    pytest.mark.usefixtures("preloaded_python"),
+]
 
 PATIENCE = 900
 """Seconds for a process on a busy machine; nobody measures them."""
@@ -34,7 +37,7 @@ SOURCE = Path(__file__).parents[2] / "tools" / "faulty_calls.c"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[runs.Place]:
+def place(tmp_path_factory: pytest.TempPathFactory, preloaded_python: None) -> Iterator[runs.Place]:
     """A tiny model, its samples, and a run of six steps that nothing disturbed."""
     root = tmp_path_factory.mktemp("surroundings")
     with pytest.MonkeyPatch.context() as patch:

@@ -20,6 +20,8 @@ from planner.launch import checkpoints  # noqa: E402
 from planner.spec.plan import write_plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 PATIENCE = 900
 """Seconds for a process on a busy machine; nobody measures them."""
 

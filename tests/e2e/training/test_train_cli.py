@@ -23,8 +23,11 @@ import vplan  # noqa: E402
 from planner.launch import checkpoints  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan, read_plan, write_plan  # noqa: E402
+from tests.preloaded_python import new_processes  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers.data.entries import read_entries, write_entries  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 PATIENCE = 300
 """Seconds for a process on a busy machine; nobody measures them."""
@@ -154,7 +157,8 @@ def test_a_signal_before_the_time_limit_leaves_a_checkpoint(place: runs.Place, t
 
 def test_a_rank_that_dies_takes_the_others_with_it(place: runs.Place, tmp_path: Path) -> None:
     said = words(place, tmp_path / "out", "--steps", "9999", "--checkpoint-every", "5", plan="two.toml")
-    process = subprocess.Popen(said, stderr=subprocess.PIPE, text=True)
+    with new_processes():  # the launcher, its ranks and their signals as they are for users
+        process = subprocess.Popen(said, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: lines(tmp_path / "out") >= 7, process)  # type: ignore[arg-type]
     tree = psutil.Process(process.pid).children(recursive=True)
     told = json.loads((tmp_path / "out" / "run" / "result-00001.json").read_text())
@@ -229,10 +233,11 @@ def test_the_printed_command_trains(place: runs.Place, tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert told["environment"].items() >= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}.items()
     assert "CUDA_DEVICE_ORDER" in told["environment"]
-    ended = subprocess.run(
-        told["command"], env={**os.environ, **told["environment"]}, stdin=subprocess.DEVNULL, capture_output=True,
-        check=False, timeout=PATIENCE,
-    )  # fmt: skip
+    with new_processes():
+        ended = subprocess.run(
+            told["command"], env={**os.environ, **told["environment"]}, stdin=subprocess.DEVNULL, capture_output=True,
+            check=False, timeout=PATIENCE,
+        )  # fmt: skip
     assert ended.returncode == 0 and lines(tmp_path) == 2
 
 

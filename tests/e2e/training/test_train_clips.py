@@ -25,6 +25,8 @@ from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan, read_plan, write_plan  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 PATIENCE = 300
 
 

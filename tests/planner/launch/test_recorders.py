@@ -27,6 +27,8 @@ from planner.launch.recorders import Recorders, TapeTask
 from planner.tape.packed_json import pack
 from planner.tape.packs import read_text
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 MODEL = "wan2.1-t2v-1.3b"
 PATIENCE = 120
 

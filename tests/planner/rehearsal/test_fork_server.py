@@ -27,8 +27,12 @@ from planner.rehearsal.fork_server import ForkServer
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.worker_process import Ended
+from tests.preloaded_python import new_processes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="rehearsals run on Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="rehearsals run on Linux"),
+    pytest.mark.usefixtures("preloaded_python"),
+]
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class ForkingPython(WorkerPython):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
+def server(preloaded_python: None) -> Iterator[ForkServer]:
     with ForkServer(sys.executable) as running:
         yield running
 
@@ -67,7 +71,8 @@ def test_a_fork_measures_what_a_process_of_its_own_does(server: ForkServer) -> N
     forking = ForkingPython(server)
     first, second = row(forking, gradient_checkpointing="full"), row(forking, gradient_checkpointing="none")
     assert first.measured.outcome == second.measured.outcome == "ok"
-    alone = row(WorkerPython(), gradient_checkpointing="full")
+    with new_processes():
+        alone = row(WorkerPython(), gradient_checkpointing="full")
     assert first.details["losses"] == alone.details["losses"] and len(first.details["losses"]) == 4
     assert first.id == alone.id and first.details["phases"].keys() == alone.details["phases"].keys()
     assert not children(server)

@@ -87,8 +87,7 @@ def test_training_with_samples_is_training_without_them_bit_for_bit(place: runs.
     made_again_when_taken_up(place, tmp_path / "on")
 
 
-@pytest.mark.parametrize("ema", ["gpu", "cpu"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("ema", "dtype"), [("gpu", "fp32"), ("cpu", "bf16")])
 def test_samples_show_the_average_and_leave_it_and_the_weights_bit_for_bit(
     place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema: str, dtype: str
 ) -> None:

@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 safetensors = pytest.importorskip("safetensors")
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 TINY = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
 TINY |= {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8]}
 

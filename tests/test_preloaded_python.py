@@ -1,0 +1,54 @@
+"""A process that was forked is what a new Python would have been, to itself and to whoever started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.preloaded_python import ForkingPopen, forked_processes, new_processes
+
+SCRIPT = str(Path(__file__).with_name("process_facts.py"))
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="forks are Linux's"),
+    pytest.mark.skipif(os.environ.get("VPLAN_NEW_PYTHONS") == "1", reason="nothing is forked"),
+]
+
+
+def seen(folder: Path, session: bool) -> tuple[object, ...]:
+    (folder / "tmp").mkdir(exist_ok=True)
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "ONE": "1"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "a", "b c"], env=environment, cwd=folder, input="given", capture_output=True,
+        text=True, check=False, start_new_session=session,
+    )  # fmt: skip
+    return json.loads(done.stdout), done.stderr, done.returncode
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_fork_sees_what_a_new_python_sees(tmp_path: Path, session: bool) -> None:
+    with forked_processes():
+        assert subprocess.Popen is ForkingPopen
+        forked = seen(tmp_path, session)
+        with new_processes():
+            assert subprocess.Popen is not ForkingPopen
+            assert forked == seen(tmp_path, session)
+    assert forked[1:] == ("said\n", 7)
+
+
+def test_a_fork_is_a_child_that_can_be_killed() -> None:
+    with (
+        forked_processes(),
+        subprocess.Popen([sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
+    ):
+        assert psutil.Process(process.pid).ppid() == os.getpid()
+        assert psutil.Process(process.pid).cmdline()[1:3] == ["-m", "tests.preloaded_python"]
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
