@@ -23,13 +23,6 @@ gc.set_threshold(200_000)
 """As `vplan.main` has it: a command makes many objects and hardly any garbage."""
 
 
-def pytest_collection_finish() -> None:
-    """What the tests import is out of the collector's sight: recordings and samples collect garbage by themselves, and
-    each time it went through all of torch."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module")
 def preloaded_python() -> Iterator[None]:
     """Processes of vplan that a module's tests start are forks of one that has torch imported already."""
