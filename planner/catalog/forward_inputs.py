@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 from planner.errors import VplanError, did_you_mean, quoted
 
 LETTERS = "BFHWTE"
-KINDS = ("float", "fp32", "complex", "long", "bool", "false", "ones", "zeros", "timestep", "sigma")
+LEVELS = ("timestep", "sigma", "timestep_as_latents", "sigma_as_latents")
+"""Kinds of noise levels: in training steps, from 0 to 1, and both in the dtype of the latents."""
+KINDS = ("float", "fp32", "complex", "long", "bool", "false", "ones", "zeros", *LEVELS)
 """What a tensor holds: numbers in the compute dtype, in fp32, in complex64, indices, a mask of bools that are all true
-(or false), a mask of long that is all ones (or zeros), the noise level in training steps, the same from 0 to 1."""
+(or false), a mask of long that is all ones (or zeros), or a noise level."""
 UNKNOWN = "?"
 """In place of a width that a layer of the model asks for: dry runs find it out."""
 SAMPLES = "samples"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from planner.catalog import shapes
 from planner.catalog.forward_call import ForwardCall
-from planner.catalog.forward_inputs import SAMPLES, Argument, parse
+from planner.catalog.forward_inputs import LEVELS, SAMPLES, Argument, parse
 from planner.catalog.profiles import ModelProfile, Stack
 from planner.errors import VplanError
 from planner.spec.job import Job
@@ -65,7 +65,7 @@ class AnyClass(Family):
         self._grid = dict(grid)
         tensors = {}
         for name, argument in self._leaves.items():
-            if argument.kind in ("number", "timestep", "sigma"):
+            if argument.kind in ("number", *LEVELS):
                 continue
             size = list(argument.shape(grid))
             if name == self.called.main:
@@ -91,8 +91,10 @@ class AnyClass(Family):
             noisy = torch.cat([noisy, batch["condition"]], dim=self.called.channel_axis)
         values = {**batch, self.called.main: noisy}
         for name, argument in self._leaves.items():
-            if argument.kind in ("timestep", "sigma"):
-                values[name] = self._expanded(steps if argument.kind == "timestep" else levels, argument)
+            if argument.kind in LEVELS:
+                level = steps if argument.kind.startswith("timestep") else levels
+                level = level.to(latents.dtype) if argument.kind.endswith("_as_latents") else level
+                values[name] = self._expanded(level, argument)
         inputs = {name: self._built(tree, name, values, per_sample=False) for name, tree in self.called.forward.items()}
         return inputs, batch.get("target", target)
 

@@ -37,10 +37,12 @@ def built(model_class: Any, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The outermost module lists that hold parameters, by name."""
+    """The outermost module lists that hold parameters, by name; of a list of lists those in it."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{above}.") for above in outer):
+            if all(isinstance(child, nn.ModuleList) for child in module.children()):
+                continue
             outer.append(name)
             if any(True for _ in module.parameters()):
                 yield name, module
@@ -58,6 +60,8 @@ def block_lists(model_class: Any, config: Mapping[str, Any], model: nn.Module) -
             found.append(BlockList(name, keys[name], counts[name], _last_apart(module)))
         elif name in STAGE_KEYS:
             found.append(BlockList(name, _stage_key(config, counts[name], name), counts[name], False))
+        elif name.rpartition(".")[0] in STAGE_KEYS:  # a stage that is a list itself
+            found.append(BlockList(name, "", counts[name], False))
     return found
 
 

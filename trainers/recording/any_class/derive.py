@@ -22,7 +22,7 @@ from planner.catalog.profiles import ModelProfile, Stack
 from planner.catalog.traits import Traits
 from planner.errors import VplanError, quoted
 from planner.tape.format import HEAD, TAIL
-from trainers.recording import own
+from trainers.recording import own, tapes
 from trainers.recording.any_class.argument_search import (
     ArgumentSearch,
     FoundArguments,
@@ -148,7 +148,7 @@ class _Description:
         space = latent_space(self.source, self.pipeline, self.inputs, latents)
         self.assumed += space.assumed
         profile = self._profile(name, parameters, main, space)
-        for alike in (True, False):
+        for alike in (True, False) if self._can_be_shallow(profile) else (False,):
             stacks = tuple(stack if alike else stack.replace(alike=False) for stack in profile.stacks)
             try:
                 return with_sums(profile.replace(stacks=stacks, traits=profile.traits))
@@ -158,6 +158,14 @@ class _Description:
                         f"the blocks of {self.source.class_name} do not run one after the other", "it needs a family"
                     ) from None
         raise AssertionError("one of both returns or raises")
+
+    def _can_be_shallow(self, profile: ModelProfile) -> bool:
+        """Whether the class can be built with fewer blocks: a config may name blocks by their numbers (`vace_layers`)."""
+        try:
+            built(self.model_class, tapes.shallow_config(profile))
+        except own.REFUSALS:
+            return False
+        return True
 
     def _main_name(self) -> str:
         names = [name for name in MAIN if name in self.answer.forward]
@@ -343,6 +351,8 @@ class _Description:
         side = self.pipeline.constants.get("default_sample_size") if self.pipeline else None
         side = side or self.config.get("sample_size")
         if isinstance(side, int):
+            if self._main_dims(self._main_name()).endswith("HW"):  # sound: a square of as many cells
+                side = math.isqrt(side)
             return side * space.spatial, side * space.spatial
         return CLIP_SIZE if self.is_video else IMAGE_SIZE
 
