@@ -30,7 +30,7 @@ from trainers.families.common.base import Family, Grid
 class AnyClass(Family):
     """A model without a file of its own. Its batch holds a tensor for each that the description names."""
 
-    copies_masks = True
+    copies_masks = adds_masks_up = True
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)

@@ -69,6 +69,12 @@ class Uniform:
             self._note(out, int(bool(number)))
         return out
 
+    def add_up(self, summed: Tensor, out: Tensor) -> None:
+        """Notes the sum of a tensor that is known to hold one number throughout."""
+        number = self.of(summed)
+        if number is not None:
+            self._note(out, number * (summed.numel() // max(1, out.numel())))
+
     def _indices(self, index: Tensor | None) -> list[Tensor | None]:
         """A mask as numbers along each of its dimensions, which is what CUDA makes of it
         (ATen/native/IndexingUtils.h)."""

@@ -82,6 +82,9 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.recording = RawRecording()
+        self.adds_masks_up = False
+        """Whether code that reads how many tokens a mask leaves is told it, and not 1."""
+
         self.place: Place | None = None
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
 
@@ -100,10 +103,13 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if func in fakes.READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
             self.recording.ops.add("aten._local_scalar_dense")
-            return fakes.read(args[0])
+            known = None if args[0].is_floating_point() or not self.adds_masks_up else self._uniform.of(args[0])
+            return fakes.read(args[0]) if known is None else known
         kwargs = kwargs or {}
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
         out = self._uniform.call(func, name, args, kwargs)
+        if name == "aten.sum" and self.adds_masks_up:
+            self._uniform.add_up(args[0], out)
         self._note(func, name, args, kwargs, out)
         return out
 
@@ -264,6 +270,7 @@ def record_step(
         watch_casts(trainee.model, recorder, places)
         before = recorder.weights()
         kind = family(profile)
+        recorder.adds_masks_up = kind.adds_masks_up
         recorder.piece("step")
         recorder.begin("forward")
         dtype = step.compute_dtype(strategy)
@@ -297,6 +304,7 @@ def record_sample(
     with _recording(profile, job, strategy, grid, config, older_torch) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
         kind = family(profile)
+        recorder.adds_masks_up = kind.adds_masks_up
         trainee.model.eval()
         recorder.piece("denoise")
         recorder.begin("forward")

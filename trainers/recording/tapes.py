@@ -162,6 +162,8 @@ def tape_of(
     kind = family(profile)
     names = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
     atoms = {atom: 1 if atom in regime else grid[atom] for atom in names} | sums
+    if kind.copies_masks:
+        leave_out_aligned_copies(recording)
     header = Header(
         profile.name,
         name,
@@ -171,6 +173,21 @@ def tape_of(
         kind.rounded,
     )
     return compress(recording, header, atoms, list(full_run_lengths(profile.name) if lengths is None else lengths))
+
+
+def leave_out_aligned_copies(recording: RawRecording) -> None:
+    """Gives the copies of masks with padded rows no size where rows need no padding. A mask of numbers that a boolean one
+    was made into for this is saved then, and takes the copy's place (`trainers.recording.cuda_ops.attention`)."""
+    allocations = recording.allocations
+    for number, copy in enumerate(allocations):
+        if copy.op != "aten.constant_pad_nd" or copy.rounded is None:
+            continue
+        exact, multiple, up = copy.rounded
+        before = allocations[number - 1]
+        if before.op == "aten.where":
+            before.rounded = exact, -multiple, exact
+        else:
+            copy.rounded = exact, -multiple, up
 
 
 def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:

@@ -84,6 +84,7 @@ class FakeModel:
             Recorder() as recorder,
         ):
             warnings.simplefilter("ignore")
+            recorder.adds_masks_up = True
             logger.setLevel(logging.CRITICAL)
             try:
                 yield
