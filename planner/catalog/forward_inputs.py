@@ -110,6 +110,19 @@ def _dimension(word: str, where: str) -> tuple[Term, ...]:
     return tuple(terms)
 
 
+_MOST_PRODUCTS = 200
+
+
+def length(text: str, where: str) -> tuple[int, tuple[str, ...]]:
+    """(constant, products) of a sum such as `16FHW+T+1`, each product as often as its coefficient says. Raises a
+    VplanError for what is none."""
+    terms = _dimension(text, where)
+    products = [letters for count, letters in terms if letters for _ in range(min(count, _MOST_PRODUCTS + 1))]
+    if len(products) > _MOST_PRODUCTS:
+        raise VplanError(f"{where}: {quoted(text)} adds up too much", f"{_MOST_PRODUCTS} at most, coefficients counted")
+    return sum(count for count, letters in terms if not letters), tuple(products)
+
+
 def leaves(tree: object, name: str) -> Iterator[tuple[str, Argument, bool]]:
     """(dotted name, argument, whether there is one per sample) of everything in an argument's description."""
     yield from _leaves(tree, name, False, 0)

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Self
 
-import diffusers
 import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
@@ -25,6 +24,7 @@ from planner.spec.job import Job
 from planner.tape.format import HEAD, TAIL
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family, Grid
+from trainers.step.model_classes import class_of
 
 
 class AnyClass(Family):
@@ -43,7 +43,7 @@ class AnyClass(Family):
             name for name, leaf in self._leaves.items() if not leaf.has_samples and leaf.kind != "number"
         )
         self._grid: Mapping[str, int] | None = None
-        forward = getattr(diffusers, profile.diffusers_class).forward
+        forward = class_of(profile.diffusers_class).forward
         if "return_dict" not in inspect.signature(forward).parameters:
             self.plain_outputs = {}
 

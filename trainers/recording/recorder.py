@@ -108,8 +108,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
         out = self._uniform.call(func, name, args, kwargs)
-        if name == "aten.sum" and self.adds_masks_up:
-            self._uniform.add_up(args[0], out)
+        if self.adds_masks_up:
+            self._uniform.follow_mask(name, args, out)
         self._note(func, name, args, kwargs, out)
         return out
 
@@ -269,6 +269,7 @@ def record_step(
         watch_gradients(trainee.trainable, recorder, places)
         watch_casts(trainee.model, recorder, places)
         before = recorder.weights()
+        buffers = list(trainee.model.buffers())  # where a step makes one anew, the old one stays: else it died once only
         kind = family(profile)
         recorder.adds_masks_up = kind.adds_masks_up
         recorder.piece("step")
@@ -286,6 +287,7 @@ def record_step(
         loss.backward()
         assert recorder.weights() == before, "a step leaves the weights stored as it found them"
         recorder.piece("end")
+        del buffers
     if code is not None:
         for allocation in recorder.recording.allocations:
             allocation.name = code.published_name(allocation.name)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from planner.catalog.own_code import OwnCode
 from planner.errors import VplanError
 from planner.launch.recorders import Order
 from trainers import record
@@ -14,8 +15,9 @@ from trainers import record
 class InProcess:
     """Stands in for `planner.launch.recorders.Recorders`."""
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self, jobs: int, code: OwnCode | None = None) -> None:
         self.jobs = jobs
+        self.code = code
 
     def __enter__(self) -> InProcess:
         return self

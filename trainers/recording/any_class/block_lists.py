@@ -13,6 +13,7 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from trainers.recording.own import REFUSALS
+from trainers.step.model_classes import build
 
 
 class BlockList(NamedTuple):
@@ -32,8 +33,7 @@ def built(model_class: Any, config: Mapping[str, Any]) -> nn.Module:
 
     with no_init_weights(), init_empty_weights(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: nn.Module = model_class.from_config(dict(config))
-    return model
+        return build(model_class, config)
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:

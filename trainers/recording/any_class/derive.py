@@ -16,7 +16,8 @@ from torch.nn import Linear, RMSNorm
 
 from planner.catalog.diffusers_folder import CONFIG, Config, Source, architecture
 from planner.catalog.forward_call import ANY, FAMILY, LAST, ForwardCall
-from planner.catalog.forward_inputs import SAMPLES, leaves
+from planner.catalog.forward_inputs import SAMPLES, leaves, length
+from planner.catalog.own_code import is_own
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile, Stack
 from planner.catalog.traits import Traits
@@ -35,6 +36,7 @@ from trainers.recording.any_class.dry_run import FakeModel
 from trainers.recording.any_class.length_sums import with_sums
 from trainers.recording.any_class.pipeline_source import PipelineFacts, is_video_class, pipelines_of
 from trainers.recording.any_class.vae import Latents, LatentSpace, latent_space
+from trainers.step.model_classes import build, class_of
 
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0")
 """What diffusers' examples adapt (examples/dreambooth, train_dreambooth_lora_*.py), where a model has them."""
@@ -61,16 +63,16 @@ def model_classes() -> dict[str, Any]:
 
 def derive(source: Source, name: str, inputs: OwnInputs) -> own.Derived:
     """The profile of a model of any class. Raises a VplanError that says what is missing, and how to write it."""
-    classes = model_classes()
-    if source.class_name not in classes:
+    classes = {} if is_own(source.class_name) else model_classes()
+    if not is_own(source.class_name) and source.class_name not in classes:
         import diffusers
 
         fault = f"diffusers {diffusers.__version__} has no transformer or UNet {quoted(source.class_name)}"
         raise VplanError(fault, "update diffusers, or correct _class_name in the file")
-    model_class = classes[source.class_name]
+    named = class_of(source.class_name)
     config = own.complete(source.class_name, architecture(source.config), CONFIG)
-    parameters = own.count(lambda: model_class.from_config(config), CONFIG, source.class_name)
-    description = _Description(model_class, config, source, inputs)
+    parameters = own.count(lambda: build(named, config), CONFIG, source.class_name)
+    description = _Description(named, config, source, inputs)
     profile = description.profile(name, parameters)
     return own.Derived(profile, ForwardCall.read(profile.inputs).assumed)
 
@@ -258,6 +260,11 @@ class _Description:
         is_list = isinstance(self.answer.output[0], list | tuple)
         out = [len(outputs), *outputs[0].shape] if is_list else list(outputs[0].shape)
         call: dict[str, Any] = {"forward": self.answer.forward, "main": main, "channel_axis": axis}
+        told = (length(text, "lengths") for text in self.inputs.lengths)
+        call["sums"] = {
+            f"S{number or ''}": {"constant": constant, "products": products}
+            for number, (constant, products) in enumerate(told)
+        }
         if out == shape:
             pass
         elif _except(out, axis) == _except(shape, axis) and out[axis] == 2 * shape[axis]:
@@ -284,7 +291,7 @@ class _Description:
             "part": self.pipeline.part if self.pipeline else "transformer",
             "stages": not any(stack.alike for stack in stacks),
             "fp8_base": all(stack.alike for stack in stacks),
-            "checkpoints": bool(self.model_class._supports_gradient_checkpointing),
+            "checkpoints": bool(getattr(self.model_class, "_supports_gradient_checkpointing", False)),
             "last_block_apart": any(entry.last_apart and entry.blocks > HEAD + TAIL + 2 for entry in self.lists),
             "rms_norm": "torch" if any(isinstance(part, RMSNorm) for part in self.fake.model.modules()) else "none",
             "not_encoded": "the samples of this class",
