@@ -32,11 +32,13 @@ class OwnCode(NamedTuple):
 
     @classmethod
     def of(cls, text: str, folder: str | None) -> OwnCode:
-        """What `--class` and `--path` say. Raises a VplanError for a name that is none, or a folder that is not there."""
+        """What `--class` and `--path` say. Raises a VplanError for a name that is none, or a folder that is none."""
         if not _NAME.fullmatch(text):
-            raise VplanError(f"--class {quoted(text)} is no class", "write module:Class, as my_models.video:MyTransformer")
+            fix = "write module:Class, as my_models.video:MyTransformer"
+            raise VplanError(f"--class {quoted(text)} is no class", fix)
         if folder is not None and not Path(folder).is_dir():
-            raise VplanError(f"there is no folder {quoted(folder)}", "pass the folder that holds your module: --path DIR")
+            fix = "pass the folder that holds your module: --path DIR"
+            raise VplanError(f"there is no folder {quoted(folder)}", fix)
         return cls(text, "" if folder is None else str(Path(folder).resolve()))
 
     @property

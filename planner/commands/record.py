@@ -118,8 +118,8 @@ def command(
     download. Recording needs the training dependencies: pip install 'vplan[train]'.
 
     FOLDER is a model of your own in diffusers format, or its config.json: any transformer or UNet of diffusers. How a
-    class that no bundled model has is called is found out by dry runs; --inputs FILE says what they cannot find. A class
-    of transformers or of your own code is named with --class: its code runs then, in a process without network.
+    class that no bundled model has is called is found out by dry runs; --inputs FILE says what they cannot find. With
+    --class the model is of transformers or of your own code: that code runs then, in a process without network.
 
     The model is kept in your data folder (set VPLAN_HOME to change it) and then known everywhere by its name and its
     folder. Existing tapes are not recorded again. MODEL is a known model; without any, all bundled models are recorded:

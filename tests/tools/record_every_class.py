@@ -70,7 +70,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "UNet3DConditionModel": _two_levels("3D"),
     "UNetMotionModel": {**_two_levels("Motion"), "motion_num_attention_heads": 8},
     "UNetSpatioTemporalConditionModel": {**_two_levels("SpatioTemporal"), "num_attention_heads": [5, 10]},
-    "HunyuanDiT2DModel": {"hidden_size": 1408, "in_channels": 4, "patch_size": 2},
+    # Its blocks are joined in pairs: an even number.
+    "HunyuanDiT2DModel": {"hidden_size": 1408, "in_channels": 4, "patch_size": 2, "num_layers": BLOCKS + 1},
     "LatteTransformer3DModel": {
         "attention_head_dim": 72, "caption_channels": 4096, "cross_attention_dim": 1152, "in_channels": 4,
         "norm_elementwise_affine": False, "norm_type": "ada_norm_single", "out_channels": 8, "patch_size": 2,
@@ -180,9 +181,9 @@ def page(rows: Sequence[dict[str, Any]], total: int) -> str:
         f"diffusers {rows[0]['diffusers']} exports {total} transformers and UNets. {len(rows)} were tried, by their",
         f"defaults with {BLOCKS} blocks of each kind, without a family and without a file. {len(recorded)} record LoRA",
         f"and full training, checkpointed and not where the class can: {alone} by dry runs alone, the others with",
-        f"arguments that vplan knows of the class. The allocated peaks of {close} are within {CLOSE_PCT} % of a recording",
-        f"at full depth and another shape, of {exact} to the byte. Of {len(rehearsed)} a step of LoRA and one of full",
-        f"training were run on a virtual GPU too: {near} agree to {CLOSE_PCT} % allocated.",
+        f"arguments that vplan knows of the class. The allocated peaks of {close} are within {CLOSE_PCT} % of a",
+        f"recording at full depth and another shape, those of {exact} to the byte. Of {len(rehearsed)} a step of LoRA",
+        f"and one of full training were run on a virtual GPU too: {near} agree to {CLOSE_PCT} % allocated.",
         "",
         "| class | outcome | from full depth | from the virtual GPU |",
         "|---|---|---|---|",

@@ -55,6 +55,8 @@ class RawAllocation:
     kernel: str = "any"
     rounded: tuple[int, int, int] | None = None
     """For what has a rounded dimension: (exact dimension, multiple, rounded dimension)."""
+    copied: int | None = None
+    """of a mask's copy with padded rows: the allocation that holds the mask"""
 
 
 @dataclass
@@ -135,6 +137,8 @@ class Recorder(TorchDispatchMode):
                     self._from_nothing.add(number)
                 if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
                     self.recording.allocations[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
+                    if name == "aten.constant_pad_nd":
+                        self.recording.allocations[number].copied = self._number.get(inputs[0].untyped_storage()._cdata)
         if name not in cuda_ops.BEFORE_OUTPUTS:
             inside = self._workspaces(name, args) + inside
         for number in inside:
@@ -269,7 +273,7 @@ def record_step(
         watch_gradients(trainee.trainable, recorder, places)
         watch_casts(trainee.model, recorder, places)
         before = recorder.weights()
-        buffers = list(trainee.model.buffers())  # where a step makes one anew, the old one stays: else it died once only
+        buffers = list(trainee.model.buffers())  # where a step makes one anew, the old one stays
         kind = family(profile)
         recorder.adds_masks_up = kind.adds_masks_up
         recorder.piece("step")

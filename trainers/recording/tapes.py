@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -176,16 +177,20 @@ def tape_of(
 
 
 def leave_out_aligned_copies(recording: RawRecording) -> None:
-    """Gives the copies of masks with padded rows no size where rows need no padding. A mask of numbers that a boolean one
-    was made into for this is saved then, and takes the copy's place (`trainers.recording.cuda_ops.attention`)."""
+    """Gives the copies of masks with padded rows no size where rows need no padding (`cuda_ops.attention`).
+
+    Attention saves the mask itself then. One that is copied once takes the place of its copy, and is left out instead;
+    one that all blocks copy is there anyway.
+    """
     allocations = recording.allocations
-    for number, copy in enumerate(allocations):
-        if copy.op != "aten.constant_pad_nd" or copy.rounded is None:
-            continue
+    copies = [entry for entry in allocations if entry.rounded is not None and entry.copied is not None]
+    times = Counter(entry.copied for entry in copies)
+    for copy in copies:
+        assert copy.rounded is not None and copy.copied is not None
         exact, multiple, up = copy.rounded
-        before = allocations[number - 1]
-        if before.op == "aten.where":
-            before.rounded = exact, -multiple, exact
+        mask = allocations[copy.copied]
+        if times[copy.copied] == 1 and mask.category != "batch" and mask.nbytes % exact == 0:
+            mask.rounded = exact, -multiple, exact
         else:
             copy.rounded = exact, -multiple, up
 

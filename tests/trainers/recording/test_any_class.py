@@ -172,10 +172,13 @@ def test_a_pipeline_is_read_and_not_imported() -> None:
     assert facts.defaults["max_sequence_length"] == 226 and not facts.predicts_velocity
 
 
-@pytest.mark.parametrize("before, masks", [("aten.where", [-8, 8]), ("aten.cat", [None, -8])])
-def test_a_mask_of_aligned_rows_is_not_copied(before: str, masks: list[int | None]) -> None:
-    """One that was made into numbers for attention takes the copy's place; another is there anyway."""
-    mask = RawAllocation(2 * 13 * 13, before, None, "forward")
-    copy = RawAllocation(2 * 13 * 16, "aten.constant_pad_nd", None, "forward", rounded=(13, 8, 16))
-    leave_out_aligned_copies(RawRecording([mask, copy]))
-    assert [entry.rounded and entry.rounded[1] for entry in (mask, copy)] == masks
+@pytest.mark.parametrize("copies, multiples", [(1, [-8, 8]), (2, [None, -8, -8])])
+def test_a_mask_of_aligned_rows_is_not_copied(copies: int, multiples: list[int | None]) -> None:
+    """One that is copied once takes the copy's place; one that all blocks copy is there anyway."""
+    mask = RawAllocation(2 * 13 * 13, "aten.mul", None, "forward")
+    padded = [
+        RawAllocation(2 * 13 * 16, "aten.constant_pad_nd", None, "forward", rounded=(13, 8, 16), copied=0)
+        for _ in range(copies)
+    ]
+    leave_out_aligned_copies(RawRecording([mask, *padded]))
+    assert [entry.rounded and entry.rounded[1] for entry in (mask, *padded)] == multiples

@@ -162,7 +162,7 @@ class _Description:
         raise AssertionError("one of both returns or raises")
 
     def _can_be_shallow(self, profile: ModelProfile) -> bool:
-        """Whether the class can be built with fewer blocks: a config may name blocks by their numbers (`vace_layers`)."""
+        """Whether the class can be built with fewer blocks: a config may name them by number (`vace_layers`)."""
         try:
             built(self.model_class, tapes.shallow_config(profile))
         except own.REFUSALS:

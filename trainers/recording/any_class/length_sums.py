@@ -33,8 +33,8 @@ FEW = 12
 """A size up to this is no prime of a recording's, but the batch of two that a tape holds fixed: it says nothing in a
 size."""
 NEGLIGIBLE = 2**16
-"""Bytes, at sides of hundreds of cells: a row of positions that is one longer than its side (F + 1). A tape keeps such a
-size as it was recorded."""
+"""Bytes, at sides of hundreds of cells: a row of positions that is one longer than its side (F + 1). A tape keeps such
+a size as it was recorded."""
 JOINED = {"S": LengthSum(constant=0, products=("FHW", "T"))}
 """Clip and text together, as most classes join them."""
 
