@@ -23,7 +23,7 @@ from planner.commands import USAGE
 from planner.commands._shared import own_model
 from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, quoted
-from planner.launch.recorders import CHECKOUT, PARAMETERS, Recorders, TapeTask
+from planner.launch.recorders import CHECKOUT, PARAMETERS, Recorders, TapeTask, Within
 from planner.tape import packs
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.terminal import console, echo
@@ -137,7 +137,7 @@ def command(
     folder = Path(output) if output else _default_folder(check)
     if code is not None:
         echo(f"--class {code.class_name} {code.words} ...", err=True)
-    with Recorders(jobs, code) as recorders:
+    with Recorders(jobs, _runs(code) if code else None) as recorders:
         own_models = [own_model.keep(source, chosen, inputs, recorders) for source, chosen in sources]
         names_of_known = [lookup.model(model).name for model in models if model not in folders]
         names = [entry.profile.name for entry in own_models] + names_of_known or list(profiles.model_names())
@@ -171,6 +171,13 @@ def _check_use(models: Sequence[str], folders: list[str], name: str | None, chec
         raise VplanError(
             "-o is not supported for your own models", f"set {user_data.VARIABLE} to keep them elsewhere", USAGE
         )
+
+
+def _runs(code: OwnCode) -> Within:
+    """What starts workers that may run the user's own code, without network."""
+    from planner.rehearsal.without_network import without_network
+
+    return lambda command, folder: without_network(command, folder, code.environment)
 
 
 def _own_code(own: _OwnFacts, models: Sequence[str], folders: list[str]) -> OwnCode | None:

@@ -9,24 +9,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from planner.catalog.diffusers_folder import Source
-from planner.catalog.own_code import OwnCode
 from planner.errors import VplanError
 from planner.launch.launch import last_words
-from planner.rehearsal import launcher
-from planner.rehearsal.rehearsal import OFFLINE
 from planner.worker_process import end_tree, read_json, result_file, start_worker, vplan_command
 
 TICK_SECONDS = 0.05
@@ -75,16 +70,16 @@ class TapeTask(NamedTuple):
 
 
 Order = Derivation | TapeTask
+Within = Callable[[list[str], Path], list[str]]
 
 
 class Recorders:
     """At most ``jobs`` workers that record; they and all they started are gone when the ``with`` block ends."""
 
-    def __init__(self, jobs: int, code: OwnCode | None = None) -> None:
-        """``code``: of the user's own, which they run without network; a VplanError when they start where the system
-        has no such processes."""
+    def __init__(self, jobs: int, within: Within | None = None) -> None:
+        """``within``: makes of a worker's command, and of a folder for its use, the command that is started."""
         self._jobs = jobs
-        self._code = code
+        self._within = within
         self._numbers = itertools.count()
         self._workers: list[_Worker] = []
 
@@ -111,7 +106,7 @@ class Recorders:
         """
         waiting = deque(enumerate(orders))
         while len(self._workers) < min(self._jobs, len(orders)):
-            self._workers.append(_Worker(self._folder, len(self._workers), self._code))
+            self._workers.append(_Worker(self._folder, len(self._workers), self._within))
         busy: dict[int, _Worker] = {}
         while waiting or busy:
             for worker in self._workers:
@@ -127,28 +122,17 @@ class Recorders:
                 time.sleep(TICK_SECONDS)
 
 
-def _without_network(command: list[str], folder: Path, code: OwnCode) -> list[str]:
-    """The command that runs another one without network, where the user's own code may run. Raises a VplanError where
-    this system has no such processes."""
-    if sys.platform != "linux":
-        raise VplanError("your own code runs without network, which needs Linux", "use Linux or WSL")
-    folder.mkdir()
-    environment = {**os.environ, **OFFLINE, **code.environment}
-    (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
-    return [sys.executable, launcher.__file__, str(folder), launcher.NO_NETWORK, *command]
-
-
 class _Worker:
     """One process and the order it works on."""
 
-    def __init__(self, folder: Path, number: int, code: OwnCode | None) -> None:
+    def __init__(self, folder: Path, number: int, within: Within | None) -> None:
         self._folder = folder
         self._log = folder / f"log-{number}.txt"
         self._result: Path
         self.crashed = False
         command = vplan_command("worker", "record", str(folder))
-        if code is not None:
-            command = _without_network(command, folder / f"sandbox-{number}", code)
+        if within is not None:
+            command = within(command, folder / f"within-{number}")
         with self._log.open("wb") as log:
             self.process: subprocess.Popen[bytes] = start_worker(command, log)
 

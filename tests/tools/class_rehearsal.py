@@ -26,7 +26,7 @@ TIME_LIMIT = 600.0
 PHASES = frozenset({"train", "optimizer"})
 
 
-class Rehearsed(NamedTuple):
+class StepOnVirtualGpu(NamedTuple):
     """Allocated peaks of a step in bytes, by the tapes and on the virtual GPU."""
 
     variant: str
@@ -39,7 +39,7 @@ class Rehearsed(NamedTuple):
         return 100 * (self.predicted - self.taken) / self.taken
 
 
-def rehearsed_steps(profile: ModelProfile, runner: RehearsalRunner) -> Iterator[Rehearsed]:
+def rehearsed_steps(profile: ModelProfile, runner: RehearsalRunner) -> Iterator[StepOnVirtualGpu]:
     """A step of LoRA and one of full training, neither checkpointed, of a profile that is kept. Raises a VplanError
     where a plan cannot be estimated or run, a RuntimeError where its run fails."""
     for method in ("lora", "full"):
@@ -50,7 +50,7 @@ def rehearsed_steps(profile: ModelProfile, runner: RehearsalRunner) -> Iterator[
 
 def _rehearsed(
     profile: ModelProfile, job: Job, strategy: Strategy, variant: StepVariant, runner: RehearsalRunner
-) -> Rehearsed:
+) -> StepOnVirtualGpu:
     card = card_lookup.parse_gpus(CARD)[1]
     machine = Machine(gpu=card.name, torch=torch_release(runner.interpreter))
     for needed in (variant, OptimizerVariant.of(profile, job, strategy)):
@@ -66,4 +66,4 @@ def _rehearsed(
     phases = phases_of(row.details) & PHASES
     taken = peaks_of(row.details, ("step", *phases))["allocated_bytes"]
     expected = max(peak.allocated_bytes for name, peak in predicted.phases.items() if name in phases)
-    return Rehearsed(variant.name, expected, taken)
+    return StepOnVirtualGpu(variant.name, expected, taken)

@@ -24,7 +24,7 @@ from planner.spec.job import Job
 from planner.tape.format import HEAD, TAIL
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family, Grid
-from trainers.step.model_classes import class_of
+from trainers.families.common.model_classes import class_of
 
 
 class AnyClass(Family):

@@ -22,7 +22,7 @@ from planner.catalog.diffusers_folder import CONFIG, Config, Source, architectur
 from planner.catalog.own_code import is_own
 from planner.catalog.profiles import ModelProfile, TextEncoder, Vae
 from planner.errors import VplanError, did_you_mean, quoted
-from trainers.step.model_classes import class_of
+from trainers.families.common.model_classes import class_of
 
 MAX_PARAMETERS = 10**12
 MAX_TABLES = 3 * 10**8

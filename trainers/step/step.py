@@ -25,11 +25,11 @@ from planner.spec.training import MAX_GRAD_NORM
 from trainers import families
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family
+from trainers.families.common.model_classes import build, class_of
 from trainers.memory import quantise, swap
 from trainers.memory.offload import InputsOnHost
 from trainers.step import attention_kernels, backends
 from trainers.step.loss_scaling import LossScaler
-from trainers.step.model_classes import build, class_of
 from trainers.step.optimizers import OnHost, Optimizer, SteppedInBackward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -9,7 +9,7 @@ import pytest
 from planner.catalog import own_code
 from planner.catalog.own_code import OwnCode
 from planner.errors import VplanError
-from trainers.step.model_classes import class_of
+from trainers.families.common.model_classes import class_of
 
 NAME = "my_denoiser:Denoiser"
 

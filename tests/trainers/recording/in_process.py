@@ -6,18 +6,17 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from planner.catalog.own_code import OwnCode
 from planner.errors import VplanError
-from planner.launch.recorders import Order
+from planner.launch.recorders import Order, Within
 from trainers import record
 
 
 class InProcess:
     """Stands in for `planner.launch.recorders.Recorders`."""
 
-    def __init__(self, jobs: int, code: OwnCode | None = None) -> None:
+    def __init__(self, jobs: int, within: Within | None = None) -> None:
         self.jobs = jobs
-        self.code = code
+        self.within = within
 
     def __enter__(self) -> InProcess:
         return self

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from accelerate import init_empty_weights
 from torch import nn
 
+from trainers.families.common.model_classes import build
 from trainers.recording.own import REFUSALS
-from trainers.step.model_classes import build
 
 
 class BlockList(NamedTuple):

@@ -23,6 +23,7 @@ from planner.catalog.profiles import ModelProfile, Stack
 from planner.catalog.traits import Traits
 from planner.errors import VplanError, quoted
 from planner.tape.format import HEAD, TAIL
+from trainers.families.common.model_classes import build, class_of
 from trainers.recording import own, tapes
 from trainers.recording.any_class.argument_search import (
     ArgumentSearch,
@@ -36,7 +37,6 @@ from trainers.recording.any_class.dry_run import FakeModel
 from trainers.recording.any_class.length_sums import with_sums
 from trainers.recording.any_class.pipeline_source import PipelineFacts, is_video_class, pipelines_of
 from trainers.recording.any_class.vae import Latents, LatentSpace, latent_space
-from trainers.step.model_classes import build, class_of
 
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0")
 """What diffusers' examples adapt (examples/dreambooth, train_dreambooth_lora_*.py), where a model has them."""
