@@ -22,7 +22,7 @@ FOLDER = "VPLAN_OWN_CODE_FOLDER"
 _NAME = re.compile(r"[A-Za-z_]\w{0,99}(\.[A-Za-z_]\w{0,99}){0,9}:[A-Za-z_]\w{0,99}", re.ASCII)
 
 
-class OwnCode(NamedTuple):
+class NamedClass(NamedTuple):
     """A class that the user named, and the folder that holds its module."""
 
     class_name: str
@@ -31,7 +31,7 @@ class OwnCode(NamedTuple):
     """absolute, looked up behind what is installed; "" for none"""
 
     @classmethod
-    def of(cls, text: str, folder: str | None) -> OwnCode:
+    def of(cls, text: str, folder: str | None) -> NamedClass:
         """What `--class` and `--path` say. Raises a VplanError for a name that is none, or a folder that is none."""
         if not _NAME.fullmatch(text):
             fix = "write module:Class, as my_models.video:MyTransformer"

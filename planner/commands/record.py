@@ -16,7 +16,7 @@ import click
 import profiles
 from planner.catalog import lookup, user_data
 from planner.catalog.components import COMPONENTS, Component, components
-from planner.catalog.own_code import OwnCode
+from planner.catalog.own_code import NamedClass
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
@@ -173,14 +173,14 @@ def _check_use(models: Sequence[str], folders: list[str], name: str | None, chec
         )
 
 
-def _runs(code: OwnCode) -> Within:
+def _runs(code: NamedClass) -> Within:
     """What starts workers that may run the user's own code, without network."""
     from planner.rehearsal.without_network import without_network
 
     return lambda command, folder: without_network(command, folder, code.environment)
 
 
-def _own_code(own: _OwnFacts, models: Sequence[str], folders: list[str]) -> OwnCode | None:
+def _own_code(own: _OwnFacts, models: Sequence[str], folders: list[str]) -> NamedClass | None:
     """The class that the user named, if any."""
     if own["class_name"] is None:
         if own["code_folder"] is not None:
@@ -188,7 +188,7 @@ def _own_code(own: _OwnFacts, models: Sequence[str], folders: list[str]) -> OwnC
         return None
     if len(models) != 1 or not folders:
         raise VplanError("--class is for one folder or config.json", "pass the config.json of your model", USAGE)
-    return OwnCode.of(own["class_name"], own["code_folder"])
+    return NamedClass.of(own["class_name"], own["code_folder"])
 
 
 def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import profiles
 from planner.catalog import diffusers_folder, lookup, user_data
-from planner.catalog.own_code import OwnCode
+from planner.catalog.own_code import NamedClass
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import job_for
@@ -54,7 +54,7 @@ def is_folder(text: str) -> bool:
     return text.startswith((".", "/", "~")) or text.endswith(".json") or diffusers_folder.locate(text) is not None
 
 
-def read(text: str, name: str | None, code: OwnCode | None = None) -> tuple[diffusers_folder.Source, str]:
+def read(text: str, name: str | None, code: NamedClass | None = None) -> tuple[diffusers_folder.Source, str]:
     """What a folder or config.json says, and the name its model gets; nothing is built or written.
 
     ``code``: the class, where the config does not say it. Raises a VplanError for a config that is none, for a class

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.catalog import own_code
-from planner.catalog.own_code import OwnCode
+from planner.catalog.own_code import NamedClass
 from planner.errors import VplanError
 from trainers.families.common.model_classes import class_of
 
@@ -17,12 +17,12 @@ NAME = "my_denoiser:Denoiser"
 @pytest.mark.parametrize("text", ["Denoiser", "os.system('x'):A", "a:b:c", "../a:B", "", "a." * 12 + "a:B"])
 def test_a_name_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(VplanError, match="is no class"):
-        OwnCode.of(text, None)
+        NamedClass.of(text, None)
 
 
 def test_a_folder_that_is_not_there_is_refused() -> None:
     with pytest.raises(VplanError, match="there is no folder"):
-        OwnCode.of(NAME, "/nowhere/at/all")
+        NamedClass.of(NAME, "/nowhere/at/all")
 
 
 def test_a_name_from_a_profile_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
