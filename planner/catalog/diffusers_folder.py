@@ -101,10 +101,10 @@ def is_path(text: str) -> bool:
     return "/" in text or os.sep in text or text.startswith(("~", ".")) or text.endswith(".json")
 
 
-def read_source(text: str, classes: Iterable[str]) -> Source:
+def read_source(text: str, classes: Iterable[str], class_name: str | None = None) -> Source:
     """What the folder or config.json at a path says, checked; a VplanError for anything else.
 
-    `classes` are the diffusers classes that can be recorded.
+    `classes` are the diffusers classes that can be recorded; `class_name` is one that the user named instead.
     """
     location = locate(text)
     if location is None:
@@ -112,7 +112,7 @@ def read_source(text: str, classes: Iterable[str]) -> Source:
         raise VplanError(f"no model config.json at {quoted(text)}", fix)
     root, place = location
     config = read_config(place, root)
-    class_name = _class_of(config, place, classes)
+    class_name = class_name or _class_of(config, place, classes)
     check_values(config, _relative(place, root))
     if place.parent == root:
         return Source(str(place), _called(root), class_name, config)

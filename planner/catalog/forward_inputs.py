@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 from planner.errors import VplanError, did_you_mean, quoted
 
 LETTERS = "BFHWTE"
-KINDS = ("float", "fp32", "complex", "long", "bool", "false", "ones", "zeros", "timestep", "sigma")
+LEVELS = ("timestep", "sigma", "timestep_as_latents", "sigma_as_latents")
+"""Kinds of noise levels: in training steps, from 0 to 1, and both in the dtype of the latents."""
+KINDS = ("float", "fp32", "complex", "long", "bool", "false", "ones", "zeros", *LEVELS)
 """What a tensor holds: numbers in the compute dtype, in fp32, in complex64, indices, a mask of bools that are all true
-(or false), a mask of long that is all ones (or zeros), the noise level in training steps, the same from 0 to 1."""
+(or false), a mask of long that is all ones (or zeros), or a noise level."""
 UNKNOWN = "?"
 """In place of a width that a layer of the model asks for: dry runs find it out."""
 SAMPLES = "samples"
@@ -106,6 +108,19 @@ def _dimension(word: str, where: str) -> tuple[Term, ...]:
             raise VplanError(f"{where}: {quoted(word)} is no size", fix)
         terms.append(Term(int(match[1] or 1), match[2]))
     return tuple(terms)
+
+
+_MOST_PRODUCTS = 200
+
+
+def length(text: str, where: str) -> tuple[int, tuple[str, ...]]:
+    """(constant, products) of a sum such as `16FHW+T+1`, each product as often as its coefficient says. Raises a
+    VplanError for what is none."""
+    terms = _dimension(text, where)
+    products = [letters for count, letters in terms if letters for _ in range(min(count, _MOST_PRODUCTS + 1))]
+    if len(products) > _MOST_PRODUCTS:
+        raise VplanError(f"{where}: {quoted(text)} adds up too much", f"{_MOST_PRODUCTS} at most, coefficients counted")
+    return sum(count for count, letters in terms if not letters), tuple(products)
 
 
 def leaves(tree: object, name: str) -> Iterator[tuple[str, Argument, bool]]:

@@ -5,6 +5,7 @@
     patch = [1, 2, 2]                     # latent frames, rows and columns of a cell of the grid
     lora_targets = ["to_q", "to_v"]       # layers that an adapter is put on
     vae = { spatial = 8, temporal = 4 }   # by how much it shrinks a clip
+    lengths = ["16FHW+40HW+T"]            # tokens that the model joins, where several have a coefficient
     inputs.hidden_states = "B 16 F 2H 2W" # an argument of forward, see planner.catalog.forward_inputs
 
 Every line is optional.
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import profiles
-from planner.catalog.forward_inputs import check
+from planner.catalog.forward_inputs import check, length
 from planner.schema import Count, Record, Text
 from planner.untrusted import read_document
 
@@ -35,6 +36,7 @@ class OwnInputs(Record):
     patch: tuple[Count, Count, Count] | None = None
     lora_targets: tuple[Text, ...] = ()
     vae: Shrinkage | None = None
+    lengths: tuple[Text, ...] = ()
     inputs: dict[str, Any] = {}
 
     @classmethod
@@ -55,4 +57,6 @@ class OwnInputs(Record):
         found = cls.read(data, where=path.name)
         if found.inputs:
             check(found.inputs, path.name)
+        for text in found.lengths:
+            length(text, path.name)
         return found

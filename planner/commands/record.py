@@ -16,16 +16,17 @@ import click
 import profiles
 from planner.catalog import lookup, user_data
 from planner.catalog.components import COMPONENTS, Component, components
+from planner.catalog.own_code import NamedClass
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
 from planner.commands._shared import own_model
 from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.errors import VplanError, quoted
-from planner.launch.recorders import CHECKOUT, PARAMETERS, Recorders, TapeTask
+from planner.launch.recorders import CHECKOUT, PARAMETERS, Recorders, TapeTask, Within
 from planner.tape import packs
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
-from planner.terminal import console
+from planner.terminal import console, echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,6 +50,8 @@ class _OwnFacts(TypedDict):
 
     name: str | None
     inputs_file: str | None
+    class_name: str | None
+    code_folder: str | None
 
 
 class RecordedTape(NamedTuple):
@@ -66,6 +69,7 @@ class RecordedTape(NamedTuple):
     epilog=examples(
         "vplan record ~/models/my-wan --name my-wan",
         "vplan record ~/models/my-wan/transformer/config.json --all",
+        "vplan record config.json --class my_models.video:MyTransformer --path ~/code --name mine",
         "vplan record mochi-1 --variant optimizer-lora-fp32-lion-foreach",
         "vplan record wan2.1-t2v-1.3b -o tapes",
         "vplan record --check --jobs 4",
@@ -79,6 +83,13 @@ class RecordedTape(NamedTuple):
     metavar="FILE.toml",
     help="What forward of the model in FOLDER is called with, where its class does not tell.",
 )
+@click.option(
+    "--class",
+    "class_name",
+    metavar="MODULE:CLASS",
+    help="Class of the model in FOLDER, where it is your own code or of transformers: runs that code, without network.",
+)
+@click.option("--path", "code_folder", metavar="DIR", help="Folder that holds MODULE of --class.")
 @click.option(
     "--variant",
     "texts",
@@ -107,7 +118,8 @@ def command(
     download. Recording needs the training dependencies: pip install 'vplan[train]'.
 
     FOLDER is a model of your own in diffusers format, or its config.json: any transformer or UNet of diffusers. How a
-    class that no bundled model has is called is found out by dry runs; --inputs FILE says what they cannot find.
+    class that no bundled model has is called is found out by dry runs; --inputs FILE says what they cannot find. With
+    --class the model is of transformers or of your own code: that code runs then, in a process without network.
 
     The model is kept in your data folder (set VPLAN_HOME to change it) and then known everywhere by its name and its
     folder. Existing tapes are not recorded again. MODEL is a known model; without any, all bundled models are recorded:
@@ -118,11 +130,14 @@ def command(
     _check_use(models, folders, name, check, output)
     if inputs_file is not None and not folders:
         raise VplanError("--inputs is for a folder or config.json", "pass the folder of your model", USAGE)
+    code = _own_code(own, models, folders)
     inputs = OwnInputs() if inputs_file is None else OwnInputs.from_file(Path(inputs_file))
-    sources = [own_model.read(model, name) for model in folders]
+    sources = [own_model.read(model, name, code) for model in folders]
     _require_torch()
     folder = Path(output) if output else _default_folder(check)
-    with Recorders(jobs) as recorders:
+    if code is not None:
+        echo(f"--class {code.class_name} {code.words} ...", err=True)
+    with Recorders(jobs, _runs(code) if code else None) as recorders:
         own_models = [own_model.keep(source, chosen, inputs, recorders) for source, chosen in sources]
         names_of_known = [lookup.model(model).name for model in models if model not in folders]
         names = [entry.profile.name for entry in own_models] + names_of_known or list(profiles.model_names())
@@ -156,6 +171,24 @@ def _check_use(models: Sequence[str], folders: list[str], name: str | None, chec
         raise VplanError(
             "-o is not supported for your own models", f"set {user_data.VARIABLE} to keep them elsewhere", USAGE
         )
+
+
+def _runs(code: NamedClass) -> Within:
+    """What starts workers that may run the user's own code, without network."""
+    from planner.rehearsal.without_network import without_network
+
+    return lambda command, folder: without_network(command, folder, code.environment)
+
+
+def _own_code(own: _OwnFacts, models: Sequence[str], folders: list[str]) -> NamedClass | None:
+    """The class that the user named, if any."""
+    if own["class_name"] is None:
+        if own["code_folder"] is not None:
+            raise VplanError("--path is for --class", "add --class MODULE:CLASS, or leave it out", USAGE)
+        return None
+    if len(models) != 1 or not folders:
+        raise VplanError("--class is for one folder or config.json", "pass the config.json of your model", USAGE)
+    return NamedClass.of(own["class_name"], own["code_folder"])
 
 
 def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]:

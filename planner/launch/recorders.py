@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -70,13 +70,16 @@ class TapeTask(NamedTuple):
 
 
 Order = Derivation | TapeTask
+Within = Callable[[list[str], Path], list[str]]
 
 
 class Recorders:
     """At most ``jobs`` workers that record; they and all they started are gone when the ``with`` block ends."""
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self, jobs: int, within: Within | None = None) -> None:
+        """``within``: makes of a worker's command, and of a folder for its use, the command that is started."""
         self._jobs = jobs
+        self._within = within
         self._numbers = itertools.count()
         self._workers: list[_Worker] = []
 
@@ -103,7 +106,7 @@ class Recorders:
         """
         waiting = deque(enumerate(orders))
         while len(self._workers) < min(self._jobs, len(orders)):
-            self._workers.append(_Worker(self._folder, len(self._workers)))
+            self._workers.append(_Worker(self._folder, len(self._workers), self._within))
         busy: dict[int, _Worker] = {}
         while waiting or busy:
             for worker in self._workers:
@@ -122,13 +125,16 @@ class Recorders:
 class _Worker:
     """One process and the order it works on."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, within: Within | None) -> None:
         self._folder = folder
         self._log = folder / f"log-{number}.txt"
         self._result: Path
         self.crashed = False
+        command = vplan_command("worker", "record", str(folder))
+        if within is not None:
+            command = within(command, folder / f"within-{number}")
         with self._log.open("wb") as log:
-            self.process: subprocess.Popen[bytes] = start_worker(vplan_command("worker", "record", str(folder)), log)
+            self.process: subprocess.Popen[bytes] = start_worker(command, log)
 
     def send(self, number: int, order: Order) -> None:
         """Hands it an order; the answer will be in the result file of that number."""

@@ -61,8 +61,14 @@ def take_masks_as_they_are(run: Run) -> None:
     padded = {made[copy]: made[mask] for mask, copy in pairs}
     if not padded:
         return
-    dropped = {*padded, *(~mask for mask in padded.values())}
-    later = {~copy: ~mask for copy, mask in padded.items()}
+    dropped, later = set[int](), dict[int, int]()
+    for copy, mask in padded.items():
+        size = run.program.sizes[run.program.buffers[mask]]
+        if not isinstance(size, int) and size[1].multiple < 0:  # no size where no copy is made: the copy says it
+            dropped |= {mask, ~mask}
+        else:
+            dropped |= {copy, ~mask}
+            later[~copy] = ~mask
     run.step.stretches = [
         (moment, [later.get(event, event) for event in stretch if event not in dropped])
         for moment, stretch in run.step.stretches

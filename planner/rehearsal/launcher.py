@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 
 SANDBOX = "sandbox.json"
+NO_NETWORK = "never"
+"""In place of NETWORK: the command does not start where the network cannot be shut off."""
 
 _NEW_MOUNTS, _NEW_USER, _NEW_NETWORK = 0x00020000, 0x10000000, 0x40000000
 """CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET (linux/sched.h)"""
@@ -79,7 +81,10 @@ def main() -> None:
     """Become the command."""
     folder, network, *command = sys.argv[1:]
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    Path(folder, SANDBOX).write_text(json.dumps(sandbox(network == "1")), encoding="utf-8")
+    own = sandbox(network == "1")
+    Path(folder, SANDBOX).write_text(json.dumps(own), encoding="utf-8")
+    if network == NO_NETWORK and not own["network"]:
+        sys.exit("this system does not let a process be without network (user namespaces are off)")
     environment = json.loads(Path(folder, "environment.json").read_text(encoding="utf-8"))
     os.execvpe(command[0], command, environment)
 

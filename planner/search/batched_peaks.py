@@ -56,8 +56,9 @@ class PeakForms:
 def _evaluate(size: Monomial, atoms: NDArray[np.float64]) -> NDArray[np.float64]:
     value = size.coefficient * _product(atoms, size.exponents)
     if size.multiple:
-        dimension = size.inner * _product(atoms, size.inner_exponents)
-        value = value * np.ceil(dimension / size.multiple) * size.multiple
+        dimension, multiple = size.inner * _product(atoms, size.inner_exponents), abs(size.multiple)
+        needed = (dimension % multiple > 0) | (size.multiple > 0)
+        value = value * np.ceil(dimension / multiple) * multiple * needed
     return value
 
 

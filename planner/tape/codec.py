@@ -224,7 +224,7 @@ class _Reader:
         multiple, inner, inner_exponents = rounded or (1, 0, [0] * self.width)
         factors, powers = (coefficient, multiple, inner), [*exponents, *inner_exponents]
         _check(len(exponents) == len(inner_exponents) == self.width and {*map(type, (*factors, *powers))} == {int})
-        _check(max(map(abs, factors)) <= MAX_FACTOR and min(powers, default=0) >= 0 and multiple > 0)
+        _check(max(map(abs, factors)) <= MAX_FACTOR and min(powers, default=0) >= 0 and multiple != 0)
         _check(max(powers, default=0) <= MAX_EXPONENT)
         if not rounded:
             return Monomial(coefficient, tuple(exponents))

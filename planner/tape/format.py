@@ -47,7 +47,10 @@ The last two are for blocks that an event outside the run refers to, so that the
 
 
 class Monomial(NamedTuple):
-    """``coefficient * product(atom ** exponent)``, times a dimension rounded up to ``multiple`` when that is not 0."""
+    """``coefficient * product(atom ** exponent)``, times a dimension rounded up to ``multiple`` when that is not 0.
+
+    With a negative multiple there is nothing where the dimension needs no rounding: a copy that is made to round it up.
+    """
 
     coefficient: int
     exponents: tuple[int, ...]
@@ -59,8 +62,8 @@ class Monomial(NamedTuple):
         """The size in bytes for the given values of the tape's atoms (batch, frames, ...), in the tape's order."""
         product = self.coefficient * _product(atoms, self.exponents)
         if self.multiple:
-            dimension = self.inner * _product(atoms, self.inner_exponents)
-            product *= -(-dimension // self.multiple) * self.multiple
+            dimension, multiple = self.inner * _product(atoms, self.inner_exponents), abs(self.multiple)
+            product *= -(-dimension // multiple) * multiple if self.multiple > 0 or dimension % multiple else 0
         return product
 
 

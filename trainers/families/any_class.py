@@ -11,26 +11,26 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Self
 
-import diffusers
 import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
 from planner.catalog import shapes
 from planner.catalog.forward_call import ForwardCall
-from planner.catalog.forward_inputs import SAMPLES, Argument, parse
+from planner.catalog.forward_inputs import LEVELS, SAMPLES, Argument, parse
 from planner.catalog.profiles import ModelProfile, Stack
 from planner.errors import VplanError
 from planner.spec.job import Job
 from planner.tape.format import HEAD, TAIL
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family, Grid
+from trainers.families.common.model_classes import class_of
 
 
 class AnyClass(Family):
     """A model without a file of its own. Its batch holds a tensor for each that the description names."""
 
-    copies_masks = True
+    copies_masks = adds_masks_up = True
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
@@ -43,7 +43,7 @@ class AnyClass(Family):
             name for name, leaf in self._leaves.items() if not leaf.has_samples and leaf.kind != "number"
         )
         self._grid: Mapping[str, int] | None = None
-        forward = getattr(diffusers, profile.diffusers_class).forward
+        forward = class_of(profile.diffusers_class).forward
         if "return_dict" not in inspect.signature(forward).parameters:
             self.plain_outputs = {}
 
@@ -65,7 +65,7 @@ class AnyClass(Family):
         self._grid = dict(grid)
         tensors = {}
         for name, argument in self._leaves.items():
-            if argument.kind in ("number", "timestep", "sigma"):
+            if argument.kind in ("number", *LEVELS):
                 continue
             size = list(argument.shape(grid))
             if name == self.called.main:
@@ -91,8 +91,10 @@ class AnyClass(Family):
             noisy = torch.cat([noisy, batch["condition"]], dim=self.called.channel_axis)
         values = {**batch, self.called.main: noisy}
         for name, argument in self._leaves.items():
-            if argument.kind in ("timestep", "sigma"):
-                values[name] = self._expanded(steps if argument.kind == "timestep" else levels, argument)
+            if argument.kind in LEVELS:
+                level = steps if argument.kind.startswith("timestep") else levels
+                level = level.to(latents.dtype) if argument.kind.endswith("_as_latents") else level
+                values[name] = self._expanded(level, argument)
         inputs = {name: self._built(tree, name, values, per_sample=False) for name, tree in self.called.forward.items()}
         return inputs, batch.get("target", target)
 

@@ -69,6 +69,17 @@ class Uniform:
             self._note(out, int(bool(number)))
         return out
 
+    def follow_mask(self, name: str, args: Any, out: Any) -> None:
+        """Notes what is made of masks on the way to the number of tokens they leave: parts joined, and the sum."""
+        if name in ("aten.new_ones", "aten.new_zeros"):
+            self._note(out, int(name == "aten.new_ones"))
+        elif name == "aten.cat":
+            numbers = {self.of(part) for part in args[0]}
+            if len(numbers) == 1 and (number := numbers.pop()) is not None:
+                self._note(out, number)
+        elif name == "aten.sum" and (number := self.of(args[0])) is not None:
+            self._note(out, number * (args[0].numel() // max(1, out.numel())))
+
     def _indices(self, index: Tensor | None) -> list[Tensor | None]:
         """A mask as numbers along each of its dimensions, which is what CUDA makes of it
         (ATen/native/IndexingUtils.h)."""

@@ -151,6 +151,8 @@ def attention(
         plain: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_attention_math
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     if attn_mask is not None:
+        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):  # validate_sdpa_input in attention.cpp
+            raise RuntimeError(f"attention takes no mask of {attn_mask.dtype} with queries of {query.dtype}")
         if attn_mask.dtype == torch.bool:
             attn_mask = _mask_of_numbers(attn_mask, query.dtype)
         length = key.shape[2]

@@ -19,8 +19,10 @@ from torch import nn
 import profiles
 from planner.catalog import lookup
 from planner.catalog.diffusers_folder import CONFIG, Config, Source, architecture, check_kinds
+from planner.catalog.own_code import is_own
 from planner.catalog.profiles import ModelProfile, TextEncoder, Vae
 from planner.errors import VplanError, did_you_mean, quoted
+from trainers.families.common.model_classes import class_of
 
 MAX_PARAMETERS = 10**12
 MAX_TABLES = 3 * 10**8
@@ -135,14 +137,20 @@ def _lent(from_folder: list[str]) -> list[str]:
 def complete(class_name: str, config: Config, where: str) -> Config:
     """The config with the class's own defaults for the keys it leaves out; an unknown key is refused by name."""
     import diffusers
+    from transformers import PreTrainedModel
 
-    signature = inspect.signature(getattr(diffusers, class_name).__init__).parameters
+    named = class_of(class_name)
+    settings = named.config_class if issubclass(named, PreTrainedModel) else named
+    signature = inspect.signature(settings.__init__).parameters
     parameters = {name: value.default for name, value in signature.items() if name not in ("self", "kwargs", "args")}
+    if settings is not named:  # a config of transformers also has what every model of it may have
+        config = {key: value for key, value in _harmless(config).items() if key in parameters}
     for key in config:
         if key not in parameters:
             otherwise = "a newer diffusers may support it; else remove it from a copy of the file"
             fix = did_you_mean(key, parameters, otherwise)
-            raise VplanError(f"{where}: {class_name} of diffusers {diffusers.__version__} has no {quoted(key)}", fix)
+            of = "" if is_own(class_name) else f" of diffusers {diffusers.__version__}"
+            raise VplanError(f"{where}: {class_name}{of} has no {quoted(key)}", fix)
     defaults = {key: _plain(value) for key, value in parameters.items() if value is not inspect.Parameter.empty}
     check_kinds(config, [defaults], where)
     return {**defaults, **config}

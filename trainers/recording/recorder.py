@@ -55,6 +55,8 @@ class RawAllocation:
     kernel: str = "any"
     rounded: tuple[int, int, int] | None = None
     """For what has a rounded dimension: (exact dimension, multiple, rounded dimension)."""
+    copied: int | None = None
+    """of a mask's copy with padded rows: the allocation that holds the mask"""
 
 
 @dataclass
@@ -82,6 +84,9 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.recording = RawRecording()
+        self.adds_masks_up = False
+        """Whether code that reads how many tokens a mask leaves is told it, and not 1."""
+
         self.place: Place | None = None
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
 
@@ -100,10 +105,13 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if func in fakes.READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
             self.recording.ops.add("aten._local_scalar_dense")
-            return fakes.read(args[0])
+            known = None if args[0].is_floating_point() or not self.adds_masks_up else self._uniform.of(args[0])
+            return fakes.read(args[0]) if known is None else known
         kwargs = kwargs or {}
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
         out = self._uniform.call(func, name, args, kwargs)
+        if self.adds_masks_up:
+            self._uniform.follow_mask(name, args, out)
         self._note(func, name, args, kwargs, out)
         return out
 
@@ -129,6 +137,8 @@ class Recorder(TorchDispatchMode):
                     self._from_nothing.add(number)
                 if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
                     self.recording.allocations[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
+                    if name == "aten.constant_pad_nd":
+                        self.recording.allocations[number].copied = self._number.get(inputs[0].untyped_storage()._cdata)
         if name not in cuda_ops.BEFORE_OUTPUTS:
             inside = self._workspaces(name, args) + inside
         for number in inside:
@@ -263,7 +273,9 @@ def record_step(
         watch_gradients(trainee.trainable, recorder, places)
         watch_casts(trainee.model, recorder, places)
         before = recorder.weights()
+        buffers = list(trainee.model.buffers())  # where a step makes one anew, the old one stays
         kind = family(profile)
+        recorder.adds_masks_up = kind.adds_masks_up
         recorder.piece("step")
         recorder.begin("forward")
         dtype = step.compute_dtype(strategy)
@@ -279,6 +291,7 @@ def record_step(
         loss.backward()
         assert recorder.weights() == before, "a step leaves the weights stored as it found them"
         recorder.piece("end")
+        del buffers
     if code is not None:
         for allocation in recorder.recording.allocations:
             allocation.name = code.published_name(allocation.name)
@@ -297,6 +310,7 @@ def record_sample(
     with _recording(profile, job, strategy, grid, config, older_torch) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
         kind = family(profile)
+        recorder.adds_masks_up = kind.adds_masks_up
         trainee.model.eval()
         recorder.piece("denoise")
         recorder.begin("forward")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -163,6 +164,8 @@ def tape_of(
     kind = family(profile)
     names = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
     atoms = {atom: 1 if atom in regime else grid[atom] for atom in names} | sums
+    if kind.copies_masks:
+        leave_out_aligned_copies(recording)
     header = Header(
         profile.name,
         name,
@@ -172,6 +175,25 @@ def tape_of(
         kind.rounded,
     )
     return compress(recording, header, atoms, list(full_run_lengths(profile.name) if lengths is None else lengths))
+
+
+def leave_out_aligned_copies(recording: RawRecording) -> None:
+    """Gives the copies of masks with padded rows no size where rows need no padding (`cuda_ops.attention`).
+
+    Attention saves the mask itself then. One that is copied once takes the place of its copy, and is left out instead;
+    one that all blocks copy is there anyway.
+    """
+    allocations = recording.allocations
+    copies = [entry for entry in allocations if entry.rounded is not None and entry.copied is not None]
+    times = Counter(entry.copied for entry in copies)
+    for copy in copies:
+        assert copy.rounded is not None and copy.copied is not None
+        exact, multiple, up = copy.rounded
+        mask = allocations[copy.copied]
+        if times[copy.copied] == 1 and mask.category != "batch" and mask.nbytes % exact == 0:
+            mask.rounded = exact, -multiple, exact
+        else:
+            copy.rounded = exact, -multiple, up
 
 
 def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:

@@ -25,6 +25,7 @@ from planner.spec.training import MAX_GRAD_NORM
 from trainers import families
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family
+from trainers.families.common.model_classes import build, class_of
 from trainers.memory import quantise, swap
 from trainers.memory.offload import InputsOnHost
 from trainers.step import attention_kernels, backends
@@ -110,13 +111,12 @@ def build_model(
     published architecture, e.g. by one of fewer blocks; ``inputs`` is where several models, of which one runs at a
     time, keep what checkpoints send to host RAM; ``lora_alpha`` over the rank scales the adapter.
     """
-    import diffusers
     from diffusers.models.modeling_utils import no_init_weights
 
     backends.settle()
-    model_class = getattr(diffusers, profile.diffusers_class)
+    named = class_of(profile.diffusers_class)
     with no_init_weights(), init_empty_weights():
-        model: nn.Module = model_class.from_config(config or profile.config)
+        model = build(named, config or profile.config)
     weights = strategy.weights(job.method)
     # Dtypes and quantised layers come before the adapter: peft picks its kind of LoRA layer by the layer it wraps.
     cast_weights(model, compute_dtype(strategy) if weights in QUANTISED else DTYPES[weights])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import profiles
 from planner.catalog import diffusers_folder, lookup, user_data
+from planner.catalog.own_code import NamedClass
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import job_for
@@ -53,12 +54,14 @@ def is_folder(text: str) -> bool:
     return text.startswith((".", "/", "~")) or text.endswith(".json") or diffusers_folder.locate(text) is not None
 
 
-def read(text: str, name: str | None) -> tuple[diffusers_folder.Source, str]:
+def read(text: str, name: str | None, code: NamedClass | None = None) -> tuple[diffusers_folder.Source, str]:
     """What a folder or config.json says, and the name its model gets; nothing is built or written.
 
-    Raises a VplanError for a config that is none, for a class that diffusers has not, and for a name that is taken.
+    ``code``: the class, where the config does not say it. Raises a VplanError for a config that is none, for a class
+    that diffusers has not, and for a name that is taken.
     """
-    source = diffusers_folder.read_source(text, {*lookup.diffusers_classes(), *diffusers_folder.installed_classes()})
+    classes = {*lookup.diffusers_classes(), *diffusers_folder.installed_classes()}
+    source = diffusers_folder.read_source(text, classes, code.class_name if code else None)
     if name is None:
         chosen = user_data.check_name(user_data.name_for(source.folder), "the folder's name")
         _check_untaken(chosen, source)

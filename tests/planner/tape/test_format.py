@@ -118,6 +118,11 @@ def test_a_rounded_dimension_is_rounded_before_it_is_multiplied() -> None:
     assert Monomial(3, (1,), 128, 1, (1,)).value([128]) == 3 * 128 * 128  # a multiple stays what it is
 
 
+def test_a_copy_made_to_round_a_dimension_up_is_nothing_where_none_is_to_be_rounded() -> None:
+    copy = Monomial(2, (1, 0), -8, 1, (0, 1))
+    assert [copy.value([3, tokens]) for tokens in (15, 16, 17)] == [2 * 3 * 16, 0, 2 * 3 * 24]
+
+
 def test_a_sum_is_an_atom_of_its_own() -> None:
     tape = parsed(tiny())
     assert tape.values(GRID)[-1] == 4 + 3 * 5 * 7 + 11

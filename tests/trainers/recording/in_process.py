@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from planner.errors import VplanError
-from planner.launch.recorders import Order
+from planner.launch.recorders import Order, Within
 from trainers import record
 
 
 class InProcess:
     """Stands in for `planner.launch.recorders.Recorders`."""
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self, jobs: int, within: Within | None = None) -> None:
         self.jobs = jobs
+        self.within = within
 
     def __enter__(self) -> InProcess:
         return self

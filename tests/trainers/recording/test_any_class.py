@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from torch import nn
 
 from planner.catalog import lookup, user_data
 from planner.catalog.forward_call import FAMILY, ForwardCall
@@ -15,10 +16,13 @@ from planner.commands import cli, record
 from planner.tape.variants import Precision, StepVariant
 from tests.benchmarks.held_out import Case, directly, from_tape
 from tests.trainers.recording.in_process import InProcess
+from trainers.recording.any_class.block_lists import block_lists
 from trainers.recording.any_class.candidates import Patch, documented, from_words
 from trainers.recording.any_class.dry_run import learned
-from trainers.recording.any_class.length_sums import Mismatch, new_sum
+from trainers.recording.any_class.length_sums import Mismatch, mismatches, new_sum
 from trainers.recording.any_class.pipeline_source import pipelines_of
+from trainers.recording.recorder import RawAllocation, RawRecording
+from trainers.recording.tapes import leave_out_aligned_copies
 
 SANA = {
     "_class_name": "SanaTransformer2DModel",
@@ -30,6 +34,8 @@ SANA = {
     "num_layers": 7,
 }
 STEP = "step-lora-half-half-none-one"
+ROWS_OF_TWO = ((367, 373, 1021, 2063), (349, 347, 1019, 2053))
+LENGTHS = tuple(height * width + text for height, width, text, _ in ROWS_OF_TWO)
 
 
 def vplan(*words: object) -> Result:
@@ -102,9 +108,28 @@ def test_shapes_that_do_not_broadcast_say_a_width() -> None:
     assert not list(learned("shapes [2, 10007] and 606 do not match", {10007}))  # 606 is a length of the dry run
 
 
+def test_stages_that_are_lists_hold_the_blocks() -> None:
+    model = nn.Module()
+    model.down_blocks = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(count)) for count in (1, 3))
+    found = [(entry.name, entry.depth_key, entry.blocks) for entry in block_lists(nn.Module, {}, model)]
+    assert found == [("down_blocks.0", "", 1), ("down_blocks.1", "", 3)]
+
+
 def test_the_plainest_pipeline_is_asked() -> None:
     assert pipelines_of("UNet2DConditionModel")[0].name == "StableDiffusionPipeline"
     assert "num_frames" in pipelines_of("Kandinsky5Transformer3DModel")[0].defaults
+
+
+def test_a_view_that_fits_nothing_says_a_width() -> None:
+    complaint = "shape '[2, 5, 10007, 44, 52]' is invalid for input of size 91520"
+    assert next(learned(complaint, {10007})) == (10007, 4)
+
+
+def test_a_batch_of_two_leaves_a_sum_its_factor_two() -> None:
+    grid, other = ({"B": 2, "F": 1, "H": h, "W": w, "T": t, "E": e} for h, w, t, e in ROWS_OF_TWO)
+    sums = {"S": (0, ("HW", "T"))}
+    first, second = (RawRecording([RawAllocation(48 * 2**17 * size, "aten.cat", None, "forward")]) for size in LENGTHS)
+    assert not mismatches(first, second, grid, other, sums)
 
 
 def test_a_batch_of_two_says_nothing_in_a_size() -> None:
@@ -145,3 +170,15 @@ def test_a_pipeline_is_read_and_not_imported() -> None:
     )
     assert facts.passed["image_rotary_emb"] == "use_rotary_positional_embeddings"
     assert facts.defaults["max_sequence_length"] == 226 and not facts.predicts_velocity
+
+
+@pytest.mark.parametrize("copies, multiples", [(1, [-8, 8]), (2, [None, -8, -8])])
+def test_a_mask_of_aligned_rows_is_not_copied(copies: int, multiples: list[int | None]) -> None:
+    """One that is copied once takes the copy's place; one that all blocks copy is there anyway."""
+    mask = RawAllocation(2 * 13 * 13, "aten.mul", None, "forward")
+    padded = [
+        RawAllocation(2 * 13 * 16, "aten.constant_pad_nd", None, "forward", rounded=(13, 8, 16), copied=0)
+        for _ in range(copies)
+    ]
+    leave_out_aligned_copies(RawRecording([mask, *padded]))
+    assert [entry.rounded and entry.rounded[1] for entry in (mask, *padded)] == multiples

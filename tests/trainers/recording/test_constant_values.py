@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainers.recording.constant_values import Uniform
+from trainers.recording.recorder import Recorder
 
 
 class Following(TorchDispatchMode):
@@ -71,3 +72,11 @@ def test_what_was_written_to_is_not_known_any_more(write: Any) -> None:
 def test_numbers_nobody_knows_are_not_guessed() -> None:
     with FakeTensorMode(), Following(), pytest.raises(DynamicOutputShapeException):
         torch.nonzero(torch.randn(5) > 0)
+
+
+@pytest.mark.parametrize("adds_masks_up, tokens", [(True, 5), (False, 1)])
+def test_a_mask_says_how_many_tokens_it_leaves(adds_masks_up: bool, tokens: int) -> None:
+    with FakeTensorMode(), Recorder() as recorder:
+        recorder.adds_masks_up = adds_masks_up
+        counts = torch.ones(2, 5, dtype=torch.long).sum(dim=1).tolist()
+    assert counts == [tokens, tokens]

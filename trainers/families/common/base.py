@@ -53,6 +53,9 @@ class Family:
     """Whether it may mask all tokens of clip and text together: such a mask is copied into padded rows unless they are
     a multiple of 8, and a recording is made where they are none."""
 
+    adds_masks_up = False
+    """Whether a recording tells code that asks how many tokens of a prompt count: all. Else it says one."""
+
     shared: frozenset[str] = frozenset()
     """Tensors of a batch that have no batch dimension, because all its samples have the same."""
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from accelerate import init_empty_weights
 from torch import nn
 
+from trainers.families.common.model_classes import build
 from trainers.recording.own import REFUSALS
 
 
@@ -32,15 +33,16 @@ def built(model_class: Any, config: Mapping[str, Any]) -> nn.Module:
 
     with no_init_weights(), init_empty_weights(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: nn.Module = model_class.from_config(dict(config))
-    return model
+        return build(model_class, config)
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The outermost module lists that hold parameters, by name."""
+    """The outermost module lists that hold parameters, by name; of a list of lists those in it."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{above}.") for above in outer):
+            if all(isinstance(child, nn.ModuleList) for child in module.children()):
+                continue
             outer.append(name)
             if any(True for _ in module.parameters()):
                 yield name, module
@@ -58,6 +60,8 @@ def block_lists(model_class: Any, config: Mapping[str, Any], model: nn.Module) -
             found.append(BlockList(name, keys[name], counts[name], _last_apart(module)))
         elif name in STAGE_KEYS:
             found.append(BlockList(name, _stage_key(config, counts[name], name), counts[name], False))
+        elif name.rpartition(".")[0] in STAGE_KEYS:  # a stage that is a list itself
+            found.append(BlockList(name, "", counts[name], False))
     return found
 
 

@@ -163,7 +163,7 @@ RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (r"visual_rope_pos", (["F long", "H long", "W long"],)),
     (r"text_rope_pos", ("T long",)),
     (r"padding_mask", ("1 1 H W", "B FHW ones")),
-    (r"attention_mask", ("B FHW+T ones", "B T ones", "B FHW ones", "B FHW+T bool")),
+    (r"attention_mask", ("B FHW+T ones", "B T ones", "B FHW ones", "B FHW+T", "B FHW+T bool")),
     (r"encoder_hidden_states_image|image_embed(ding)?s|clip_img", ("B E ?", "B ?", "B 1 ?")),
     (
         r"text_bth|clip_text|encoder_hidden_states(_\d|_t5|_llama3)?|cap_feats",

@@ -16,13 +16,15 @@ from torch.nn import Linear, RMSNorm
 
 from planner.catalog.diffusers_folder import CONFIG, Config, Source, architecture
 from planner.catalog.forward_call import ANY, FAMILY, LAST, ForwardCall
-from planner.catalog.forward_inputs import SAMPLES, leaves
+from planner.catalog.forward_inputs import SAMPLES, leaves, length
+from planner.catalog.own_code import is_own
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile, Stack
 from planner.catalog.traits import Traits
 from planner.errors import VplanError, quoted
 from planner.tape.format import HEAD, TAIL
-from trainers.recording import own
+from trainers.families.common.model_classes import build, class_of
+from trainers.recording import own, tapes
 from trainers.recording.any_class.argument_search import (
     ArgumentSearch,
     FoundArguments,
@@ -61,16 +63,16 @@ def model_classes() -> dict[str, Any]:
 
 def derive(source: Source, name: str, inputs: OwnInputs) -> own.Derived:
     """The profile of a model of any class. Raises a VplanError that says what is missing, and how to write it."""
-    classes = model_classes()
-    if source.class_name not in classes:
+    classes = {} if is_own(source.class_name) else model_classes()
+    if not is_own(source.class_name) and source.class_name not in classes:
         import diffusers
 
         fault = f"diffusers {diffusers.__version__} has no transformer or UNet {quoted(source.class_name)}"
         raise VplanError(fault, "update diffusers, or correct _class_name in the file")
-    model_class = classes[source.class_name]
+    named = class_of(source.class_name)
     config = own.complete(source.class_name, architecture(source.config), CONFIG)
-    parameters = own.count(lambda: model_class.from_config(config), CONFIG, source.class_name)
-    description = _Description(model_class, config, source, inputs)
+    parameters = own.count(lambda: build(named, config), CONFIG, source.class_name)
+    description = _Description(named, config, source, inputs)
     profile = description.profile(name, parameters)
     return own.Derived(profile, ForwardCall.read(profile.inputs).assumed)
 
@@ -148,7 +150,7 @@ class _Description:
         space = latent_space(self.source, self.pipeline, self.inputs, latents)
         self.assumed += space.assumed
         profile = self._profile(name, parameters, main, space)
-        for alike in (True, False):
+        for alike in (True, False) if self._can_be_shallow(profile) else (False,):
             stacks = tuple(stack if alike else stack.replace(alike=False) for stack in profile.stacks)
             try:
                 return with_sums(profile.replace(stacks=stacks, traits=profile.traits))
@@ -158,6 +160,14 @@ class _Description:
                         f"the blocks of {self.source.class_name} do not run one after the other", "it needs a family"
                     ) from None
         raise AssertionError("one of both returns or raises")
+
+    def _can_be_shallow(self, profile: ModelProfile) -> bool:
+        """Whether the class can be built with fewer blocks: a config may name them by number (`vace_layers`)."""
+        try:
+            built(self.model_class, tapes.shallow_config(profile))
+        except own.REFUSALS:
+            return False
+        return True
 
     def _main_name(self) -> str:
         names = [name for name in MAIN if name in self.answer.forward]
@@ -250,6 +260,11 @@ class _Description:
         is_list = isinstance(self.answer.output[0], list | tuple)
         out = [len(outputs), *outputs[0].shape] if is_list else list(outputs[0].shape)
         call: dict[str, Any] = {"forward": self.answer.forward, "main": main, "channel_axis": axis}
+        told = (length(text, "lengths") for text in self.inputs.lengths)
+        call["sums"] = {
+            f"S{number or ''}": {"constant": constant, "products": products}
+            for number, (constant, products) in enumerate(told)
+        }
         if out == shape:
             pass
         elif _except(out, axis) == _except(shape, axis) and out[axis] == 2 * shape[axis]:
@@ -276,7 +291,7 @@ class _Description:
             "part": self.pipeline.part if self.pipeline else "transformer",
             "stages": not any(stack.alike for stack in stacks),
             "fp8_base": all(stack.alike for stack in stacks),
-            "checkpoints": bool(self.model_class._supports_gradient_checkpointing),
+            "checkpoints": bool(getattr(self.model_class, "_supports_gradient_checkpointing", False)),
             "last_block_apart": any(entry.last_apart and entry.blocks > HEAD + TAIL + 2 for entry in self.lists),
             "rms_norm": "torch" if any(isinstance(part, RMSNorm) for part in self.fake.model.modules()) else "none",
             "not_encoded": "the samples of this class",
@@ -343,6 +358,8 @@ class _Description:
         side = self.pipeline.constants.get("default_sample_size") if self.pipeline else None
         side = side or self.config.get("sample_size")
         if isinstance(side, int):
+            if self._main_dims(self._main_name()).endswith("HW"):  # sound: a square of as many cells
+                side = math.isqrt(side)
             return side * space.spatial, side * space.spatial
         return CLIP_SIZE if self.is_video else IMAGE_SIZE
 

@@ -84,6 +84,7 @@ class FakeModel:
             Recorder() as recorder,
         ):
             warnings.simplefilter("ignore")
+            recorder.adds_masks_up = True
             logger.setLevel(logging.CRITICAL)
             try:
                 yield
@@ -204,8 +205,17 @@ def mismatched(error: str) -> Iterator[tuple[int, int]]:
             yield int(match["wrong"]), int(match["right"])
 
 
+_INVALID_VIEW = re.compile(r"shape '\[(?P<shape>[\d, ]+)\]' is invalid for input of size (?P<size>\d+)")
+
+
 def learned(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
     """(placeholder, the width that a layer wants in its place), the likeliest first, from a complaint."""
+    if view := _INVALID_VIEW.search(error):
+        sides = [int(side) for side in view["shape"].split(",")]
+        for placeholder in unknown.intersection(sides):
+            rest = math.prod(side for side in sides if side != placeholder)
+            if rest and int(view["size"]) % rest == 0:
+                yield placeholder, int(view["size"]) // rest
     for wrong, right in mismatched(error):
         for placeholder in unknown:
             if wrong == placeholder and right not in unknown:

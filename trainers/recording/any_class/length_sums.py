@@ -29,6 +29,12 @@ SECOND_SHORT = {**SECOND, "F": 53, "H": 43, "W": 47, "T": 1033}
 CONSTANTS = range(-64, 4097)
 """Register tokens, class tokens, image tokens of an encoder."""
 MOST_SUMS = 6
+FEW = 12
+"""A size up to this is no prime of a recording's, but the batch of two that a tape holds fixed: it says nothing in a
+size."""
+NEGLIGIBLE = 2**16
+"""Bytes, at sides of hundreds of cells: a row of positions that is one longer than its side (F + 1). A tape keeps such
+a size as it was recorded."""
 JOINED = {"S": LengthSum(constant=0, products=("FHW", "T"))}
 """Clip and text together, as most classes join them."""
 
@@ -117,13 +123,16 @@ def mismatches(
         op = left[position].op if position < len(left) else right[position].op
         fault = f"which operators run depends on the shape of a clip (first at allocation {position}, {op})"
         raise ShapeDependence(fault, "it cannot be recorded for all shapes; a family of its own can")
-    atoms = {**grid, **derived(grid, {}, sums)}
+    # A batch of two would take the factor two of a length that is twice a prime.
+    atoms = {atom: size if size > FEW else 1 for atom, size in grid.items()} | derived(grid, {}, sums)
     values = {**other, **derived(other, {}, sums)}
     factoriser = Factoriser(atoms)
     return [
         Mismatch(one.op, one.nbytes, two.nbytes)
         for one, two in zip(left, right, strict=True)
-        if one.rounded is None and not _agrees(factoriser, one, two, values)
+        if one.rounded is None
+        and max(one.nbytes, two.nbytes) > NEGLIGIBLE
+        and not _agrees(factoriser, one, two, values)
     ]
 
 
@@ -139,7 +148,7 @@ def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[s
     Of ``c`` times ``constant + sum of products`` at both shapes, ``c`` is the quotient of the differences, and the
     constant what is left.
     """
-    atoms = [atom for atom in "BFHWTE" if min(grid[atom], other[atom]) > 12]  # a batch of two says nothing in a size
+    atoms = [atom for atom in "BFHWTE" if min(grid[atom], other[atom]) > FEW]
     rests = {(_rest(entry.first, grid, atoms), _rest(entry.second, other, atoms)) for entry in found}
     fits = []
     for (left, right), products in itertools.product(rests, _combinations(grid)):
