@@ -226,10 +226,11 @@ _servers: dict[str, _Server] = {}
 
 def _server(preload: str) -> _Server:
     """The server whose C library's calls go to the libraries in ``preload`` first."""
-    if preload not in _servers:
-        _servers[preload] = _Server(preload)
-        atexit.register(_servers[preload].close)
-    return _servers[preload]
+    server = _servers.get(preload)
+    if server is None or server.process.poll() is not None:  # a test of how a process tree is ended may end it as well
+        server = _servers[preload] = _Server(preload)
+        atexit.register(server.close)
+    return server
 
 
 # ---- the server's side

@@ -69,7 +69,7 @@ class RecordedTape(NamedTuple):
     epilog=examples(
         "vplan record ~/models/my-wan --name my-wan",
         "vplan record ~/models/my-wan/transformer/config.json --all",
-        "vplan record config.json --class my_models.video:MyTransformer --path ~/code --name mine",
+        "vplan record config.json --class video:MyModel --path ~/code --name mine",
         "vplan record mochi-1 --variant optimizer-lora-fp32-lion-foreach",
         "vplan record wan2.1-t2v-1.3b -o tapes",
         "vplan record --check --jobs 4",

@@ -41,6 +41,24 @@ OUTSIDE_WITH_VALIDATION = {
 """The same for the 63 peaks with validation."""
 
 
+REHEARSALS_MISSED = {
+    "ds-001": 4.5,
+    "cvxf-139": 12.0,
+    "cvx-001": 11.0,
+    # Predicted as printed, with T5 in fp16; rehearsed in bf16, as the script's configuration says.
+    "cvxf-105-validation": 3.2,
+    "cvxt-2b-lora-r256-b1-zero2-validation": 8.2,
+    "cvxt-5b-lora-r256-b1-zero2-validation": 7.0,
+    "cvxt-2b-full-b1-zero2-validation": 8.5,
+    # diffusers of October 2024 pads before it convolves.
+    "cvxt-2b-lora-r16-b1-adamw-validation": 2.3,
+    "cvxt-2b-lora-r64-b1-8bit-validation": 2.3,
+    "cvxt-2b-lora-r64-b1-cpu-validation": 2.3,
+}
+"""Rehearsals of published rows that are off by more than 1.5 % -> by how many per cent at most. The causes are in
+docs/accuracy.md, "Rehearsals that are not met"."""
+
+
 @pytest.fixture(scope="module")
 def compared() -> list[Comparison]:
     def predict(configuration: Configuration, trainer: str) -> Prediction:
@@ -116,8 +134,8 @@ def test_rehearsals_of_published_runs_are_met(compared: list[Comparison]) -> Non
     assert found.keys() == peaks.keys()
     assert statistics.median(map(abs, found.values())) <= 0.5, found
     missed = {row: abs(error) for row, error in found.items() if abs(error) > 1.5}
-    assert missed.keys() == {"ds-001", "cvxf-139", "cvx-001"}, found  # docs/accuracy.md, "Rehearsals that are not met"
-    assert missed["ds-001"] <= 4.5 and missed["cvxf-139"] <= 12 and missed["cvx-001"] <= 11
+    assert missed.keys() == REHEARSALS_MISSED.keys(), found
+    assert all(error <= REHEARSALS_MISSED[row] for row, error in missed.items()), missed
 
 
 SPARE_SEGMENTS = ((), (262,), (530, 1042), (66, 400, 2100))
