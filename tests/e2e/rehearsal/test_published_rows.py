@@ -44,6 +44,7 @@ OUTSIDE_WITH_VALIDATION = {
 REHEARSALS_MISSED = {
     "ds-001": 4.5,
     "cvxf-139": 12.0,
+    "cvxf-139-validation": 12.0,  # the peak is that of its training
     "cvx-001": 11.0,
     # Predicted as printed, with T5 in fp16; rehearsed in bf16, as the script's configuration says.
     "cvxf-105-validation": 3.2,
