@@ -227,7 +227,7 @@ _servers: dict[str, _Server] = {}
 def _server(preload: str) -> _Server:
     """The server whose C library's calls go to the libraries in ``preload`` first."""
     server = _servers.get(preload)
-    if server is None or server.process.poll() is not None:  # a test of how a process tree is ended may end it as well
+    if server is None or server.process.poll() is not None:  # the RAM guard's tests end all processes below theirs
         server = _servers[preload] = _Server(preload)
         atexit.register(server.close)
     return server
