@@ -243,6 +243,14 @@ class ModelProfile(Record):
         return sum(self.depth(stack) for stack in self.stacks)
 
     @property
+    def hidden_size(self) -> int | None:
+        """Numbers in one token of what its blocks hand on; None where its config does not say."""
+        heads, size = self.config.get("num_attention_heads"), self.config.get("attention_head_dim")
+        if isinstance(heads, int) and isinstance(size, int):
+            return heads * size
+        return next((self.config[name] for name in ("dim", "hidden_size") if name in self.config), None)
+
+    @property
     def head_size(self) -> int:
         """Numbers in one head of its attention; where the config counts heads instead, at the highest resolution."""
         size, channels = self.config.get("attention_head_dim"), self.config.get("block_out_channels")

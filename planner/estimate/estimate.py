@@ -390,7 +390,7 @@ def describe_moment(played: ReplayedStage, strategy: Strategy) -> str:
     index = played.replayed.allocated_peak_at
     moment: Moment = played.stage.moment(max(index, 0))
     what = moment.passes
-    every = moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload")
+    every = moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload", "fp8")
     if what == "backward" and (every or (moment.module_list, moment.block) in played.run.checkpointed):
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner.estimate.pinned_ram import pinned_bytes, unpinnable_bytes
-from planner.layout import checkpoint_inputs, encoders_vae, experts, group_offload, phases, single_gpu
+from planner.layout import encoders_vae, experts, group_offload, phases, single_gpu
+from planner.layout.checkpoints.block_inputs import offloaded_bytes
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.optimizer.fp32_masters import master_bytes
 from planner.layout.run import Run
@@ -112,7 +113,7 @@ def host_share(run: Run) -> HostShare:
         groups=groups,
         grouping=grouping,
         moved=moved,
-        checkpoints=checkpoint_inputs.offloaded_bytes(run),
+        checkpoints=offloaded_bytes(run),
         drive_weights=nvme.params_host_bytes(run),
         drive_states=nvme.optimizer_host_bytes(run),
         drive_saving=nvme.checkpoint_host_bytes(run),

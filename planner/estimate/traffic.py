@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
-from planner.layout.checkpoint_inputs import offloaded_bytes
+from planner.layout.checkpoints.block_inputs import offloaded_bytes
 from planner.layout.encoders_vae import component_bytes
 from planner.layout.experts import exchanged_bytes
 from planner.layout.run import Run

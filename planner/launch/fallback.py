@@ -21,8 +21,14 @@ ENCODING = ("text_encoder_dtype", "vae_dtype", "vae_tiling")
 """Strategy fields that encoded samples depend on. They stay: the data is encoded, and a checkpoint goes on with the
 samples that it began with."""
 
-STRONGER = {"none": ("full", "offload"), "partial": ("full", "offload"), "full": ("offload",), "offload": ()}
-"""Of gradient checkpointing, what keeps less on the GPU."""
+STRONGER = {
+    "none": ("full", "offload"),
+    "partial": ("full", "offload"),
+    "full": ("offload",),
+    "fp8": ("offload",),
+    "offload": (),
+}
+"""Of gradient checkpointing, what keeps less on the GPU and loses nothing."""
 
 
 def next_plan(plan: Plan) -> Plan | None:
@@ -37,7 +43,8 @@ def next_plan(plan: Plan) -> Plan | None:
 
 def _ladder(plan: Plan) -> Iterator[Plan]:
     for place, rung in enumerate(plan.ladder):
-        same = all(getattr(rung.strategy, field) == getattr(plan.strategy, field) for field in KEPT)
+        rounds = rung.strategy.gradient_checkpointing == "fp8" != plan.strategy.gradient_checkpointing
+        same = not rounds and all(getattr(rung.strategy, field) == getattr(plan.strategy, field) for field in KEPT)
         inside = (rung.strategy.optimizer_step == "backward") == (plan.strategy.optimizer_step == "backward")
         less = plan.estimate is None or rung.peak.device_bytes < plan.estimate.peak.device_bytes
         data = _global_batch(rung.job, rung.strategy) == _global_batch(plan.job, plan.strategy)

@@ -6,6 +6,8 @@ To add a strategy field, write a function on a Run that changes its stages in pl
 from __future__ import annotations
 
 from planner.layout import trainer_terms
+from planner.layout.checkpoints.fp8 import fp8_checkpoints
+from planner.layout.checkpoints.offload import checkpoint_offload
 from planner.layout.cublas import cublas_workspace, workspaces_at_use
 from planner.layout.experts import experts, waiting_gradients
 from planner.layout.gradient_sums import gradient_sums
@@ -26,7 +28,6 @@ from planner.layout.sharding.zero import zero
 from planner.layout.single_gpu import (
     accumulation,
     block_swap,
-    checkpoint_offload,
     ddp,
     ema,
     offloaded_optimizer,
@@ -46,6 +47,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     experts,  # weighs the weights as they were recorded; zero and fsdp give them other sizes
     # What leaves the step for host RAM, before further forms of the step are made of it.
     checkpoint_offload,
+    fp8_checkpoints,
     block_swap,
     gradient_sums,
     # Further forms of the step, and what becomes of the optimizer's stages.

@@ -6,160 +6,16 @@ Each one function, one named buffer or lifetime, one source.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
 
 from planner.errors import VplanError
-from planner.layout.checkpoint_inputs import block_inputs, recomputation
-from planner.layout.run import STRATEGY_MOMENT, Run
+from planner.layout.run import Run
 from planner.spec.job import SPLIT
-from planner.tape.program import Block, Moment, Stage
+from planner.tape.program import Stage
 from planner.tape.variants import Precision
 from planner.units import MIB, power_of_two
 
-
-def checkpoint_offload(run: Run) -> None:
-    """A checkpointed block's input goes to host RAM once the block has run, and comes back when the block behind it
-    is recomputed, beside that one's own; it goes when its own block has been (trainers/memory/offload.py)."""
-    if run.strategy.gradient_checkpointing != "offload":
-        return
-    if run.step.stretches == run.recording.step.stretches:
-        run.step.stretches = run.shared_at_shape(_with_inputs_offloaded).copy()
-    else:
-        run.step.stretches = _with_inputs_offloaded(run)
-
-
-Recomputations = tuple[tuple[int, int] | None, ...]
-"""What `recomputation` says of one of each of `_likes`, by their numbers."""
-
-
-def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
-    """The step with each checkpoint's input in host RAM while it is not needed. Shapes differ in where recomputations
-    begin and end, and hardly any do."""
-    if run.step.stretches != run.recording.step.stretches:
-        likes, forward = _likes(run), _forward_events(run)
-        return _woven(run, likes, forward, _recomputations(run, likes, forward))
-    return run.shared(_woven_recording, _recomputations(run, run.shared(_likes), run.shared(_forward_events)))
-
-
-def _recomputations(run: Run, likes: dict[int, int], forward: dict[Block, list[int]]) -> Recomputations:
-    """By their numbers, `recomputation` of the stretches that are alike."""
-    inputs = block_inputs(run)
-    first: dict[int, int] = {}
-    for at, number in likes.items():
-        first.setdefault(number, at)
-    found = []
-    for at in first.values():
-        moment, events = run.step.stretches[at]
-        block = (moment.module_list, moment.block)
-        found.append(recomputation(run, forward[block], _but(events, inputs[block])))
-    return tuple(found)
-
-
-def _but(events: list[int], freed: list[int]) -> list[int]:
-    """Events without the frees of some buffers."""
-    frees = {~buffer for buffer in freed}
-    return events if frees.isdisjoint(events) else [event for event in events if event not in frees]
-
-
-def _woven_recording(recording: Run, recomputations: Recomputations) -> list[tuple[Moment, list[int]]]:
-    return _woven(recording, recording.shared(_likes), recording.shared(_forward_events), recomputations)
-
-
-def _woven(
-    run: Run, likes: dict[int, int], forward: Collection[Block], recomputations: Recomputations
-) -> list[tuple[Moment, list[int]]]:
-    inputs, blocks = block_inputs(run), [*forward]
-    before = dict(zip(blocks[1:], blocks, strict=False))
-    # The last block's backward may come in parts, around what stands between it and the head.
-    backward = [(at, moment) for at, (moment, _) in enumerate(run.step.stretches) if moment.passes == "backward"]
-    over = {(moment.module_list, moment.block): at for at, moment in backward}
-    last = blocks[-1:]
-    left: set[Block] = set()
-    brought: set[Block] = set()
-    freed: set[Block] = set()
-    woven: list[tuple[Moment, list[int]]] = []
-    for at, (moment, events) in enumerate(run.step.stretches):
-        block = (moment.module_list, moment.block)
-        if block not in inputs or moment.passes not in ("forward", "backward"):
-            woven.append((moment, events))
-            continue
-        frees = [~buffer for buffer in inputs[block]]
-        if moment.passes == "forward":
-            # It goes when the next block begins; the last one's when backward brings the first back.
-            leaving = [] if block in left or block in last else frees
-            left.add(block)
-            woven.append((moment, [*events, *leaving]))
-        else:
-            events = _but(events, inputs[block])
-            begins, ends = recomputations[likes[at]] or (0, len(events) if at == over[block] else None)
-            woven.append((moment, [*events[:begins], *(frees if block in last and block not in brought else [])]))
-            for fetched, name in ((block, "checkpoint"), (before.get(block), FETCHED_AHEAD)):
-                if fetched is not None and fetched not in brought:
-                    woven.append((STRATEGY_MOMENT._replace(passes=name), inputs[fetched]))
-                    brought.add(fetched)
-            if ends is None or block in freed:
-                woven.append((moment, events[begins:]))
-            else:
-                woven.append((moment, [*events[begins:ends], *frees, *events[ends:]]))
-                freed.add(block)
-    return [(moment, events) for moment, events in woven if events]
-
-
-def _forward_events(run: Run) -> dict[Block, list[int]]:
-    """The forward of each block whose checkpoint keeps its input."""
-    inputs = block_inputs(run)
-    forward: dict[Block, list[int]] = {}
-    for moment, events in run.step.stretches:
-        if moment.passes == "forward" and (block := (moment.module_list, moment.block)) in inputs:
-            forward.setdefault(block, []).extend(events)
-    return forward
-
-
-def _likes(run: Run) -> dict[int, int]:
-    """Place of a stretch of a block's backward -> a number, the same for all in which, whatever the shape, the same is
-    allocated and freed, and was in that block's forward."""
-    inputs, forward = block_inputs(run), _forward_events(run)
-    sizes = list(run.program.buffers)
-    made: dict[tuple[str, int], int] = {}
-    table = [made.setdefault(pair, len(made)) for pair in zip(run.program.op, sizes, strict=True)]
-    table += [~size for size in reversed(sizes)]  # so that a free, ~buffer, finds its own by counting from the end
-
-    def what(events: Iterable[int]) -> tuple[int, ...]:
-        return tuple(map(table.__getitem__, events))
-
-    in_forward = {block: what(events) for block, events in forward.items()}
-    numbers: dict[object, int] = {}
-    found = {}
-    for at, (moment, events) in enumerate(run.step.stretches):
-        block = (moment.module_list, moment.block)
-        if moment.passes == "backward" and block in inputs:
-            frees = {~buffer for buffer in inputs[block]}
-            key = in_forward[block], what(event for event in events if event not in frees)
-            found[at] = numbers.setdefault(key, len(numbers))
-    return found
-
-
 NCCL_BYTES = 600 * MIB
 """One communicator: 544 to 688 MB on four A100 (NVIDIA/nccl#964), 512 MiB even for one rank (nccl#2363)."""
-
-FETCHED_AHEAD = "checkpoint fetched ahead"
-
-
-def fetched_when_needed(run: Run) -> None:
-    """Takes the fetching ahead out again: each input comes when its own block's backward begins."""
-    late: dict[int, None] = {}
-    woven: list[tuple[Moment, list[int]]] = []
-    for moment, events in run.step.stretches:
-        if moment.passes == FETCHED_AHEAD:
-            late |= dict.fromkeys(events)
-            continue
-        if moment.passes == "backward" and (coming := [buffer for buffer in late if ~buffer in events]):
-            woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), coming))
-            late = {buffer: None for buffer in late if buffer not in coming}
-        woven.append((moment, events))
-    assert not late, "what was to come ahead is freed in its block's backward"
-    run.step.stretches = woven
-
 
 SWAP_RING_BUFFERS = 2
 """Buffers that swapped blocks come through."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from planner.catalog.card_profiles import GpuProfile
-from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.run import Run, main_piece
 from planner.spec.job import SPLIT
 from planner.tape.format import CATEGORIES, KINDS, OperatorWork, Tape

@@ -170,8 +170,8 @@ class Walked(NamedTuple):
         return peak if strategy.swap_blocks else max(peak, self.load_peak)
 
     def passes_peak(self, strategy: Strategy) -> int:
-        """The most of forward and backward."""
-        return self.offloaded_peak if strategy.gradient_checkpointing == "offload" else self.step_peak
+        """The most of forward and backward. Of checkpoints in 8 bits nothing is counted."""
+        return self.offloaded_peak if strategy.gradient_checkpointing in ("offload", "fp8") else self.step_peak
 
     def _most_swapped_out(self, blocks: int) -> int:
         """What so many swapped blocks or fewer take off the GPU, their ring counted."""

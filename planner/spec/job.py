@@ -180,15 +180,18 @@ class Strategy(Record):
     ] = "bf16"
     """run matrix products in this 16-bit dtype, whatever dtype the weights are stored in"""
     gradient_checkpointing: Annotated[
-        Literal["none", "full", "offload", "partial"],
+        Literal["none", "full", "offload", "fp8", "partial"],
         Note(
             trained=ALL,
-            words={"full": "checkpointing", "offload": "checkpointing to host RAM"},
-            searched=Searched(2, lora=("none", "full", "offload"), full=("none", "full", "offload")),
+            losses=(
+                Loss(frozenset({"fp8"}), "blocks are recomputed from inputs that are rounded to 8 bits", TRAINING),
+            ),
+            words={"full": "checkpointing", "offload": "checkpointing to host RAM", "fp8": "checkpoints in 8 bits"},
+            searched=Searched(2, lora=("none", "full", "offload", "fp8"), full=("none", "full", "offload", "fp8")),
         ),
     ] = "none"
-    """drop activations and recompute them in backward: of every block (full), of the first blocks (partial), or of
-    every block with what must be kept in host RAM (offload)"""
+    """drop activations and recompute them in backward: of every block (full), the first blocks (partial), or all with
+    what must be kept in host RAM (offload) or in 8 bits (fp8)"""
     checkpointed_blocks: Annotated[Count | None, Note(trained=ALL)] = None
     """number of blocks that `--gradient-checkpointing partial` covers, in execution order"""
     nested_checkpointing: Annotated[

@@ -274,10 +274,10 @@ class StepVariant(NamedTuple):
     def of(
         cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int, torch: str | None = None
     ) -> StepVariant:
-        """The variant that answers for a job. Offloaded checkpoints are a transformation of ``full``; partial ones are
-        put together from ``none``, which this gives, and ``full``."""
+        """The variant that answers for a job. Checkpoints in host RAM and in 8 bits are
+        transformations of ``full``; partial ones are put together from ``none``, which this gives, and ``full``."""
         precision = Precision.of(job, strategy)
-        mode = {"offload": "full", "partial": "none"}.get(
+        mode = {"offload": "full", "fp8": "full", "partial": "none"}.get(
             strategy.gradient_checkpointing, strategy.gradient_checkpointing
         )
         if strategy.nested_checkpointing:
@@ -295,7 +295,7 @@ class StepVariant(NamedTuple):
         if precision not in known:
             fault = f"{job.method} of {profile.name} is not recorded with {' '.join(precision.flags)}"
             raise NotRecordedError(fault, f"use {precision.nearest(known)}")
-        if strategy.gradient_checkpointing in ("offload", "partial") and profile.traits.stages:
+        if strategy.gradient_checkpointing in ("offload", "fp8", "partial") and profile.traits.stages:
             fault = f"{profile.title} checkpoints parts of its blocks, for which {strategy.gradient_checkpointing}"
             raise NotRecordedError(f"{fault} is not estimated", "use --gradient-checkpointing full")
         counts = profile.shape.batches

@@ -148,8 +148,8 @@ SHAPE = st.fixed_dictionaries(
 ).map(lambda shape: {**shape, "T": 512, "R": 16})
 
 
-def laid_out(machine: Machine = ONE, grid: dict[str, int] = GRID, **strategy: object) -> Run:
-    return lay_out(Configuration.of(JOB, Strategy.read(strategy), machine), FACTS, grid)
+def laid_out(machine: Machine = ONE, grid: dict[str, int] = GRID, facts: Facts = FACTS, **strategy: object) -> Run:
+    return lay_out(Configuration.of(JOB, Strategy.read(strategy), machine), facts, grid)
 
 
 def peaks(run: Run) -> dict[str, int]:

@@ -1,13 +1,10 @@
 """Checkpoint offload: what a checkpointed block is given waits in pinned host RAM until its backward.
 
-Only what one block hands to the next is moved. What all blocks are given alike (text, modulation, tables) is on the GPU
-once whatever happens, and the first block's input is what patches were made into. Copies run beside the computation:
-out while the block works, in while the block behind it is in backward.
+Copies run beside the computation: out while the block works, in while the block behind it is in backward.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainers.memory.block_inputs import BlockInputs
 from trainers.memory.pinned import host_bytes
 
 
@@ -32,51 +30,31 @@ class _InputOnHost:
     device: torch.device
 
 
-class InputsOnHost:
-    """The inputs of one model's checkpointed blocks, call by call. `begin` is for each forward of the model."""
+class InputsOnHost(BlockInputs):
+    """Inputs that wait in host RAM."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._hosts: dict[tuple[int, int], Tensor] = {}
         """(call, number) -> host RAM, taken again in every step"""
         self._away: dict[int, list[_InputOnHost]] = {}
         self._back: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
         self._leaving: list[tuple[Tensor, torch.cuda.Event]] = []
-        self._seen: list[weakref.ref[Tensor]] = []
         self._copying: torch.cuda.Stream | None = None
-        self._call = -1
 
     def begin(self) -> None:
-        """Starts a new forward of the model; call it before each."""
         self._await_copies()
-        self._call, self._seen = -1, []
+        super().begin()
         self._away.clear()
         self._back.clear()
 
     @contextmanager
     def around(self, *arguments: Any) -> Iterator[None]:
-        """A context around the checkpoint of the next block, which is called with these arguments: inputs that it saves
-        for backward go to host RAM."""
         self._await_copies()
-        self._call += 1
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        shared = [reference() for reference in self._seen]
-        # What an earlier block was given too is of all blocks, and the first block's input is the patches: both stay.
-        moving = {
-            tensor.data_ptr()
-            for tensor in tensors
-            if self._call and not any(tensor is parameter for parameter in shared)
-        }
-        self._seen += [weakref.ref(tensor) for tensor in tensors]
-        call = self._call
-
-        def pack(tensor: Tensor) -> Tensor | _InputOnHost:
-            return self._send(call, tensor) if tensor.data_ptr() in moving else tensor
-
-        # Non-reentrant checkpointing saves the block's arguments through these hooks, and asks for them in backward.
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._bring):
+        with super().around(*arguments):
             yield
 
-    def _send(self, call: int, tensor: Tensor) -> _InputOnHost:
+    def pack(self, call: int, tensor: Tensor) -> _InputOnHost:
         """Copies a tensor to host RAM. On the GPU it stays until the next block begins, when the copy is over."""
         entries = self._away.setdefault(call, [])
         key = (call, len(entries))
@@ -93,7 +71,7 @@ class InputsOnHost:
         entries.append(_InputOnHost(*key, host, tensor.shape, tensor.dtype, tensor.device))
         return entries[-1]
 
-    def _bring(self, packed: Tensor | _InputOnHost) -> Tensor:
+    def unpack(self, packed: Tensor | _InputOnHost) -> Tensor:
         """The tensor back on the GPU; the block before has its own begin to come."""
         self._await_copies()
         if isinstance(packed, Tensor):

@@ -27,6 +27,8 @@ from trainers.families.common import random_draws
 from trainers.families.common.base import Family
 from trainers.families.common.model_classes import build, class_of
 from trainers.memory import quantise, swap
+from trainers.memory.block_inputs import BlockInputs
+from trainers.memory.fp8_inputs import InputsInFp8
 from trainers.memory.offload import InputsOnHost
 from trainers.step import attention_kernels, backends
 from trainers.step.loss_scaling import LossScaler
@@ -190,31 +192,35 @@ def set_checkpointing(
     """Turns on non-reentrant checkpointing of the blocks that ``strategy.gradient_checkpointing`` names.
 
     ``partial``: the first ``checkpointed_blocks`` in the order they run. ``offload``: all, with the inputs of blocks in
-    host RAM, in ``inputs`` where another model keeps its own there too. With ``nested_checkpointing`` the attentions
-    and feed-forwards of blocks are checkpointed once more, which changes no operator and no order of theirs in backward
-    (torch/utils/checkpoint.py, "Nested checkpoint").
+    host RAM, in ``inputs`` where another model keeps its own there too. ``fp8``: all, with those inputs in 8 bits. With
+    ``nested_checkpointing`` the attentions and feed-forwards of blocks are checkpointed once more, which changes no
+    operator and no order of theirs in backward (torch/utils/checkpoint.py, "Nested checkpoint").
     """
     mode = strategy.gradient_checkpointing
     if mode == "none":
         return
     calls = 0
     limit = strategy.checkpointed_blocks if mode == "partial" else None
-    on_host = (inputs or InputsOnHost()) if mode == "offload" else None
+    kept: BlockInputs | None = None
+    if mode == "offload":
+        kept = inputs or InputsOnHost()
+    elif mode == "fp8":
+        kept = InputsInFp8()
     # Stopped inside a last linear layer, recomputation would leave its weights as layerwise casting made them.
     early_stop = not (strategy.weights_dtype == "fp8" and profile.traits.ends_in_linear)
 
     def start_forward(*_: Any) -> None:
         nonlocal calls
         calls = 0  # ``partial`` is the first blocks in the order in which they are called
-        if on_host is not None:
-            on_host.begin()
+        if kept is not None:
+            kept.begin()
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if limit is not None and calls > limit:
             return block(*args, **kwargs)
-        with on_host.around(*args, *kwargs.values()) if on_host is not None else contextlib.nullcontext():
+        with kept.around(*args, *kwargs.values()) if kept is not None else contextlib.nullcontext():
             return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
 
     if strategy.nested_checkpointing:

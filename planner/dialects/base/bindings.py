@@ -161,7 +161,14 @@ class Choice:
 
 
 def _alike(a: Sequence[object], b: Sequence[object]) -> int:
-    return sum(left == right for left, right in zip(a, b, strict=True))
+    """How near values of several fields are: two ways of doing something are nearer than doing it and not."""
+    return sum(
+        2 if left == right else left not in _NOTHING and right not in _NOTHING
+        for left, right in zip(a, b, strict=True)
+    )
+
+
+_NOTHING = ("none", "off", False, None)
 
 
 @dataclass(frozen=True)

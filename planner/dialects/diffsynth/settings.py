@@ -164,7 +164,7 @@ def _write_checkpointing(fields: Fields) -> Settings:
     mode, wan = fields["gradient_checkpointing"], _is_wan(fields["model"])
     if mode == "offload":
         return {"--use_gradient_checkpointing_offload": True}
-    if mode == "partial" or (mode == "none" and wan):
+    if mode in ("partial", "fp8") or (mode == "none" and wan):
         why = f"every block is checkpointed, Wan's always ({AT} examples/wanvideo/model_training/train.py)"
         raise InexpressibleError(UnsupportedValue("gradient_checkpointing", mode, "full", why))
     return {"--use_gradient_checkpointing": True} if mode == "full" and not wan else {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from planner.layout.checkpoints.offload import fetched_when_needed
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
-from planner.layout.single_gpu import fetched_when_needed
 from planner.spec.job import SPLIT
 from planner.tape.program import Stage
 

@@ -17,7 +17,7 @@ from planner.estimate.estimate import estimate
 from planner.estimate.stages import replay_stages
 from planner.layout import inputs as library
 from planner.layout import trainer_terms
-from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.encoders_vae import component_bytes, weight_bytes
 from planner.layout.experts import idle_weights
 from planner.layout.phases import encodings

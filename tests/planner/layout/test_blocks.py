@@ -6,7 +6,7 @@ import pytest
 
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
-from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.spec.configuration import Configuration

@@ -14,7 +14,7 @@ from planner.catalog.shapes import grids
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.host_ram import disk_bytes, host_ram
-from planner.layout.checkpoint_inputs import block_inputs
+from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run

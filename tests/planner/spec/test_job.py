@@ -86,7 +86,7 @@ def test_what_depends_on_the_machine_is_filled_in_unless_it_was_said() -> None:
             "strategy has no field 'gradient_checkpoint'; did you mean gradient_checkpointing?",
         ),
         (Strategy, {"optimizer": "adam-8bit"}, "optimizer 'adam-8bit' is not known; did you mean adamw-8bit"),
-        (Strategy, {"gradient_checkpointing": "yes"}, "is not known; write one of none, full, offload, partial"),
+        (Strategy, {"gradient_checkpointing": "yes"}, "is not known; write one of none, full, offload, fp8, partial"),
         (Strategy, {"weights_dtype": "fp9"}, "weights_dtype 'fp9' is not known; did you mean fp8?"),
         (Strategy, {"swap_blocks": -1}, "swap_blocks -1 is too small; write 0 at least"),
         (Strategy, {"vae_tiling": "yes"}, "vae_tiling 'yes' is wrong; should be a valid boolean"),
@@ -148,7 +148,7 @@ def test_every_field_has_one_line_of_help(record: type[Record]) -> None:
 
 
 def test_choices_of_a_field() -> None:
-    assert choices(Strategy, "gradient_checkpointing") == ("none", "full", "offload", "partial")
+    assert choices(Strategy, "gradient_checkpointing") == ("none", "full", "offload", "fp8", "partial")
     assert choices(Strategy, "weights_dtype")[0] == "fp32"
     assert choices(Job, "experts") == ("high", "low", "both")
     assert choices(Strategy, "swap_blocks") == ()

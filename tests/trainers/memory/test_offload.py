@@ -64,7 +64,7 @@ def test_in_backward_the_block_before_is_fetched_with_each_block(monkeypatch: py
     fetch = InputsOnHost._fetch
     monkeypatch.setattr(InputsOnHost, "_fetch", lambda self, entry: (fetched.append(entry.call), fetch(self, entry))[1])
     used: list[tuple[int, int]] = []
-    bring = InputsOnHost._bring
+    bring = InputsOnHost.unpack
 
     def brought(self: InputsOnHost, packed: object) -> Tensor:
         found = bring(self, packed)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_in_backward_the_block_before_is_fetched_with_each_block(monkeypatch: py
             used.append((packed.call, len(fetched)))  # type: ignore[attr-defined]
         return found
 
-    monkeypatch.setattr(InputsOnHost, "_bring", brought)
+    monkeypatch.setattr(InputsOnHost, "unpack", brought)
     weights, start, shared = made()
     run(InputsOnHost(), weights, start, shared).backward()
     assert fetched == [3, 2, 1]

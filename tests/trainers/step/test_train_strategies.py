@@ -127,13 +127,13 @@ def test_checkpoint_offload_sends_what_blocks_hand_on_to_the_host(
     place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    send = InputsOnHost._send
+    send = InputsOnHost.pack
 
     def counted(self: InputsOnHost, call: int, tensor: torch.Tensor) -> Any:
         sent.append(tensor.nbytes)
         return send(self, call, tensor)
 
-    monkeypatch.setattr(InputsOnHost, "_send", counted)
+    monkeypatch.setattr(InputsOnHost, "pack", counted)
     found = held(place, tmp_path, {"gradient_checkpointing": "offload"})
     width = 2 * 12
     tokens = 2 * 2 * 3

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import NamedTuple
-
 from planner.layout.run import Run
 from planner.tape.program import Block
 from planner.units import power_of_two
@@ -70,64 +67,3 @@ def _made_outside(run: Run) -> list[int]:
                 if inside and moment.passes == "backward":
                     freed_inside.append(~event)
     return freed_inside
-
-
-CAST = "_to_copy"
-ALIKE = 3
-"""Allocations in a row that show where a recomputation begins."""
-
-APART = 8
-"""Of two neighbouring allocations in forward, the most that a recomputation, which has gradients, puts between them."""
-
-
-def recomputation(run: Run, forward_events: list[int], backward: list[int]) -> tuple[int, int] | None:
-    """Where a block's recomputation begins and ends among the events of its backward; None where its input may be
-    needed for longer.
-
-    It repeats the allocations of the forward and lets go of less than that does at the same place, as autograd keeps
-    what it saved; until it ends, with the last tensor that backward needs (torch/utils/checkpoint.py, early stop), and
-    everything else goes at once: the block's input too, unless an operator saved it. One that is cast first is not.
-    """
-    forward = _allocations(run, forward_events)
-    made = _allocations(run, backward)
-    names = [allocation.name for allocation in made]
-    start = [allocation.name for allocation in forward[:ALIKE]]
-    begins = next((at for at in range(len(names)) if names[at : at + ALIKE] == start), None)
-    if begins is None or len(start) < ALIKE or start[0][0] != CAST:
-        return None
-    last = begins
-    for now, later in itertools.pairwise(forward):
-        reach = range(last + 1, min(last + 1 + APART, len(names)))
-        following = next((at for at in reach if names[at] == later.name), None)
-        freed = sum(allocation.freed_bytes for allocation in made[last : following or last + 1])
-        if following is None or freed > now.freed_bytes:
-            break
-        last = following
-    ends = made[last].at + 1
-    while ends < len(backward) and backward[ends] < 0:
-        ends += 1
-    return made[begins].at, ends
-
-
-class _Allocation(NamedTuple):
-    """An allocation among events: its place there, its operator and bytes, and the bytes freed before the next one."""
-
-    at: int
-    name: tuple[str, int]
-    freed_bytes: int
-
-
-def _allocations(run: Run, events: list[int]) -> list[_Allocation]:
-    operators, sizes = run.program.op, run.sizes
-    places: list[int] = []
-    freed: list[int] = []
-    for at, event in enumerate(events):
-        if event >= 0:
-            places.append(at)
-            freed.append(0)
-        elif freed:
-            freed[-1] += sizes[~event]
-    return [
-        _Allocation(at, (operators[events[at]], sizes[events[at]]), nbytes)
-        for at, nbytes in zip(places, freed, strict=True)
-    ]
