@@ -65,6 +65,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "DreamLiteTransformer2DModel": {"in_channels": 320},
     "EasyAnimateTransformer3DModel": {"in_channels": 16, "out_channels": 16, "patch_size": 2, "mmdit_layers": BLOCKS},
     "HiDreamImageTransformer2DModel": {"patch_size": 2, "caption_channels": [4096, 4096], "llama_layers": [0] * 14},
+    "HunyuanVideoFramepackTransformer3DModel": {
+        "has_clean_x_embedder": True, "has_image_proj": True, "image_proj_dim": 1152,
+    },
     "I2VGenXLUNet": _two_levels("3D"),
     "UNet2DConditionModel": _two_levels("2D"),
     "UNet3DConditionModel": _two_levels("3D"),

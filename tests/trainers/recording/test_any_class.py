@@ -16,7 +16,7 @@ from planner.commands import cli, record
 from planner.tape.variants import Precision, StepVariant
 from tests.benchmarks.held_out import Case, directly, from_tape
 from tests.trainers.recording.in_process import InProcess
-from trainers.recording.any_class.block_lists import block_lists
+from trainers.recording.any_class.block_lists import block_lists, stand_for_all
 from trainers.recording.any_class.candidates import Patch, documented, from_words
 from trainers.recording.any_class.dry_run import learned
 from trainers.recording.any_class.length_sums import Mismatch, mismatches, new_sum
@@ -113,6 +113,26 @@ def test_stages_that_are_lists_hold_the_blocks() -> None:
     model.down_blocks = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(count)) for count in (1, 3))
     found = [(entry.name, entry.depth_key, entry.blocks) for entry in block_lists(nn.Module, {}, model)]
     assert found == [("down_blocks.0", "", 1), ("down_blocks.1", "", 3)]
+
+
+@pytest.mark.parametrize(
+    ("few", "whole", "told"),
+    [
+        ((6,), (40,), True),
+        ((6, 6), (19, 38), True),
+        ((3, 3), (20, 20), False),  # HunyuanDiT's second half has skips: neither half has a middle
+        ((3, 3), (3, 3), True),
+        ((2, 1, 3), (2, 1, 2, 1, 34), False),  # other runs, as BriaFibo 2's blocks are named by number
+    ],
+)
+def test_few_blocks_stand_for_all_where_their_runs_are_the_same(
+    few: tuple[int, ...], whole: tuple[int, ...], told: bool
+) -> None:
+    def model(runs: tuple[int, ...]) -> nn.Module:
+        blocks = [nn.Linear(2, 3 + run % 2, bias=False) for run, count in enumerate(runs) for _ in range(count)]
+        return nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
+
+    assert stand_for_all(model(few), model(whole), ["blocks"]) is told
 
 
 def test_the_plainest_pipeline_is_asked() -> None:

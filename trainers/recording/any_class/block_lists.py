@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from accelerate import init_empty_weights
 from torch import nn
 
+from planner.tape.format import HEAD, TAIL
 from trainers.families.common.model_classes import build
+from trainers.recording.block_places import find_runs
 from trainers.recording.own import REFUSALS
 
 
@@ -110,6 +112,16 @@ def _stage_key(config: Mapping[str, Any], count: int, name: str) -> str:
     key = STAGE_KEYS[name]
     value = config.get(key)
     return key if isinstance(value, list | tuple) and len(value) == count else ""
+
+
+def stand_for_all(shallow: nn.Module, whole: nn.Module, names: list[str]) -> bool:
+    """Whether the blocks of the shallower of two models are those of the other but for repeated ones: as many runs of
+    like blocks in the lists of these names, each as long or long enough to have a middle."""
+    few, every = ([run.count for run in find_runs(model, names, None)[0]] for model in (shallow, whole))
+    enough = HEAD + 1 + TAIL
+    return len(few) == len(every) and all(
+        count == full or enough <= count <= full for count, full in zip(few, every, strict=True)
+    )
 
 
 def in_running_order(model: nn.Module, names: list[str], called: list[nn.Module]) -> list[str]:

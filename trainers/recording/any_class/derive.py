@@ -31,7 +31,13 @@ from trainers.recording.any_class.argument_search import (
     MissingArgument,
     tensors_in,
 )
-from trainers.recording.any_class.block_lists import BlockList, block_lists, built, in_running_order
+from trainers.recording.any_class.block_lists import (
+    BlockList,
+    block_lists,
+    built,
+    in_running_order,
+    stand_for_all,
+)
 from trainers.recording.any_class.candidates import MAIN, ClassFacts, Patch
 from trainers.recording.any_class.dry_run import FakeModel
 from trainers.recording.any_class.length_sums import with_sums
@@ -162,12 +168,14 @@ class _Description:
         raise AssertionError("one of both returns or raises")
 
     def _can_be_shallow(self, profile: ModelProfile) -> bool:
-        """Whether the class can be built with fewer blocks: a config may name them by number (`vace_layers`)."""
+        """Whether the class can be built with fewer blocks that tell of all: a config may name them by number
+        (`vace_layers`)."""
         try:
-            built(self.model_class, tapes.shallow_config(profile))
+            shallow = built(self.model_class, tapes.shallow_config(profile))
         except own.REFUSALS:
             return False
-        return True
+        whole = built(self.model_class, self.config)
+        return stand_for_all(shallow, whole, [stack.list for stack in profile.stacks])
 
     def _main_name(self) -> str:
         names = [name for name in MAIN if name in self.answer.forward]
