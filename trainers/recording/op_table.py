@@ -108,6 +108,9 @@ KNOWN_SMALL = {
     "aten.native_group_norm_backward": "sums in fp32 per sample and channel (group_norm_kernel.cu): 40 KiB a sample",
     "aten.linalg_qr": "cuSOLVER's scratch for a matrix of 512 x 20 (native/cuda/linalg/BatchLinearAlgebra.cpp): KiB",
     "aten.linalg_solve_triangular": "a copy of a matrix of 20 x 20 (native/BatchLinearAlgebra.cpp): KiB",
+    "aten._safe_softmax": "which scores are blocked, a byte each, and the softmax before those rows are cleared (native/"
+    "transformers/attention.cpp); of attention without an axis of heads, as in HunyuanImage 2.1's VAE: 80 MiB for "
+    "2048x2048, far from its peak",
     "aten._scaled_dot_product_flash_attention": "where queries are too few to fill the card, keys are split and the "
     "parts' outputs kept in fp32 (flash_api.cpp, num_splits_heuristic, out_accum): some MiB, never for a long clip",
     "aten._scaled_dot_product_efficient_attention": "an fp32 output for heads above 128 (mem_eff_attention/"

@@ -68,6 +68,7 @@ UNDONE = {
         + vae.bn.running_mean.view(1, -1, 1, 1)
     ),
     "hunyuan-video-1.5": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "hunyuan-image-2.1": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
 }
@@ -139,6 +140,7 @@ PROMPTS = {
     "flux.2-klein-4b": ("Flux2KleinPipeline", {}, ("prompt", "text_ids")),
     "flux.2-dev": ("Flux2Pipeline", {}, ("prompt", "text_ids")),
     "krea-2": ("Krea2Pipeline", {}, ("prompt", "prompt_mask")),
+    "hunyuan-image-2.1": ("HunyuanImagePipeline", {}, ("prompt", "prompt_mask", "glyphs", "glyph_mask")),
 }
 """How a family's pipeline is asked for embeddings, with all its encoders at once, and what it answers, in order."""
 

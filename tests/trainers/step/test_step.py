@@ -247,6 +247,16 @@ TINY: dict[str, dict[str, Any]] = {
         "axes_dims": [4, 6, 6],
         "axes_lens": [128, 16, 16],
     },
+    "hunyuan-image-2.1": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "num_refiner_layers": 1,
+        "rope_axes_dim": [8, 8],
+        "text_embed_dim": 8,
+        "text_embed_2_dim": 8,
+    },
     "krea-2": {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
