@@ -59,8 +59,8 @@ class EncoderStates(Record):
 
 
 class EncoderTraits(Record):
-    """Facts about a text encoder's class that its config does not hold; the same for all encoders of a class and config,
-    which have one tape."""
+    """Facts about a text encoder's class that its config does not hold; the same for all encoders of a class and
+    config, which have one tape."""
 
     package: Annotated[str, Field(pattern=r"^(transformers|diffusers(\.pipelines\.\w+)?)$")] = "transformers"
     """where its class is; diffusers has some of its own"""

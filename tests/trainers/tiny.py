@@ -159,6 +159,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
     "hunyuan-image": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "num_refiner_layers": 1}
     | {"rope_axes_dim": [4, 4], "text_embed_dim": 8, "text_embed_2_dim": 8},
+    "ernie-image": {"num_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "ffn_hidden_size": 16}
+    | {"rope_axes_dim": [4, 2, 2], "text_in_dim": 8},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -183,6 +185,7 @@ ENCODERS = {
     "hunyuan-video-1.5": {"text_encoder": "Qwen2_5_VLTextModel", "text_encoder_2": "T5EncoderModel"},
     "krea2": {"text_encoder": "Qwen3VLModel"},
     "hunyuan-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration", "text_encoder_2": "T5EncoderModel"},
+    "ernie-image": {"text_encoder": "Mistral3Model"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -228,6 +231,7 @@ MODELS = (
     "krea-2",
     "hunyuan-video-1.5",
     "hunyuan-image-2.1",
+    "ernie-image",
     "latentsync-1.6-stage1",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""

@@ -40,6 +40,7 @@ READ_TOO: dict[str, tuple[str, ...]] = {
     "z_image": ("z-image",),
     "hunyuan_video_15": ("hunyuan-video-1.5",),
     "hunyuan_image": ("hunyuan-image-2.1",),
+    "ernie_image": ("ernie-image",),
 }
 """``[model] type`` -> models that are read and not written: their files are named one by one (``diffusion_model``,
 ``vae``, ``text_encoders``; models/flux2.py, krea2.py, z_image.py, hunyuan_video_15.py)."""

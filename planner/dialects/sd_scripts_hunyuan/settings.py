@@ -29,10 +29,11 @@ from planner.dialects.sd_scripts.common import (
     write_validation,
 )
 from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
-from planner.errors import VplanError
+from planner.errors import VplanError, quoted
 
 SCRIPT = "hunyuan_image_train_network.py"
 MODEL = "hunyuan-image-2.1"
+ADAPTERS = "networks.lora_hunyuan_image"
 FILE = "hunyuanimage2.1.safetensors"
 """What its documentation calls the model's file (docs/hunyuan_image_train_network.md)."""
 
@@ -49,10 +50,9 @@ def read_script(script: Script) -> Invocation | None:
 
 def _model(settings: Settings) -> Fields:
     """The script trains one model; its distilled sibling has a guidance embedding, which it does not load."""
-    if module := settings.get("--network_module"):
-        if str(module) not in ("networks.lora_hunyuan_image", "lora_hunyuan_image"):
-            fix = "check it with --network_module networks.lora_hunyuan_image"
-            raise VplanError(f"--network_module {str(module)[:80]!r} is not priced", fix)
+    module = str(settings.get("--network_module") or ADAPTERS)
+    if module != ADAPTERS:
+        raise VplanError(f"--network_module {quoted(module)} is not priced", f"check it with {ADAPTERS}")
     return {"model": lookup.model(str(settings.get("model") or MODEL)).name}
 
 

@@ -13,6 +13,7 @@ from planner.dialects.base import flags
 from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Remark, Settings, Value, When
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
+from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
@@ -39,6 +40,7 @@ MODELS: dict[str, dict[str, str]] = {
     },
     "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
+    "ernie": dict.fromkeys(("", "base", "turbo"), "ernie-image"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
     "ltxvideo2": {"": "ltx-2", "dev": "ltx-2"},
     "hunyuanvideo": {"": "hunyuan-video-1.5", "t2v-480p": "hunyuan-video-1.5"},
@@ -268,6 +270,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     whose = "the largest set's" if SAMPLES in settings else "the config's"
     yield f"a square of {whose} resolution: buckets have its pixels"
+    yield from own_model_notes("simpletuner", fields)
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":

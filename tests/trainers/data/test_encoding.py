@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, FluxPipeline
+from diffusers import ErnieImagePipeline, Flux2KleinPipeline, FluxPipeline
 from safetensors.torch import load_file
 
 from planner.catalog import lookup
@@ -69,6 +69,9 @@ UNDONE = {
     ),
     "hunyuan-video-1.5": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "hunyuan-image-2.1": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "ernie-image": lambda latents, vae: ErnieImagePipeline._unpatchify_latents(
+        latents[None] * torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + 1e-5) + vae.bn.running_mean.view(1, -1, 1, 1)
+    ),
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
 }

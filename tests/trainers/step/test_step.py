@@ -257,6 +257,14 @@ TINY: dict[str, dict[str, Any]] = {
         "text_embed_dim": 8,
         "text_embed_2_dim": 8,
     },
+    "ernie-image": {
+        "num_attention_heads": 2,
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 32,
+        "rope_axes_dim": [4, 6, 6],
+        "text_in_dim": 8,
+    },
     "krea-2": {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
