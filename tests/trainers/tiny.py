@@ -161,6 +161,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"rope_axes_dim": [4, 4], "text_embed_dim": 8, "text_embed_2_dim": 8},
     "ernie-image": {"num_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "ffn_hidden_size": 16}
     | {"rope_axes_dim": [4, 2, 2], "text_in_dim": 8},
+    "ideogram-4": {**SMALL, "attention_head_dim": 8, "intermediate_size": 16, "adaln_dim": 8}
+    | {"llm_features_dim": 13 * 8, "mrope_section": [2, 1, 1]},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -186,6 +188,7 @@ ENCODERS = {
     "krea2": {"text_encoder": "Qwen3VLModel"},
     "hunyuan-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration", "text_encoder_2": "T5EncoderModel"},
     "ernie-image": {"text_encoder": "Mistral3Model"},
+    "ideogram-4": {"text_encoder": "Qwen3VLModel"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -232,6 +235,7 @@ MODELS = (
     "hunyuan-video-1.5",
     "hunyuan-image-2.1",
     "ernie-image",
+    "ideogram-4",
     "latentsync-1.6-stage1",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""

@@ -33,6 +33,7 @@ MODELS = {
     "Z_IMAGE": "z-image",
     "KREA_2": "krea-2",
     "ERNIE": "ernie-image",
+    "IDEOGRAM_4": "ideogram-4",
 }
 """Its ModelType -> ours; STABLE_DIFFUSION_35 and FLUX_2 have several, told by their names."""
 

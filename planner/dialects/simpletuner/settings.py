@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, str]] = {
     "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
     "ernie": dict.fromkeys(("", "base", "turbo"), "ernie-image"),
+    "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
     "ltxvideo2": {"": "ltx-2", "dev": "ltx-2"},
     "hunyuanvideo": {"": "hunyuan-video-1.5", "t2v-480p": "hunyuan-video-1.5"},

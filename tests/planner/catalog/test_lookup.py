@@ -72,6 +72,7 @@ def test_every_bundled_model_is_sound() -> None:
         "flux.2-klein-4b",
         "hunyuan-image-2.1",
         "ernie-image",
+        "ideogram-4",
     }
     for name in names:
         profile = model(name)
@@ -123,6 +124,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("krea", "krea-2"),
         ("hunyuan image", "hunyuan-image-2.1"),
         ("baidu/ERNIE-Image", "ernie-image"),
+        ("ideogram", "ideogram-4"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
         ("qwen", "qwen-image"),

@@ -52,6 +52,10 @@ def diffusion_pipe(kind: str) -> tuple[str, str]:
         (ai_toolkit("ernie_image"), "ai-toolkit", "ernie-image", True),
         (diffusion_pipe("ernie_image"), "diffusion-pipe", "ernie-image", True),
         (diffusion_pipe("hunyuan_image"), "diffusion-pipe", "hunyuan-image-2.1", True),
+        (simpletuner("ideogram"), "simpletuner", "ideogram-4", True),
+        (onetrainer("IDEOGRAM_4"), "onetrainer", "ideogram-4", False),
+        (ai_toolkit("ideogram4"), "ai-toolkit", "ideogram-4", True),
+        (diffusion_pipe("ideogram4"), "diffusion-pipe", "ideogram-4", True),
         (simpletuner("krea2"), "simpletuner", "krea-2", False),
     ],
 )

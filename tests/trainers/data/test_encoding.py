@@ -36,7 +36,7 @@ def clips(tmp_path: Path) -> Path:
     return tiny.write_clips(tmp_path / "clips")
 
 
-MODE = ("wan", "wan-vace", "z-image", "flux2")
+MODE = ("wan", "wan-vace", "z-image", "flux2", "ideogram-4")
 """Families whose latents are the mode of the posterior, not drawn from it."""
 
 
@@ -71,6 +71,10 @@ UNDONE = {
     "hunyuan-image-2.1": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "ernie-image": lambda latents, vae: ErnieImagePipeline._unpatchify_latents(
         latents[None] * torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + 1e-5) + vae.bn.running_mean.view(1, -1, 1, 1)
+    ),
+    "ideogram-4": lambda latents, vae: (
+        (latents * torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps) + vae.bn.running_mean)
+        .view(1, 4, 4, 2, 2, -1).permute(0, 5, 1, 3, 2, 4).reshape(1, -1, 8, 8)
     ),
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),

@@ -265,6 +265,15 @@ TINY: dict[str, dict[str, Any]] = {
         "rope_axes_dim": [4, 6, 6],
         "text_in_dim": 8,
     },
+    "ideogram-4": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "intermediate_size": 32,
+        "adaln_dim": 8,
+        "llm_features_dim": 16,
+        "mrope_section": [4, 2, 2],
+    },
     "krea-2": {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,

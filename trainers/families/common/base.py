@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from planner.catalog.profiles import ModelProfile
+from planner.catalog.profiles import ModelProfile, Training
 from planner.spec.job import Job
 from trainers.families.common import noise_levels, random_draws
 from trainers.families.common.encoding import EncoderTurn
@@ -170,10 +170,15 @@ class Family:
         if uniform is None:
             self.loss_weights = None
             return torch.sigmoid(random_draws.normal(latents.shape[0], latents.device))
-        training, tokens = self.profile.training, self.tokens_of(latents)
+        tokens = self.tokens_of(latents)
+        training = self.law(tokens)
         drawn = noise_levels.levels(uniform, training, tokens, self.limits)
         self.loss_weights = noise_levels.weights(drawn, training, tokens)
         return drawn
+
+    def law(self, tokens: int) -> Training:
+        """How samples of so many tokens are trained; by default as the profile says, whatever their size."""
+        return self.profile.training
 
     def tokens_of(self, latents: Tensor) -> int:
         """Tokens of one sample: packed latents are (B, tokens, C), others (B, C, ...) with rows and columns last."""
