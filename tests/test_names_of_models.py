@@ -49,6 +49,7 @@ FAMILY_READ = {
 """Where a profile's family is read at all."""
 
 WORDS = {"clip", "image", "video", "dev", "edit", "large", "medium", "turbo", "base", "distilled", "text", "full"}
+WORDS |= {"bf16", "fp8", "nf4"}
 """Parts of models' names that say other things as well."""
 
 

@@ -1,4 +1,5 @@
-"""A note on models that a trainer builds from code of its own, and that are priced as diffusers' all the same."""
+"""Notes on models that a trainer builds or feeds in a way of its own, and that are priced as diffusers' all the
+same."""
 
 from __future__ import annotations
 
@@ -14,3 +15,6 @@ def own_model_notes(trainer: str, fields: Fields) -> Iterator[str]:
     model = lookup.model(fields["model"])
     if model.trained_with(trainer, "own-model"):
         yield f"its own code of {model.title} is priced as diffusers': no run of it was compared"
+    if model.trained_with(trainer, "prompts-unpadded"):
+        tokens = model.shape.text_tokens
+        yield f"prompts are as long as the longest of a batch: priced at {tokens} tokens, shorter ones take less"

@@ -78,6 +78,11 @@ BASES = {
 }
 """``base_model_precision`` -> how the frozen base is stored; empty: as the mixed precision is."""
 
+STORED = {("ideogram", ""): "fp8", ("ideogram", "fp8"): "fp8", ("ideogram", "nf4"): "nf4"}
+"""(``model_family``, ``model_flavour``) -> how its published weights are stored, and stay unless a
+``base_model_precision`` or ``ideogram_fp8_base_upcast`` asks for others (helpers/models/ideogram/model.py
+``load_model``)."""
+
 ONLY_LORA = frozenset({"lora"})
 UNPRICED = {
     "controlnet": "a ControlNet beside the model",
@@ -141,9 +146,11 @@ def _formats(settings: Settings) -> Fields:
     base = str(_of(settings, "base_model_precision") or "no_change")
     if base not in BASES:
         raise VplanError(f"base_model_precision {quoted(base)} is not priced", f"priced: {', '.join(BASES)}")
+    which = str(_of(settings, "model_family")).replace("-", "_"), str(_of(settings, "model_flavour") or "")
+    stored = "" if BASES[base] or _on(_of(settings, "ideogram_fp8_base_upcast", False)) else STORED.get(which, "")
     sixteen = "fp32" if str(_of(settings, "optimizer")).startswith(("optimi-", "torch-")) and BASES[base] else half
     return {
-        "weights_dtype": BASES[base] or half,
+        "weights_dtype": BASES[base] or stored or half,
         "adapter_dtype": sixteen,
         "autocast": half if half != "fp32" else "none",
     }

@@ -67,6 +67,28 @@ def test_models_by_the_names_that_trainers_have_for_them(
     assert any("its own code of" in note for note in found.notes) == is_own
 
 
+@pytest.mark.parametrize(
+    ("more", "weights"),
+    [
+        ({}, "fp8"),
+        ({"model_flavour": "nf4"}, "nf4"),
+        ({"base_model_precision": "int8-torchao"}, "int8"),
+        ({"ideogram_fp8_base_upcast": True}, "bf16"),
+    ],
+)
+def test_simpletuner_leaves_published_weights_as_they_are_stored(
+    more: dict[str, Any], weights: str, tmp_path: Path
+) -> None:
+    _, found = read(tmp_path, "config.json", json.dumps({**SIMPLETUNER, "model_family": "ideogram", **more}))
+    assert found.strategy["weights_dtype"] == weights
+
+
+def test_prompts_that_are_not_filled_up_are_said(tmp_path: Path) -> None:
+    for file in (onetrainer("IDEOGRAM_4"), diffusion_pipe("hunyuan_image")):
+        _, found = read(tmp_path, *file)
+        assert any("prompts are as long as the longest of a batch" in note for note in found.notes)
+
+
 def test_lora_of_every_linear_layer_is_priced_where_trainers_adapt_them(tmp_path: Path) -> None:
     files: tuple[Any, ...] = (ai_toolkit("ernie_image"), diffusion_pipe("ernie_image"))
     for file in files:

@@ -77,6 +77,9 @@ class Family:
     plain_outputs: Mapping[str, bool] = {"return_dict": False}
     """What tells the model to return a tuple; nothing for a class that returns no records."""
 
+    sample_needs = "what a folder of clips does not have"
+    """What its samples would need, where it has no sampler."""
+
     captioned = True
     """Whether its samples have captions; else a clip says all there is, and its sound is a part of that."""
 

@@ -23,6 +23,7 @@ class Ideogram4(Family):
     as thirteen layers of its encoder, and zero where the image is."""
 
     sums = {"S": (0, ("T", "FHW"))}
+    sample_needs = "a second model for guidance, and captions as text, which its pipeline encodes itself"
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         text, tokens = (grid["B"], grid["T"]), grid["H"] * grid["W"]
