@@ -33,6 +33,7 @@ ALLOWED = {
 COMPARED = {
     "planner/dialects/musubi_tuner/": "scripts are called wan_train_network.py and the like",
     "planner/dialects/sd_scripts_unet/": "a script for each of two models, called after them",
+    "planner/dialects/sd_scripts_hunyuan/": "a key of its config is called after the encoder whose file it names",
     "planner/dialects/diffusers/": "a script is called train_text_to_image_lora_sdxl.py",
     "planner/dialects/diffusers_pipeline/": "a script's calls of any class that begins with Autoencoder",
 }
@@ -48,6 +49,7 @@ FAMILY_READ = {
 """Where a profile's family is read at all."""
 
 WORDS = {"clip", "image", "video", "dev", "edit", "large", "medium", "turbo", "base", "distilled", "text", "full"}
+WORDS |= {"bf16", "fp8", "nf4"}
 """Parts of models' names that say other things as well."""
 
 

@@ -59,7 +59,8 @@ class EncoderStates(Record):
 
 
 class EncoderTraits(Record):
-    """Facts about a text encoder's class that its config does not hold; the same for all encoders of a class."""
+    """Facts about a text encoder's class that its config does not hold; the same for all encoders of a class and
+    config, which have one tape."""
 
     package: Annotated[str, Field(pattern=r"^(transformers|diffusers(\.pipelines\.\w+)?)$")] = "transformers"
     """where its class is; diffusers has some of its own"""
@@ -99,6 +100,7 @@ TrainerTrait = Literal[
     "vae-in-fp32",
     "vae-caches-kept",
     "reentrant-checkpoints",
+    "prompts-unpadded",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
@@ -109,6 +111,7 @@ own-model: it is what the trainer's own scripts build. own-code: its step is rec
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: the VAE overflows in half precision.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
 reentrant-checkpoints: its own code of the model checkpoints so.
+prompts-unpadded: they are as long as the longest of a batch, where diffusers fills them up.
 """
 
 

@@ -117,7 +117,7 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
         config = transformers.Qwen3VLConfig(
             text_config=text, vision_config={**eyes, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
         )
-    elif kind == "Mistral3ForConditionalGeneration":  # FLUX.2 takes the 10th, 20th and 30th
+    elif kind.startswith("Mistral3"):  # FLUX.2 takes the 10th, 20th and 30th
         text = {**llm, "model_type": "mistral", "num_hidden_layers": 31, "head_dim": 4}
         eyes = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
         config = transformers.Mistral3Config(text_config=text, vision_config={**eyes, "num_attention_heads": 2})
@@ -157,6 +157,12 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"axes_dims_rope": [4, 2, 2], "intermediate_size": 16, "text_hidden_dim": 8, "text_intermediate_size": 8}
     | {"text_num_attention_heads": 2, "text_num_key_value_heads": 2, "timestep_embed_dim": 8}
     | {"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
+    "hunyuan-image": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "num_refiner_layers": 1}
+    | {"rope_axes_dim": [4, 4], "text_embed_dim": 8, "text_embed_2_dim": 8},
+    "ernie-image": {"num_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "ffn_hidden_size": 16}
+    | {"rope_axes_dim": [4, 2, 2], "text_in_dim": 8},
+    "ideogram-4": {**SMALL, "attention_head_dim": 8, "intermediate_size": 16, "adaln_dim": 8}
+    | {"llm_features_dim": 13 * 8, "mrope_section": [2, 1, 1]},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -180,6 +186,9 @@ ENCODERS = {
     "flux2": {"text_encoder": "Qwen3ForCausalLM"},
     "hunyuan-video-1.5": {"text_encoder": "Qwen2_5_VLTextModel", "text_encoder_2": "T5EncoderModel"},
     "krea2": {"text_encoder": "Qwen3VLModel"},
+    "hunyuan-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration", "text_encoder_2": "T5EncoderModel"},
+    "ernie-image": {"text_encoder": "Mistral3Model"},
+    "ideogram-4": {"text_encoder": "Qwen3VLModel"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -193,6 +202,7 @@ VAES: dict[str, dict[str, object]] = {
     "AutoencoderKL": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
     "AutoencoderKLFlux2": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
     "AutoencoderKLHunyuanVideo15": {"block_out_channels": [64, 64, 64, 64, 64], "layers_per_block": 1},
+    "AutoencoderKLHunyuanImage": {"block_out_channels": [32, 32, 32, 32, 64, 128], "layers_per_block": 1},
     "AutoencoderKLLTXVideo": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": [1, 1, 1, 1, 1]}
     | {"decoder_block_out_channels": [8, 8, 8, 8], "decoder_layers_per_block": [1, 1, 1, 1, 1]},
     "AutoencoderKLMochi": {"encoder_block_out_channels": [32, 32, 32, 32], "layers_per_block": [1, 1, 1, 1, 1]}
@@ -223,6 +233,9 @@ MODELS = (
     "flux.2-dev",
     "krea-2",
     "hunyuan-video-1.5",
+    "hunyuan-image-2.1",
+    "ernie-image",
+    "ideogram-4",
     "latentsync-1.6-stage1",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""

@@ -141,14 +141,17 @@ def attention(
     mask whose rows are not a multiple of 8 elements is then copied into padded rows (pad_bias), and the copy is what is
     saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows. cuDNN takes
     it as it is, see `planner.layout.attention_kernel`. Fewer heads of keys than of queries are taken by flash alone
-    (check_batch_size_and_num_heads_dense in sdp_utils_cpp.h); what it does not take goes the plain way.
+    (check_batch_size_and_num_heads_dense in sdp_utils_cpp.h); what it does not take goes the plain way, as does what
+    has no axis of heads (check_tensor_shapes, likewise).
     """
+    plain: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_attention_math
+    if query.dim() != 4:
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     half = query.dtype in (torch.float16, torch.bfloat16)
     if attn_mask is None and half and query.shape[-1] <= 256:
         flash: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa and key.shape[1] != query.shape[1]:
-        plain: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_attention_math
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     if attn_mask is not None:
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):  # validate_sdpa_input in attention.cpp

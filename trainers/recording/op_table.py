@@ -30,11 +30,11 @@ CREATED = _aten(
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
-    "abs add add_ addcdiv_ addcmul addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ eq "
-    "exp fill_ ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log logical_not lt ne masked_fill "
-    "masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg normal_ polar "
-    "pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin _softmax sqrt sub sub_ "
-    "tanh tanh_backward _to_copy where"
+    "abs add add_ addcdiv_ addcmul addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ "
+    "eq exp fill_ floor ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log logical_not lt ne "
+    "masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg "
+    "normal_ polar pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin _softmax "
+    "sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh); dropout
 and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer only between devices (Copy.cu,
@@ -42,7 +42,7 @@ copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
     "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index reflection_pad3d repeat "
-    "replication_pad1d replication_pad1d_backward replication_pad3d select_backward slice_backward stack triu "
+    "replication_pad1d replication_pad1d_backward replication_pad3d select_backward slice_backward stack tril triu "
     "upsample_nearest2d_backward"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
@@ -100,6 +100,8 @@ KNOWN_SMALL = {
     "aten.embedding_dense_backward": "sorted row numbers above 3072 text tokens (native/cuda/Embedding.cu): some KiB",
     "aten.index_put": "sorted row numbers, and copies of gradient and output in the order of the rows (native/cuda/"
     "Indexing.cu, index_put_with_sort_kernel); text tokens only: some MiB",
+    "aten.index_put_": "the index once more, as numbers of its own (native/TensorAdvancedIndexing.cpp, make_info); "
+    "positions of a rotary embedding only: some KiB",
     "aten.native_layer_norm": "mean and rstd are fp32 on CUDA and of the input's dtype on CPU (layer_norm_kernel.cu): "
     "4 bytes a row more without autocast, which makes its input fp32; `planner.layout.recorded_run` makes them so",
     "aten.native_layer_norm_backward": "a trained weight and bias over many rows are summed in two passes through "
@@ -108,6 +110,9 @@ KNOWN_SMALL = {
     "aten.native_group_norm_backward": "sums in fp32 per sample and channel (group_norm_kernel.cu): 40 KiB a sample",
     "aten.linalg_qr": "cuSOLVER's scratch for a matrix of 512 x 20 (native/cuda/linalg/BatchLinearAlgebra.cpp): KiB",
     "aten.linalg_solve_triangular": "a copy of a matrix of 20 x 20 (native/BatchLinearAlgebra.cpp): KiB",
+    "aten._safe_softmax": "which scores are blocked, a byte each, and the softmax before those rows are cleared ("
+    "native/transformers/attention.cpp); of attention without an axis of heads, as in HunyuanImage 2.1's VAE: 80 MiB "
+    "for 2048x2048, far from its peak; and in fp32 of fewer heads of keys than of queries",
     "aten._scaled_dot_product_flash_attention": "where queries are too few to fill the card, keys are split and the "
     "parts' outputs kept in fp32 (flash_api.cpp, num_splits_heuristic, out_accum): some MiB, never for a long clip",
     "aten._scaled_dot_product_efficient_attention": "an fp32 output for heads above 128 (mem_eff_attention/"

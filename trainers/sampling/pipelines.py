@@ -58,7 +58,7 @@ def sampler_of(kind: Family, profile: ModelProfile) -> FamilyPipeline:
     """How a family makes samples. Raises a VplanError for a family that cannot."""
     sampler = kind.sampler()
     if sampler is None:
-        fault = f"samples of {profile.name} need what a folder of clips does not have"
+        fault = f"samples of {profile.name} need {kind.sample_needs}"
         raise VplanError(fault, "leave out --validation-mode")
     return sampler
 

@@ -39,6 +39,7 @@ from planner.dialects.base.bindings import (
 )
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, one_of, our_defaults, word_for
+from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
@@ -304,6 +305,7 @@ def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What the trainer does that the settings do not say, in words, with the source."""
     yield "resolutions are areas: priced as squares"
+    yield from own_model_notes("ai-toolkit", fields)
     if note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"]):
         yield note
     if settings.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":

@@ -39,6 +39,9 @@ READ_TOO: dict[str, tuple[str, ...]] = {
     "krea2": ("krea-2",),
     "z_image": ("z-image",),
     "hunyuan_video_15": ("hunyuan-video-1.5",),
+    "hunyuan_image": ("hunyuan-image-2.1",),
+    "ernie_image": ("ernie-image",),
+    "ideogram4": ("ideogram-4",),
 }
 """``[model] type`` -> models that are read and not written: their files are named one by one (``diffusion_model``,
 ``vae``, ``text_encoders``; models/flux2.py, krea2.py, z_image.py, hunyuan_video_15.py)."""

@@ -23,6 +23,7 @@ from planner.dialects.base.bindings import (
 )
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launch_settings, one_of, our_defaults, word_for
+from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number
 from planner.dialects.diffusion_pipe.models import (
@@ -322,6 +323,7 @@ def _without_deepspeed(words: Sequence[str]) -> list[str]:
 def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What the trainer does that the settings do not say, in words, with the source."""
     yield f"latents and prompts are cached on disk before training, and it samples nothing ({AT})"
+    yield from own_model_notes("diffusion-pipe", fields)
     if fields["method"] == "lora" and (
         note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
     ):

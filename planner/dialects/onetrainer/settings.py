@@ -15,6 +15,7 @@ from planner.dialects.base import flags
 from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Remark, Settings, Value, When
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, one_of, our_defaults, word_for
+from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.errors import VplanError, quoted
 from planner.untrusted import flat
@@ -32,6 +33,8 @@ MODELS = {
     "QWEN": "qwen-image",
     "Z_IMAGE": "z-image",
     "KREA_2": "krea-2",
+    "ERNIE": "ernie-image",
+    "IDEOGRAM_4": "ideogram-4",
 }
 """Its ModelType -> ours; STABLE_DIFFUSION_35 and FLUX_2 have several, told by their names."""
 
@@ -200,6 +203,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield "priced as vplan trains diffusers' model: no run of OneTrainer was compared, its memory terms are not read"
+    yield from own_model_notes("onetrainer", fields)
     if fields["method"] == "lora":
         chosen = _of(settings, "layer_filter_preset", "full")
         yield f"LoRA estimated on the model's usual layers (layer_filter_preset {chosen})"

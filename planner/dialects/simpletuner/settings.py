@@ -13,6 +13,7 @@ from planner.dialects.base import flags
 from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Remark, Settings, Value, When
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
+from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
@@ -39,6 +40,8 @@ MODELS: dict[str, dict[str, str]] = {
     },
     "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
+    "ernie": dict.fromkeys(("", "base", "turbo"), "ernie-image"),
+    "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
     "ltxvideo2": {"": "ltx-2", "dev": "ltx-2"},
     "hunyuanvideo": {"": "hunyuan-video-1.5", "t2v-480p": "hunyuan-video-1.5"},
@@ -74,6 +77,11 @@ BASES = {
     "nf4-bnb": "nf4",
 }
 """``base_model_precision`` -> how the frozen base is stored; empty: as the mixed precision is."""
+
+STORED = {("ideogram", ""): "fp8", ("ideogram", "fp8"): "fp8", ("ideogram", "nf4"): "nf4"}
+"""(``model_family``, ``model_flavour``) -> how its published weights are stored, and stay unless a
+``base_model_precision`` or ``ideogram_fp8_base_upcast`` asks for others (helpers/models/ideogram/model.py
+``load_model``)."""
 
 ONLY_LORA = frozenset({"lora"})
 UNPRICED = {
@@ -138,9 +146,11 @@ def _formats(settings: Settings) -> Fields:
     base = str(_of(settings, "base_model_precision") or "no_change")
     if base not in BASES:
         raise VplanError(f"base_model_precision {quoted(base)} is not priced", f"priced: {', '.join(BASES)}")
+    which = str(_of(settings, "model_family")).replace("-", "_"), str(_of(settings, "model_flavour") or "")
+    stored = "" if BASES[base] or _on(_of(settings, "ideogram_fp8_base_upcast", False)) else STORED.get(which, "")
     sixteen = "fp32" if str(_of(settings, "optimizer")).startswith(("optimi-", "torch-")) and BASES[base] else half
     return {
-        "weights_dtype": BASES[base] or half,
+        "weights_dtype": BASES[base] or stored or half,
         "adapter_dtype": sixteen,
         "autocast": half if half != "fp32" else "none",
     }
@@ -268,6 +278,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     whose = "the largest set's" if SAMPLES in settings else "the config's"
     yield f"a square of {whose} resolution: buckets have its pixels"
+    yield from own_model_notes("simpletuner", fields)
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":

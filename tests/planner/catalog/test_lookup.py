@@ -70,6 +70,9 @@ def test_every_bundled_model_is_sound() -> None:
         "z-image",
         "krea-2",
         "flux.2-klein-4b",
+        "hunyuan-image-2.1",
+        "ernie-image",
+        "ideogram-4",
     }
     for name in names:
         profile = model(name)
@@ -119,6 +122,9 @@ def test_every_bundled_model_is_sound() -> None:
         ("black-forest-labs/FLUX.2-dev", "flux.2-dev"),
         ("klein-4b", "flux.2-klein-4b"),
         ("krea", "krea-2"),
+        ("hunyuan image", "hunyuan-image-2.1"),
+        ("baidu/ERNIE-Image", "ernie-image"),
+        ("ideogram", "ideogram-4"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
         ("qwen", "qwen-image"),
@@ -142,6 +148,7 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("easyanimate-v5.1-7b", 6_815),
         ("easyanimate-v5.1-12b", 11_799),
         ("hunyuan-video-1.5", 8_327),
+        ("ernie-image", 8_033),
     ],
 )
 def test_parameters_are_the_published_ones(name: str, millions: int) -> None:
@@ -154,6 +161,7 @@ def test_parameters_are_the_published_ones(name: str, millions: int) -> None:
         ("Tongyi-MAI/Z-Image-Turbo", "z-image"),
         ("z image turbo", "z-image"),
         ("krea/Krea-2-Turbo", "krea-2"),
+        ("baidu/ERNIE-Image-Turbo", "ernie-image"),
         ("flux.1-schnell", "flux.1-dev"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, FluxPipeline
+from diffusers import ErnieImagePipeline, Flux2KleinPipeline, FluxPipeline
 from safetensors.torch import load_file
 
 from planner.catalog import lookup
@@ -36,7 +36,7 @@ def clips(tmp_path: Path) -> Path:
     return tiny.write_clips(tmp_path / "clips")
 
 
-MODE = ("wan", "wan-vace", "z-image", "flux2")
+MODE = ("wan", "wan-vace", "z-image", "flux2", "ideogram-4")
 """Families whose latents are the mode of the posterior, not drawn from it."""
 
 
@@ -68,6 +68,14 @@ UNDONE = {
         + vae.bn.running_mean.view(1, -1, 1, 1)
     ),
     "hunyuan-video-1.5": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "hunyuan-image-2.1": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "ernie-image": lambda latents, vae: ErnieImagePipeline._unpatchify_latents(
+        latents[None] * torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + 1e-5) + vae.bn.running_mean.view(1, -1, 1, 1)
+    ),
+    "ideogram-4": lambda latents, vae: (
+        (latents * torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps) + vae.bn.running_mean)
+        .view(1, 4, 4, 2, 2, -1).permute(0, 5, 1, 3, 2, 4).reshape(1, -1, 8, 8)
+    ),
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
 }
@@ -139,6 +147,7 @@ PROMPTS = {
     "flux.2-klein-4b": ("Flux2KleinPipeline", {}, ("prompt", "text_ids")),
     "flux.2-dev": ("Flux2Pipeline", {}, ("prompt", "text_ids")),
     "krea-2": ("Krea2Pipeline", {}, ("prompt", "prompt_mask")),
+    "hunyuan-image-2.1": ("HunyuanImagePipeline", {}, ("prompt", "prompt_mask", "glyphs", "glyph_mask")),
 }
 """How a family's pipeline is asked for embeddings, with all its encoders at once, and what it answers, in order."""
 

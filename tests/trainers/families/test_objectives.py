@@ -35,6 +35,7 @@ FLOW = [
     for name in tiny.MODELS
     if lookup.model(name).training.objective == "flow"
     and not lookup.model(name).inputs.get("first_frame_given")
+    and families.family(tiny.profile(name)).sampler() is not None
     and name not in ALIKE
 ]
 

@@ -210,6 +210,12 @@ def test_attention_takes_the_kernel_it_takes_on_cuda(call: object, kernel: str) 
     assert not any("for_cpu" in name or "math" in name for name in seen)
 
 
+def test_attention_without_an_axis_of_heads_goes_the_plain_way() -> None:
+    """No fused kernel takes it (check_tensor_shapes in sdp_utils_cpp.h): HunyuanImage 2.1's VAE asks so."""
+    seen = operators_of(lambda: torch.nn.functional.scaled_dot_product_attention(*[torch.empty(2, 16, 64)] * 3))
+    assert "bmm" in seen and "_safe_softmax" in seen and not any("scaled_dot" in name for name in seen)
+
+
 def test_rms_norm_is_one_operator_when_the_weight_has_the_input_s_dtype() -> None:
     def normed(dtype: torch.dtype, fused: bool) -> list[str]:
         value, weight = torch.empty(2, 8, dtype=HALF), torch.empty(8, dtype=dtype)

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from planner.catalog.profiles import ModelProfile
+from planner.catalog.profiles import ModelProfile, Training
 from planner.spec.job import Job
 from trainers.families.common import noise_levels, random_draws
 from trainers.families.common.encoding import EncoderTurn
@@ -76,6 +76,9 @@ class Family:
 
     plain_outputs: Mapping[str, bool] = {"return_dict": False}
     """What tells the model to return a tuple; nothing for a class that returns no records."""
+
+    sample_needs = "what a folder of clips does not have"
+    """What its samples would need, where it has no sampler."""
 
     captioned = True
     """Whether its samples have captions; else a clip says all there is, and its sound is a part of that."""
@@ -170,10 +173,15 @@ class Family:
         if uniform is None:
             self.loss_weights = None
             return torch.sigmoid(random_draws.normal(latents.shape[0], latents.device))
-        training, tokens = self.profile.training, self.tokens_of(latents)
+        tokens = self.tokens_of(latents)
+        training = self.law(tokens)
         drawn = noise_levels.levels(uniform, training, tokens, self.limits)
         self.loss_weights = noise_levels.weights(drawn, training, tokens)
         return drawn
+
+    def law(self, tokens: int) -> Training:
+        """How samples of so many tokens are trained; by default as the profile says, whatever their size."""
+        return self.profile.training
 
     def tokens_of(self, latents: Tensor) -> int:
         """Tokens of one sample: packed latents are (B, tokens, C), others (B, C, ...) with rows and columns last."""

@@ -1,0 +1,1 @@
+"""sd-scripts' words for HunyuanImage 2.1."""

@@ -1,0 +1,228 @@
+"""sd-scripts' words for HunyuanImage 2.1, read at 48d368f: hunyuan_image_train_network.py.
+
+Its model is a code of its own (library/hunyuan_image_models.py), which is priced as diffusers', and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.catalog import lookup
+from planner.dialects.base import block_swap
+from planner.dialects.base.bindings import Choice, Fields, Fixed, FunctionPair, Remark, Settings, Value
+from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
+from planner.dialects.base.script import Script
+from planner.dialects.sd_scripts.common import (
+    DATASET,
+    OPTIMIZERS,
+    SAMPLES,
+    cached,
+    names,
+    optimizer,
+    read_command,
+    read_config,
+    size,
+    validation,
+    write_optimizer,
+    write_size,
+    write_validation,
+)
+from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
+from planner.errors import VplanError, quoted
+
+SCRIPT = "hunyuan_image_train_network.py"
+MODEL = "hunyuan-image-2.1"
+ADAPTERS = "networks.lora_hunyuan_image"
+FILE = "hunyuanimage2.1.safetensors"
+"""What its documentation calls the model's file (docs/hunyuan_image_train_network.md)."""
+
+
+def read_script(script: Script) -> Invocation | None:
+    """A command of the script, or its TOML (--config_file) alone, which names the glyphs' encoder."""
+    programs = [program for program in script.programs if program.script.rpartition("/")[2] == SCRIPT]
+    if programs:
+        return read_command(programs[-1], script)
+    if script.config is not None and {"byt5", "network_module"} <= names(script.config):
+        return read_config(SCRIPT, script)
+    return None
+
+
+def _model(settings: Settings) -> Fields:
+    """The script trains one model; its distilled sibling has a guidance embedding, which it does not load."""
+    module = str(settings.get("--network_module") or ADAPTERS)
+    if module != ADAPTERS:
+        raise VplanError(f"--network_module {quoted(module)} is not priced", f"check it with {ADAPTERS}")
+    return {"model": lookup.model(str(settings.get("model") or MODEL)).name}
+
+
+def _size(settings: Settings) -> Fields:
+    """Buckets are made of whole cells of the VAE (``verify_bucket_reso_steps(32)``)."""
+    fields, step = size(settings), lookup.model(MODEL).shape.size_multiple
+    return fields | {name: fields[name] // step * step for name in ("height", "width") if fields[name]}
+
+
+def _formats(settings: Settings) -> Fields:
+    """The base is cast to the mixed precision's format unless it is scaled to fp8; adapters are fp32
+    (``load_unet_lazily``, train_network.py ``train``)."""
+    half = half_precision(settings)
+    sixteen = half != "fp32" and (settings.get("--full_bf16") or settings.get("--full_fp16"))
+    fields = {
+        "weights_dtype": "fp8" if settings.get("--fp8_scaled") else half,
+        "adapter_dtype": half if sixteen else "fp32",
+        "autocast": half if half != "fp32" else "none",
+    }
+    return fields | sharded(settings)
+
+
+def _write_formats(fields: Fields) -> Settings:
+    half = fields["autocast"]
+    settings: Settings = {"--mixed_precision": half} if half != "none" else {}
+    if half != "none" and fields["adapter_dtype"] == half:
+        settings[f"--full_{half}"] = True
+    return settings | ({"--fp8_scaled": True} if fields["weights_dtype"] == "fp8" else {})
+
+
+def _swap(settings: Settings) -> Fields:
+    blocks = int(settings.get("--blocks_to_swap") or 0)
+    return {"swap_blocks": block_swap.swapped("sd-scripts", MODEL, blocks, "--blocks_to_swap")}
+
+
+def _write_swap(fields: Fields) -> Settings:
+    blocks = block_swap.setting("sd-scripts", fields)
+    return {"--blocks_to_swap": blocks} if blocks else {}
+
+
+def _encoder(settings: Settings) -> Fields:
+    """Qwen2.5-VL stays in bf16, or in fp8 (``load_target_model``)."""
+    return {"text_encoder_dtype": "fp8" if settings.get("--fp8_vl") else "bf16"}
+
+
+def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
+    for name in ("--fp8_base", "--fp8_base_unet"):
+        if settings.get(name):
+            yield Remark(name, "it is not supported for this model: --fp8_scaled is")
+    if settings.get("--highvram"):
+        yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
+    if settings.get("--vae_batch_size") and settings.get("--cache_latents"):
+        yield Remark("--vae_batch_size", "it is for encoding, which --cache_latents does before training")
+
+
+def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    model = lookup.model(fields["model"])
+    yield (
+        f"its own code of the model is priced as diffusers': it cuts text to the longest caption of a batch, where "
+        f"{model.shape.text_tokens} + {model.inputs['glyph_tokens']} tokens are priced ({AT} "
+        "library/hunyuan_image_models.py)"
+    )
+    resident = [
+        name
+        for name, field in (("Qwen2.5-VL and ByT5", "text_encoder"), ("the VAE", "vae"))
+        if fields[field] == "resident"
+    ]
+    if resident:
+        yield f"{' and '.join(resident)} stay on the GPU: not cached"
+    if settings.get("--vae_chunk_size"):
+        yield "--vae_chunk_size is not priced: the VAE is priced whole"
+    if settings.get("--text_encoder_cpu"):
+        yield "--text_encoder_cpu: captions are encoded on the CPU, which is not priced"
+
+
+DIALECT = Dialect(
+    name="sd-scripts@hunyuan-image",
+    title="sd-scripts (HunyuanImage 2.1)",
+    source="https://github.com/kohya-ss/sd-scripts at 48d368f",
+    scripts=(SCRIPT,),
+    table=(
+        FunctionPair(
+            ("model",),
+            ("--pretrained_model_name_or_path",),
+            _model,
+            lambda fields: {"--pretrained_model_name_or_path": FILE},
+            {"model": "HunyuanImage 2.1"},
+        ),
+        Choice("method", {"lora": {"script": SCRIPT}}, "this script trains LoRA alone"),
+        Value("lora_rank", "--network_dim", 4),
+        Value("lora_dropout", "--network_dropout", 0.0, float),
+        FunctionPair(
+            ("height", "width", "batch_size"),
+            (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
+            _size,
+            write_size,
+            {"height": "resolution", "width": "resolution", "batch_size": "batch_size of the dataset's file"},
+        ),
+        Choice(
+            "gradient_checkpointing",
+            {
+                "none": {},
+                "full": {"--gradient_checkpointing": True},
+                "offload": {"--gradient_checkpointing": True, "--cpu_offload_checkpointing": True},
+            },
+        ),
+        Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
+        FunctionPair(
+            ("optimizer",), ("--optimizer_type",), optimizer, write_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
+        ),
+        FunctionPair(("swap_blocks",), ("--blocks_to_swap",), _swap, _write_swap, {"swap_blocks": "--blocks_to_swap"}),
+        cached("text_encoder", "--cache_text_encoder_outputs"),
+        cached("vae", "--cache_latents"),
+        FunctionPair(
+            ("text_encoder_dtype",),
+            ("--fp8_vl",),
+            _encoder,
+            lambda fields: {"--fp8_vl": True} if fields["text_encoder_dtype"] == "fp8" else {},
+            {"text_encoder_dtype": "bf16, fp8"},
+        ),
+        Choice("grad_buckets", {"copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}}),
+        FunctionPair(
+            (
+                *("weights_dtype", "adapter_dtype", "autocast", "master_weights", "sharding"),
+                *("offload_optimizer", "offload_gradients", "offload_params"),
+            ),
+            ("--mixed_precision", "--full_bf16", "--full_fp16", "--fp8_scaled", "--deepspeed", "--zero_stage"),
+            _formats,
+            _write_formats,
+            {
+                "weights_dtype": "bf16, fp16; fp8 (--fp8_scaled)",
+                "adapter_dtype": "fp32, bf16 (--full_bf16)",
+                "autocast": "--mixed_precision",
+                "master_weights": "with zero",
+                "sharding": "none, ddp, zero-1, zero-2, zero-3",
+                "offload_optimizer": "with zero",
+                "offload_gradients": "with the optimizer",
+                "offload_params": "with zero-3",
+            },
+        ),
+        FunctionPair(("validation_mode",), SAMPLES, validation, write_validation, {"validation_mode": "off, on"}),
+        EXPANDABLE,
+        GPUS,
+        NODES,
+        Fixed("frames", 1, "this script trains images"),
+        Fixed("vae_dtype", "fp16", "the VAE is always fp16"),
+        Fixed("optimizer_step", "foreach", "the LoRA scripts have no other"),
+        *our_defaults("experts", "trainable", "lora_targets", "buckets", "references", "validation", "compute_dtype"),
+        *our_defaults("checkpointed_blocks", "ema", "vae_tiling", "vae_slicing", "inactive_expert", "group_offload"),
+        *our_defaults("group_offload_stream", "attention", "compile", "context_parallel", "adapter_inputs"),
+        *our_defaults("nested_checkpointing", "fsdp_replicas", "text_tokens"),
+    ),
+    read_script=read_script,
+    remarks=_remarks,
+    notes=_notes,
+    moves=(
+        Move({"expandable_segments": True}, "free"),
+        Move({"text_encoder": "cached", "vae": "cached"}, "captions are no longer shuffled or dropped"),
+        Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
+        Move(
+            {"swap_blocks": 0},
+            "blocks move for every step",
+            by_fields=block_swap.steps("sd-scripts", tuple(range(4, 37, 4))),
+        ),
+        Move({"weights_dtype": "fp8"}, "the frozen base is rounded to 8 bits"),
+        Move(
+            {"text_encoder_dtype": "fp8"},
+            "Qwen2.5-VL is rounded to 8 bits",
+            when=lambda fields: fields["text_encoder"] == "resident",
+        ),
+    ),
+)

@@ -1,0 +1,96 @@
+"""planner/dialects: image models that trainers build from code of their own are known by each trainer's name for them,
+and the answer says that they are priced as diffusers'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.dialect import Translation, translate
+from planner.dialects.base.script import from_file
+
+SIMPLETUNER = {"data_backend_config": "d.json", "model_type": "lora", "resolution": 512, "gradient_checkpointing": True}
+ONETRAINER = {"training_method": "LORA", "base_model_name": "x", "resolution": "512", "text_encoder": {"train": False}}
+
+
+def read(folder: Path, name: str, text: str) -> tuple[str, Translation]:
+    (folder / name).write_text(text)
+    if name.endswith(".toml"):  # of diffusion-pipe, whose command says whose it is
+        (folder / "train.sh").write_text(f"deepspeed --num_gpus=1 train.py --deepspeed --config {name}")
+        name = "train.sh"
+    dialect, given = dialects.read_script(from_file(folder / name))
+    return dialect.name, translate(dialect, given)
+
+
+def simpletuner(family: str) -> tuple[str, str]:
+    return "config.json", json.dumps({**SIMPLETUNER, "model_family": family})
+
+
+def onetrainer(kind: str) -> tuple[str, str]:
+    return "preset.json", json.dumps({**ONETRAINER, "model_type": kind})
+
+
+def ai_toolkit(arch: str) -> tuple[str, str]:
+    process = {"type": "sd_trainer", "network": {"type": "lora"}, "model": {"arch": arch, "name_or_path": "x"}}
+    return "train.json", json.dumps({"job": "extension", "config": {"name": "a", "process": [process]}})
+
+
+def diffusion_pipe(kind: str) -> tuple[str, str]:
+    tables = f'[model]\ntype = "{kind}"\ndtype = "bfloat16"\n[adapter]\ntype = "lora"\n[optimizer]\ntype = "adamw"\n'
+    return "train.toml", f'dataset = "d.toml"\n{tables}'
+
+
+@pytest.mark.parametrize(
+    ("file", "trainer", "model", "is_own"),
+    [
+        (simpletuner("ernie"), "simpletuner", "ernie-image", True),
+        (onetrainer("ERNIE"), "onetrainer", "ernie-image", False),
+        (ai_toolkit("ernie_image"), "ai-toolkit", "ernie-image", True),
+        (diffusion_pipe("ernie_image"), "diffusion-pipe", "ernie-image", True),
+        (diffusion_pipe("hunyuan_image"), "diffusion-pipe", "hunyuan-image-2.1", True),
+        (simpletuner("ideogram"), "simpletuner", "ideogram-4", True),
+        (onetrainer("IDEOGRAM_4"), "onetrainer", "ideogram-4", False),
+        (ai_toolkit("ideogram4"), "ai-toolkit", "ideogram-4", True),
+        (diffusion_pipe("ideogram4"), "diffusion-pipe", "ideogram-4", True),
+        (simpletuner("krea2"), "simpletuner", "krea-2", False),
+    ],
+)
+def test_models_by_the_names_that_trainers_have_for_them(
+    file: tuple[str, str], trainer: str, model: str, is_own: bool, tmp_path: Path
+) -> None:
+    name, found = read(tmp_path, *file)
+    assert (name, found.job["model"], found.job["method"]) == (trainer, model, "lora")
+    assert any("its own code of" in note for note in found.notes) == is_own
+
+
+@pytest.mark.parametrize(
+    ("more", "weights"),
+    [
+        ({}, "fp8"),
+        ({"model_flavour": "nf4"}, "nf4"),
+        ({"base_model_precision": "int8-torchao"}, "int8"),
+        ({"ideogram_fp8_base_upcast": True}, "bf16"),
+    ],
+)
+def test_simpletuner_leaves_published_weights_as_they_are_stored(
+    more: dict[str, Any], weights: str, tmp_path: Path
+) -> None:
+    _, found = read(tmp_path, "config.json", json.dumps({**SIMPLETUNER, "model_family": "ideogram", **more}))
+    assert found.strategy["weights_dtype"] == weights
+
+
+def test_prompts_that_are_not_filled_up_are_said(tmp_path: Path) -> None:
+    for file in (onetrainer("IDEOGRAM_4"), diffusion_pipe("hunyuan_image")):
+        _, found = read(tmp_path, *file)
+        assert any("prompts are as long as the longest of a batch" in note for note in found.notes)
+
+
+def test_lora_of_every_linear_layer_is_priced_where_trainers_adapt_them(tmp_path: Path) -> None:
+    files: tuple[Any, ...] = (ai_toolkit("ernie_image"), diffusion_pipe("ernie_image"))
+    for file in files:
+        _, found = read(tmp_path, *file)
+        assert "mlp.linear_fc2" in found.job["lora_targets"]
