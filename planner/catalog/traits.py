@@ -99,6 +99,8 @@ TrainerTrait = Literal[
     "vae-in-fp32",
     "vae-caches-kept",
     "reentrant-checkpoints",
+    "masks-by-head",
+    "masks-one-sample",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
@@ -108,7 +110,8 @@ own-model: it is what the trainer's own scripts build. own-code: its step is rec
 (`planner.tape.variants.OWN_CODE`). blocks-in-16-bits: they modulate, gate and add so.
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: the VAE overflows in half precision.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
-reentrant-checkpoints: its own code of the model checkpoints so.
+reentrant-checkpoints: its own code of the model checkpoints so. masks-by-head: that makes a mask over all pairs of
+tokens for every head. masks-one-sample: prompts are padded and masked where there is one sample too.
 """
 
 

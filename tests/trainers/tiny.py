@@ -157,6 +157,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"axes_dims_rope": [4, 2, 2], "intermediate_size": 16, "text_hidden_dim": 8, "text_intermediate_size": 8}
     | {"text_num_attention_heads": 2, "text_num_key_value_heads": 2, "timestep_embed_dim": 8}
     | {"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
+    "chroma": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "joint_attention_dim": 8}
+    | {"axes_dims_rope": [4, 2, 2], "approximator_hidden_dim": 8, "approximator_layers": 1},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -180,6 +182,7 @@ ENCODERS = {
     "flux2": {"text_encoder": "Qwen3ForCausalLM"},
     "hunyuan-video-1.5": {"text_encoder": "Qwen2_5_VLTextModel", "text_encoder_2": "T5EncoderModel"},
     "krea2": {"text_encoder": "Qwen3VLModel"},
+    "chroma": {"text_encoder": "T5EncoderModel"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -222,6 +225,7 @@ MODELS = (
     "flux.2-klein-4b",
     "flux.2-dev",
     "krea-2",
+    "chroma1-hd",
     "hunyuan-video-1.5",
     "latentsync-1.6-stage1",
 )

@@ -10,9 +10,23 @@ from planner.errors import VplanError
 from trainers.families.common.base import Family
 
 
+ROOMS = ("", "image")
+"""Folders that hold families: this one, and those in it."""
+
+
+def _places() -> dict[str, str]:
+    """Name of each file that trains models -> its module."""
+    found = {}
+    for room in ROOMS:
+        paths = [f"{path}/{room}" if room else path for path in __path__]
+        package = f"{__name__}.{room}".rstrip(".")
+        found |= {file.name: f"{package}.{file.name}" for file in pkgutil.iter_modules(paths) if not file.ispkg}
+    return found
+
+
 def files() -> tuple[str, ...]:
-    """The files of this folder that train models, by name, in alphabetical order."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
+    """The files that train models, by name, in alphabetical order."""
+    return tuple(sorted(_places()))
 
 
 def file_of(profile: ModelProfile) -> str:
@@ -23,8 +37,8 @@ def file_of(profile: ModelProfile) -> str:
 def family(profile: ModelProfile) -> Family:
     """The family that trains a model: the `FAMILY` of its file, made for its profile. Raises a VplanError when there is
     no such file."""
-    name = file_of(profile)
-    if name not in files():
-        raise VplanError(f"family {profile.family!r} of {profile.name} is unknown", f"known: {', '.join(files())}")
-    of_profile: type[Family] = importlib.import_module(f"{__name__}.{name}").FAMILY
+    name, places = file_of(profile), _places()
+    if name not in places:
+        raise VplanError(f"family {profile.family!r} of {profile.name} is unknown", f"known: {', '.join(sorted(places))}")
+    of_profile: type[Family] = importlib.import_module(places[name]).FAMILY
     return of_profile(profile)

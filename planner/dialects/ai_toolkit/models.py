@@ -30,6 +30,7 @@ ARCHES: dict[str, tuple[str, str]] = {
     "flux.1-kontext-dev": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
     "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
     "z-image": ("zimage", "Tongyi-MAI/Z-Image"),
+    "chroma1-hd": ("chroma", "lodestones/Chroma1-HD"),
     "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""

@@ -32,6 +32,7 @@ MODELS = {
     "QWEN": "qwen-image",
     "Z_IMAGE": "z-image",
     "KREA_2": "krea-2",
+    "CHROMA_1": "chroma1-hd",
 }
 """Its ModelType -> ours; STABLE_DIFFUSION_35 and FLUX_2 have several, told by their names."""
 

@@ -1,4 +1,7 @@
-"""sd-scripts' words for FLUX, read at 48d368f: flux_train.py and flux_train_network.py, their configs and datasets."""
+"""sd-scripts' words for FLUX, read at 48d368f: flux_train.py and flux_train_network.py, their configs and datasets.
+
+Chroma is a `--model_type` of the second.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,9 @@ ONLY_LORA = frozenset({"lora"})
 MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
 """Ours -> the file that its documentation names (docs/flux_train_network.md)."""
 
+BY_TYPE = {"flux": "flux.1-dev", "chroma": "chroma1-hd"}
+"""``--model_type`` of flux_train_network.py -> ours, whatever the file is called."""
+
 
 def read_script(script: Script) -> Invocation | None:
     """A command of FLUX's scripts, or the TOML of one (--config_file) alone."""
@@ -75,7 +81,9 @@ def _is_own(names: set[str]) -> bool:
 
 
 def _model(settings: Settings) -> Fields:
-    name = settings.get("model") or find_model(settings.get("--pretrained_model_name_or_path")) or "flux.1-dev"
+    kind = BY_TYPE[str(settings.get("--model_type", "flux"))]
+    file = settings.get("--pretrained_model_name_or_path")
+    name = settings.get("model") or (find_model(file) if kind in MODELS else None) or kind
     return {"model": lookup.model(str(name)).name}
 
 
@@ -143,9 +151,10 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    encoders = "T5-XXL and CLIP-L" if "--model_type" not in settings else "the text encoder"
     resident = [
         name
-        for name, field in (("T5-XXL and CLIP-L", "text_encoder"), ("the VAE", "vae"))
+        for name, field in ((encoders, "text_encoder"), ("the VAE", "vae"))
         if fields[field] == "resident"
     ]
     if resident:
@@ -155,6 +164,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{parts} are in the mixed precision's format, {fields['weights_dtype']} ({AT} flux_train.py)"
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
+    if fields["model"] not in MODELS:
+        yield f"its own code of {lookup.model(fields['model']).title} was not compared: priced as diffusers' model"
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:

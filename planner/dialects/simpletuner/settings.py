@@ -16,6 +16,7 @@ from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model,
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
+from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE, RAMTORCH
 from planner.untrusted import flat, parse, read_text
 
@@ -38,6 +39,7 @@ MODELS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("edit-v1", "edit-v2", "edit-v2+", "edit-v3"), "qwen-image-edit"),
     },
     "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
+    "chroma": dict.fromkeys(("", "base", "hd", "flash"), "chroma1-hd"),
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
     "ltxvideo2": {"": "ltx-2", "dev": "ltx-2"},
@@ -268,6 +270,8 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     whose = "the largest set's" if SAMPLES in settings else "the config's"
     yield f"a square of {whose} resolution: buckets have its pixels"
+    if masks := unpriced_masks_note("simpletuner", fields):
+        yield masks
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":

@@ -70,6 +70,7 @@ def test_every_bundled_model_is_sound() -> None:
         "z-image",
         "krea-2",
         "flux.2-klein-4b",
+        "chroma1-hd",
     }
     for name in names:
         profile = model(name)
@@ -119,6 +120,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("black-forest-labs/FLUX.2-dev", "flux.2-dev"),
         ("klein-4b", "flux.2-klein-4b"),
         ("krea", "krea-2"),
+        ("lodestones/Chroma1-HD", "chroma1-hd"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
         ("qwen", "qwen-image"),

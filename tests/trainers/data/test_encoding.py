@@ -60,6 +60,7 @@ UNDONE = {
     "mochi-1": lambda latents, vae: by_channel(latents, vae.config, vae.config.scaling_factor),
     "easyanimate-v5.1-7b": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "flux.1-dev": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
+    "chroma1-hd": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
     "sd3.5-medium": lambda latents, vae: latents[None] / vae.config.scaling_factor + vae.config.shift_factor,
     "sdxl": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "z-image": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor + vae.config.shift_factor,

@@ -247,6 +247,16 @@ TINY: dict[str, dict[str, Any]] = {
         "axes_dims": [4, 6, 6],
         "axes_lens": [128, 16, 16],
     },
+    "chroma1-hd": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "joint_attention_dim": 8,
+        "axes_dims_rope": [4, 6, 6],
+        "approximator_hidden_dim": 16,
+        "approximator_layers": 2,
+    },
     "krea-2": {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,

@@ -1,0 +1,1 @@
+"""Families of image models, which `trainers.families` finds here as beside it."""
