@@ -9,14 +9,13 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from trainers.families.common.base import Family
 
-
 ROOMS = ("", "image")
 """Folders that hold families: this one, and those in it."""
 
 
 def _places() -> dict[str, str]:
     """Name of each file that trains models -> its module."""
-    found = {}
+    found: dict[str, str] = {}
     for room in ROOMS:
         paths = [f"{path}/{room}" if room else path for path in __path__]
         package = f"{__name__}.{room}".rstrip(".")
@@ -39,6 +38,7 @@ def family(profile: ModelProfile) -> Family:
     no such file."""
     name, places = file_of(profile), _places()
     if name not in places:
-        raise VplanError(f"family {profile.family!r} of {profile.name} is unknown", f"known: {', '.join(sorted(places))}")
+        known = ", ".join(sorted(places))
+        raise VplanError(f"family {profile.family!r} of {profile.name} is unknown", f"known: {known}")
     of_profile: type[Family] = importlib.import_module(places[name]).FAMILY
     return of_profile(profile)
