@@ -31,6 +31,7 @@ ARCHES: dict[str, tuple[str, str]] = {
     "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
     "z-image": ("zimage", "Tongyi-MAI/Z-Image"),
     "chroma1-hd": ("chroma", "lodestones/Chroma1-HD"),
+    "lumina-image-2.0": ("lumina2", "Alpha-VLLM/Lumina-Image-2.0"),
     "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""

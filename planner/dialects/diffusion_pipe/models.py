@@ -38,6 +38,7 @@ READ_TOO: dict[str, tuple[str, ...]] = {
     "flux2": ("flux.2-dev", "flux.2-klein-4b", "flux.2-klein-9b"),
     "krea2": ("krea-2",),
     "chroma": ("chroma1-hd",),
+    "lumina_2": ("lumina-image-2.0",),
     "z_image": ("z-image",),
     "hunyuan_video_15": ("hunyuan-video-1.5",),
 }

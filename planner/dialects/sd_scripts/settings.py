@@ -1,11 +1,13 @@
 """sd-scripts' words for FLUX, read at 48d368f: flux_train.py and flux_train_network.py, their configs and datasets.
 
-Chroma is a `--model_type` of the second.
+Chroma is a `--model_type` of the second. lumina_train_network.py is read by the same table: what of FLUX's flags it has
+means the same there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.catalog import lookup
 from planner.dialects.base import block_swap
@@ -57,21 +59,31 @@ ONLY_LORA = frozenset({"lora"})
 MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
 """Ours -> the file that its documentation names (docs/flux_train_network.md)."""
 
-BY_TYPE = {"flux": "flux.1-dev", "chroma": "chroma1-hd"}
-"""``--model_type`` of flux_train_network.py -> ours, whatever the file is called."""
+LUMINA = "lumina_train_network.py"
+BY_TYPE = {"flux": "flux.1-dev", "chroma": "chroma1-hd", LUMINA: "lumina-image-2.0"}
+"""``--model_type`` of flux_train_network.py, or the other script -> ours, whatever the file is called."""
 
 
 def read_script(script: Script) -> Invocation | None:
-    """A command of FLUX's scripts, or the TOML of one (--config_file) alone."""
-    programs = [program for program in script.programs if program.script.rpartition("/")[2] in (FULL, LORA)]
+    """A command of FLUX's scripts or Lumina 2's, or the TOML of one (--config_file) alone."""
+    known = (FULL, LORA, LUMINA)
+    programs = [program for program in script.programs if program.script.rpartition("/")[2] in known]
     if programs:
-        return read_command(programs[-1], script)
+        invocation = read_command(programs[-1], script)
+        return _as_lora(invocation) if programs[-1].script.endswith(LUMINA) else invocation
     config = script.config
     if config is not None and kohya_ss.is_own(config):
         return kohya_ss.read(script) if kohya_ss.script_of(config) in (FULL, LORA) else None
+    if script.config is not None and {"gemma2", "ae", "network_module"} <= names(script.config):
+        return _as_lora(read_config(LUMINA, script))
     if script.config is not None and _is_own(names(script.config)):
         return read_config(LORA if "network_module" in names(script.config) else FULL, script)
     return None
+
+
+def _as_lora(invocation: Invocation) -> Invocation:
+    """Settings of Lumina 2's script as those of FLUX's for LoRA, with the type of model that it has not."""
+    return replace(invocation, settings={**invocation.settings, "script": LORA, "--model_type": LUMINA})
 
 
 def _is_own(names: set[str]) -> bool:
@@ -166,6 +178,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "LoRA estimated on the model's usual layers"
     if fields["model"] not in MODELS:
         yield f"its own code of {lookup.model(fields['model']).title} was not compared: priced as diffusers' model"
+    if settings.get("--model_type") == LUMINA and not settings.get("--network_train_unet_only"):
+        yield "adapters on Gemma 2 are not estimated: --network_train_unet_only leaves them out"
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:

@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, str]] = {
     },
     "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
     "chroma": dict.fromkeys(("", "base", "hd", "flash"), "chroma1-hd"),
+    "lumina2": dict.fromkeys(("", "2.0", "neta-lumina"), "lumina-image-2.0"),
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
     "ltxvideo2": {"": "ltx-2", "dev": "ltx-2"},

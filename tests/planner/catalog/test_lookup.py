@@ -71,6 +71,7 @@ def test_every_bundled_model_is_sound() -> None:
         "krea-2",
         "flux.2-klein-4b",
         "chroma1-hd",
+        "lumina-image-2.0",
     }
     for name in names:
         profile = model(name)
@@ -121,6 +122,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("klein-4b", "flux.2-klein-4b"),
         ("krea", "krea-2"),
         ("lodestones/Chroma1-HD", "chroma1-hd"),
+        ("lumina", "lumina-image-2.0"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
         ("qwen", "qwen-image"),

@@ -1,4 +1,4 @@
-"""Chroma in the words of the trainers that have it, and what of theirs is not priced."""
+"""Chroma and Lumina Image 2.0 in the words of the trainers that have them, and what of theirs is not priced."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ FLUX_SCRIPT = """accelerate launch --mixed_precision bf16 flux_train_network.py 
   --pretrained_model_name_or_path flux1-something.safetensors --network_module networks.lora_flux \\
   --network_train_unet_only --blocks_to_swap 16 --gradient_checkpointing
 """
+LUMINA_SCRIPT = """accelerate launch lumina_train_network.py --pretrained_model_name_or_path lumina-2.safetensors \\
+  --gemma2 gemma-2-2b.safetensors --ae ae.safetensors --network_module=networks.lora_lumina --network_dim=8 \\
+  --timestep_sampling nextdit_shift --mixed_precision bf16 --gradient_checkpointing --cache_latents
+"""
+LUMINA_CONFIG = """pretrained_model_name_or_path = "l.safetensors"
+gemma2 = "g.safetensors"
+ae = "ae.safetensors"
+network_module = "networks.lora_lumina"
+"""
 PIPE = """dataset = "dataset.toml"
 micro_batch_size_per_gpu = 1
 activation_checkpointing = true
@@ -29,6 +38,9 @@ rank = 32
 [optimizer]
 type = "adamw_optimi"
 """
+LUMINA_PIPE = PIPE.replace('"chroma"', '"lumina_2"').replace(
+    'diffusers_path = "FLUX.1-dev"', 'llm_path = "g.safetensors"\nvae_path = "v.safetensors"\nlumina_shift = true'
+)
 OSTRIS = """job: extension
 config:
   name: a
@@ -39,6 +51,7 @@ config:
       train: {batch_size: 1, optimizer: adamw8bit, dtype: bf16}
       model: {name_or_path: lodestones/Chroma1-HD, arch: chroma}
 """
+OSTRIS_LUMINA = OSTRIS.replace("lodestones/Chroma1-HD, arch: chroma", "Alpha-VLLM/Lumina-Image-2.0, is_lumina2: true")
 ONETRAINER = """{"training_method": "LORA", "model_type": "CHROMA_1", "base_model_name": "lodestones/Chroma1-HD",
  "text_encoder": {"train": false}, "train_dtype": "BFLOAT_16", "transformer": {"weight_dtype": "BFLOAT_16"}}"""
 SIMPLETUNER = """{"model_family": "chroma", "model_flavour": "hd", "model_type": "lora", "train_batch_size": 1,
@@ -57,12 +70,23 @@ def notes(folder: Path, name: str, text: str) -> tuple[str, str, tuple[str, ...]
     ("name", "text", "trainer", "model", "note"),
     [
         ("a.sh", FLUX_SCRIPT, "sd-scripts", "chroma1-hd", "its own code of Chroma1-HD was not compared"),
+        ("a.sh", LUMINA_SCRIPT, "sd-scripts", "lumina-image-2.0", "adapters on Gemma 2 are not estimated"),
+        ("a.toml", LUMINA_CONFIG, "sd-scripts", "lumina-image-2.0", "own code of Lumina Image 2.0 was not compared"),
         # B = 1, 24 heads, S = 4096 + 512: 8 bytes of a pair are 3.80 GiB
         ("a.toml", PIPE, "diffusion-pipe", "chroma1-hd", "not estimated, 3.80 GiB for a moment"),
+        ("a.toml", LUMINA_PIPE, "diffusion-pipe", "lumina-image-2.0", "own code of Lumina Image 2.0 was not compared"),
         ("a.yaml", OSTRIS, "ai-toolkit", "chroma1-hd", "not estimated, 0.42 GiB for a moment"),
+        ("a.yaml", OSTRIS_LUMINA, "ai-toolkit", "lumina-image-2.0", "resolutions are areas"),
         ("a.json", ONETRAINER, "onetrainer", "chroma1-hd", "no run of OneTrainer was compared"),
         # not checkpointed: 57 blocks, each with 2 bytes of a pair
         ("a.json", SIMPLETUNER, "simpletuner", "chroma1-hd", "not estimated, 2.25 GiB"),
+        (
+            "a.json",
+            SIMPLETUNER.replace("chroma", "lumina2").replace("hd", "2.0"),
+            "simpletuner",
+            "lumina-image-2.0",
+            "a square of the config's resolution",
+        ),
     ],
 )
 def test_each_trainer_s_words(name: str, text: str, trainer: str, model: str, note: str, tmp_path: Path) -> None:

@@ -257,6 +257,16 @@ TINY: dict[str, dict[str, Any]] = {
         "approximator_hidden_dim": 16,
         "approximator_layers": 2,
     },
+    "lumina-image-2.0": {
+        "num_attention_heads": 2,
+        "num_kv_heads": 1,
+        "hidden_size": 24,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "cap_feat_dim": 8,
+        "axes_dim_rope": [4, 4, 4],
+        "multiple_of": 8,
+    },
     "krea-2": {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
