@@ -101,6 +101,8 @@ TrainerTrait = Literal[
     "vae-caches-kept",
     "reentrant-checkpoints",
     "prompts-unpadded",
+    "masks-by-head",
+    "masks-one-sample",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
@@ -111,7 +113,9 @@ own-model: it is what the trainer's own scripts build. own-code: its step is rec
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: the VAE overflows in half precision.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
 reentrant-checkpoints: its own code of the model checkpoints so.
-prompts-unpadded: they are as long as the longest of a batch, where diffusers fills them up.
+prompts-unpadded: they are as long as the longest of a batch, where diffusers fills them up. masks-by-head: its own code
+makes a mask over all pairs of tokens for every head. masks-one-sample: prompts are padded and masked where there is one
+sample too.
 """
 
 

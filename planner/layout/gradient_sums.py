@@ -50,16 +50,18 @@ def gradient_sums(run: Run) -> None:
         return
     as_recorded = run.strategy.context_parallel == 1 and not run.job.trainable
     workspaces = run.shared_at_shape(_workspaces, run.facts.gpu.name) if as_recorded else _workspaces(run)
+    # One for each sum, also where this shape's takes none: buckets have different ones, and what is made behind them
+    # (an average of the weights) must have the same number in all.
+    buffers = {made: run.new(workspaces.get(made, 0), "temporary", SUM_WORKSPACE) for made in run.shared(_sums)}
     if not workspaces:
         return
-    buffers = {nbytes: run.new(nbytes, "temporary", SUM_WORKSPACE) for nbytes in dict.fromkeys(workspaces.values())}
     for position, (moment, events) in enumerate(run.step.stretches):
         if not workspaces.keys().isdisjoint(events):
             merged: list[int] = []
             for event in events:
                 merged.append(event)
                 if event in workspaces:
-                    buffer = buffers[workspaces[event]]
+                    buffer = buffers[event]
                     merged += [buffer, ~buffer]
             run.step.stretches[position] = (moment, merged)
 

@@ -157,7 +157,8 @@ DIFFUSERS = Source(
         "examples/dreambooth/train_dreambooth_flux.py "
         "examples/dreambooth/train_dreambooth_lora_flux.py examples/dreambooth/train_dreambooth_lora_flux_kontext.py "
         "examples/dreambooth/train_dreambooth_lora_flux2.py examples/dreambooth/train_dreambooth_lora_flux2_klein.py "
-        "examples/dreambooth/train_dreambooth_lora_krea2.py examples/dreambooth/train_dreambooth_lora_qwen_image.py "
+        "examples/dreambooth/train_dreambooth_lora_krea2.py examples/dreambooth/train_dreambooth_lora_lumina2.py "
+        "examples/dreambooth/train_dreambooth_lora_qwen_image.py "
         "examples/dreambooth/train_dreambooth_lora_sd3.py examples/dreambooth/train_dreambooth_lora_sdxl.py "
         "examples/dreambooth/train_dreambooth_lora_z_image.py examples/dreambooth/train_dreambooth_sd3.py "
         "examples/dreambooth/train_dreambooth.py "
@@ -282,6 +283,7 @@ DIFFUSION_PIPE = Source(
                         "z_image",
                         "chroma",
                         "krea2",
+                        "lumina_2",
                     ]
                 ),
             ),

@@ -107,6 +107,8 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
         config = transformers.CLIPTextConfig(projection_dim=width, max_position_embeddings=77, **sizes, **words)
     elif kind == "LlamaModel":
         config = transformers.LlamaConfig(**llm)
+    elif kind == "Gemma2Model":
+        config = transformers.Gemma2Config(**llm, head_dim=4)
     elif kind in ("Qwen3Model", "Qwen3ForCausalLM"):
         layers = 28 if kind == "Qwen3ForCausalLM" else 3  # FLUX.2 takes the 9th, 18th and 27th
         config = transformers.Qwen3Config(**{**llm, "num_hidden_layers": layers, "head_dim": 4})
@@ -163,6 +165,10 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"rope_axes_dim": [4, 2, 2], "text_in_dim": 8},
     "ideogram-4": {**SMALL, "attention_head_dim": 8, "intermediate_size": 16, "adaln_dim": 8}
     | {"llm_features_dim": 13 * 8, "mrope_section": [2, 1, 1]},
+    "chroma": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "joint_attention_dim": 8}
+    | {"axes_dims_rope": [4, 2, 2], "approximator_hidden_dim": 8, "approximator_layers": 1},
+    "lumina2": {"num_layers": 2, "num_attention_heads": 2, "num_kv_heads": 1, "hidden_size": 24, "cap_feat_dim": 8}
+    | {"axes_dim_rope": [4, 4, 4], "num_refiner_layers": 1, "multiple_of": 8},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -189,6 +195,8 @@ ENCODERS = {
     "hunyuan-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration", "text_encoder_2": "T5EncoderModel"},
     "ernie-image": {"text_encoder": "Mistral3Model"},
     "ideogram-4": {"text_encoder": "Qwen3VLModel"},
+    "chroma": {"text_encoder": "T5EncoderModel"},
+    "lumina2": {"text_encoder": "Gemma2Model"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -232,6 +240,8 @@ MODELS = (
     "flux.2-klein-4b",
     "flux.2-dev",
     "krea-2",
+    "chroma1-hd",
+    "lumina-image-2.0",
     "hunyuan-video-1.5",
     "hunyuan-image-2.1",
     "ernie-image",

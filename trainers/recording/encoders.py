@@ -124,10 +124,12 @@ def forward(
 def text_tape(encoder: TextEncoder, dtype: str) -> Tape:
     """Records one call of a text encoder with weights of `dtype`, as a tape."""
     states = encoder.traits.states
-    layers = None if states and states.stacked else RECORDED_LAYERS  # what is joined depends on the depth
-    tokens, regime = _length(encoder)
-    recording = record_text_encoder(encoder, dtype, BATCH, tokens, layers)
     full = text_encoder(encoder)
+    # What is joined depends on the depth, and layers that alternate (Gemma 2's, every second of which looks through a
+    # window) are no middle that repeats.
+    whole = bool(states and states.stacked) or len(set(getattr(full.config, "layer_types", None) or ())) > 1
+    tokens, regime = _length(encoder)
+    recording = record_text_encoder(encoder, dtype, BATCH, tokens, None if whole else RECORDED_LAYERS)
     counts = [run.count for run in find_runs(full, layers_of(full), None)[0]]
     atoms = {"B": BATCH} if regime else {"B": BATCH, "T": tokens}
     header = component_header(encoder.folder, f"encode-{dtype}", regime, {}, ())

@@ -32,6 +32,8 @@ ARCHES: dict[str, tuple[str, str]] = {
     "z-image": ("zimage", "Tongyi-MAI/Z-Image"),
     "ernie-image": ("ernie_image", "baidu/ERNIE-Image"),
     "ideogram-4": ("ideogram4", "ideogram-ai/ideogram-4-fp8"),
+    "chroma1-hd": ("chroma", "lodestones/Chroma1-HD"),
+    "lumina-image-2.0": ("lumina2", "Alpha-VLLM/Lumina-Image-2.0"),
     "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""

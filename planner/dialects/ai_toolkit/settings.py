@@ -44,6 +44,7 @@ from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
+from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
@@ -306,6 +307,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What the trainer does that the settings do not say, in words, with the source."""
     yield "resolutions are areas: priced as squares"
     yield from own_model_notes("ai-toolkit", fields)
+    if masks := unpriced_masks_note("ai-toolkit", fields):
+        yield masks
     if note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"]):
         yield note
     if settings.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":

@@ -9,6 +9,7 @@ SCRIPTS = {
     ("flux.2-klein-4b", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2_klein.py",
     ("flux.2-klein-9b", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2_klein.py",
     ("krea-2", "lora"): "examples/dreambooth/train_dreambooth_lora_krea2.py",
+    ("lumina-image-2.0", "lora"): "examples/dreambooth/train_dreambooth_lora_lumina2.py",
     ("qwen-image", "lora"): "examples/dreambooth/train_dreambooth_lora_qwen_image.py",
     ("sd3.5-medium", "lora"): "examples/dreambooth/train_dreambooth_lora_sd3.py",
     ("sd3.5-large", "lora"): "examples/dreambooth/train_dreambooth_lora_sd3.py",

@@ -182,20 +182,24 @@ def _write_optimizer(fields: Fields) -> Settings:
     return rows[fields["optimizer"]]
 
 
-def _text_encoder(script: str, captions: bool = False) -> str:
-    """Where a script has its text encoders. Prompts are encoded once where they are all alike, and SDXL in full
-    computes every embedding before; then their encoders are gone, but for those that `HELD` holds on to. CogVideoX's
-    stay, and those of texts to images and of ``captions``, which a `PER_CAPTION` script encodes in the loop."""
+def _text_encoder(script: str, captions: bool = False, offload: bool = False) -> str:
+    """Where a script has its text encoders; ``offload``: with --offload, which Lumina 2's obeys too. Prompts are
+    encoded once where they are all alike, and SDXL in full computes every embedding before; then their encoders are
+    gone, but for those that `HELD` holds on to. CogVideoX's stay, and those of texts to images and of ``captions``,
+    which a `PER_CAPTION` script encodes in the loop."""
     in_the_loop = "cogvideo" in script or "text_to_image" in script or (captions and script.endswith(PER_CAPTION))
-    return "resident" if (in_the_loop or script.endswith(HELD)) and not script.endswith(BEFORE) else "cached"
+    held = script.endswith(HELD) and not (offload and script.endswith(LUMINA))
+    return "resident" if (in_the_loop or held) and not script.endswith(BEFORE) else "cached"
 
 
 BEFORE = "train_text_to_image_sdxl.py"
 """Computes embeddings and latents before training."""
 
-HELD = ("train_dreambooth_lora_flux.py", "train_dreambooth_lora_sdxl.py")
+LUMINA = "train_dreambooth_lora_lumina2.py"
+HELD = ("train_dreambooth_lora_flux.py", "train_dreambooth_lora_sdxl.py", LUMINA)
 """``main`` deletes some of its names for the encoders: FLUX.1's list ``text_encoders`` still has both, and SDXL's
-``text_encoder_one`` and ``_two`` are left. FLUX.1 at 512 pixels rehearses at 41.75 GiB, of which they are 9.1."""
+``text_encoder_one`` and ``_two`` are left; Lumina 2's ``text_encoding_pipeline`` has it. FLUX.1 at 512 pixels rehearses
+at 41.75 GiB, of which they are 9.1."""
 
 PER_CAPTION = ("train_dreambooth_flux.py", "train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py")
 """Encode the captions of a data set (``custom_instance_prompts``) batch by batch."""
@@ -208,13 +212,14 @@ def _residence(settings: Settings) -> Fields:
         return {"text_encoder": "cached" if settings.get("--pre_compute_text_embeddings") else "resident",
                 "vae": "resident"}  # fmt: skip
     vae = "cached" if settings.get("--cache_latents") else "swapped" if settings.get("--offload") else "resident"
-    return {"text_encoder": _text_encoder(script, captions), "vae": "cached" if script.endswith(BEFORE) else vae}
+    text = _text_encoder(script, captions, bool(settings.get("--offload")))
+    return {"text_encoder": text, "vae": "cached" if script.endswith(BEFORE) else vae}
 
 
 def _write_residence(fields: Fields) -> Settings:
     script = _script(fields)
     flag_names = flags.script("diffusers", script).flags if script else {}
-    text = _text_encoder(script)
+    text = _text_encoder(script, offload=fields["vae"] == "swapped")
     if fields["text_encoder"] != text:
         why = "its example encodes prompts once" if text == "cached" else "its example keeps the text encoder"
         raise InexpressibleError(UnsupportedValue("text_encoder", fields["text_encoder"], text, why))
@@ -295,7 +300,9 @@ def _write_text_encoder_dtype(fields: Fields) -> Settings:
 
 def _vae_dtype(settings: Settings) -> Fields:
     """SDXL's own VAE overflows in half precision, and is fp32 (`vae.to(accelerator.device, dtype=torch.float32)`);
-    another one that is named has the mixed precision's format."""
+    another one that is named has the mixed precision's format. Lumina 2's is kept in fp32."""
+    if str(settings["script"]).endswith(LUMINA):
+        return {"vae_dtype": "fp32"}
     built_in = settings.get("--pretrained_vae_model_name_or_path") is None
     if str(settings["script"]).endswith(DREAMBOOTH) and _half_precision(settings) == "fp32":
         return {"vae_dtype": "fp32"}
@@ -304,12 +311,12 @@ def _vae_dtype(settings: Settings) -> Fields:
 
 def _write_vae_dtype(fields: Fields) -> Settings:
     overflows = lookup.model(fields["model"]).trained_with("diffusers", "vae-in-fp32")
-    if fields["vae_dtype"] == "bf16" and overflows:
+    if fields["vae_dtype"] == "bf16" and overflows and "sdxl" in _script(fields):
         return {"--pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix"}
-    if fields["vae_dtype"] != ("fp32" if overflows else "bf16"):
-        raise InexpressibleError(
-            UnsupportedValue("vae_dtype", fields["vae_dtype"], "bf16", "the VAE has --mixed_precision")
-        )
+    usual = "fp32" if overflows else "bf16"
+    if fields["vae_dtype"] != usual:
+        why = "its example keeps the VAE in fp32" if overflows else "the VAE has --mixed_precision"
+        raise InexpressibleError(UnsupportedValue("vae_dtype", fields["vae_dtype"], usual, why))
     return {}
 
 

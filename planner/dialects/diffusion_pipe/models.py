@@ -37,6 +37,8 @@ TYPES: dict[str, tuple[str, str]] = {
 READ_TOO: dict[str, tuple[str, ...]] = {
     "flux2": ("flux.2-dev", "flux.2-klein-4b", "flux.2-klein-9b"),
     "krea2": ("krea-2",),
+    "chroma": ("chroma1-hd",),
+    "lumina_2": ("lumina-image-2.0",),
     "z_image": ("z-image",),
     "hunyuan_video_15": ("hunyuan-video-1.5",),
     "hunyuan_image": ("hunyuan-image-2.1",),
@@ -44,7 +46,8 @@ READ_TOO: dict[str, tuple[str, ...]] = {
     "ideogram4": ("ideogram-4",),
 }
 """``[model] type`` -> models that are read and not written: their files are named one by one (``diffusion_model``,
-``vae``, ``text_encoders``; models/flux2.py, krea2.py, z_image.py, hunyuan_video_15.py)."""
+``vae``, ``text_encoders``; models/flux2.py, krea2.py, z_image.py, hunyuan_video_15.py), or in two places
+(models/chroma.py: its own file and FLUX.1's folder)."""
 
 PATHS = ("ckpt_path", "diffusers_path", "checkpoint_path", "transformer_path", "single_file_path", "diffusion_model")
 WHICH = ("config:model.type", *(f"config:model.{name}" for name in PATHS))

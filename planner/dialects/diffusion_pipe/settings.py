@@ -39,6 +39,7 @@ from planner.dialects.diffusion_pipe.models import (
     write_shape,
 )
 from planner.errors import VplanError, quoted
+from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
@@ -324,6 +325,11 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What the trainer does that the settings do not say, in words, with the source."""
     yield f"latents and prompts are cached on disk before training, and it samples nothing ({AT})"
     yield from own_model_notes("diffusion-pipe", fields)
+    model = lookup.model(fields["model"])
+    if model.trained_with("diffusion-pipe", "own-model"):
+        yield f"its own code of {model.title} was not compared: priced as diffusers' model"
+    if masks := unpriced_masks_note("diffusion-pipe", fields):
+        yield masks
     if fields["method"] == "lora" and (
         note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
     ):

@@ -35,6 +35,7 @@ MODELS = {
     "KREA_2": "krea-2",
     "ERNIE": "ernie-image",
     "IDEOGRAM_4": "ideogram-4",
+    "CHROMA_1": "chroma1-hd",
 }
 """Its ModelType -> ours; STABLE_DIFFUSION_35 and FLUX_2 have several, told by their names."""
 

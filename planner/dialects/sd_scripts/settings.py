@@ -1,8 +1,13 @@
-"""sd-scripts' words for FLUX, read at 48d368f: flux_train.py and flux_train_network.py, their configs and datasets."""
+"""sd-scripts' words for FLUX, read at 48d368f: flux_train.py and flux_train_network.py, their configs and datasets.
+
+Chroma is a `--model_type` of the second. lumina_train_network.py is read by the same table: what of FLUX's flags it has
+means the same there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.catalog import lookup
 from planner.dialects.base import block_swap
@@ -54,18 +59,31 @@ ONLY_LORA = frozenset({"lora"})
 MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
 """Ours -> the file that its documentation names (docs/flux_train_network.md)."""
 
+LUMINA = "lumina_train_network.py"
+BY_TYPE = {"flux": "flux.1-dev", "chroma": "chroma1-hd", LUMINA: "lumina-image-2.0"}
+"""``--model_type`` of flux_train_network.py, or the other script -> ours, whatever the file is called."""
+
 
 def read_script(script: Script) -> Invocation | None:
-    """A command of FLUX's scripts, or the TOML of one (--config_file) alone."""
-    programs = [program for program in script.programs if program.script.rpartition("/")[2] in (FULL, LORA)]
+    """A command of FLUX's scripts or Lumina 2's, or the TOML of one (--config_file) alone."""
+    known = (FULL, LORA, LUMINA)
+    programs = [program for program in script.programs if program.script.rpartition("/")[2] in known]
     if programs:
-        return read_command(programs[-1], script)
+        invocation = read_command(programs[-1], script)
+        return _as_lora(invocation) if programs[-1].script.endswith(LUMINA) else invocation
     config = script.config
     if config is not None and kohya_ss.is_own(config):
         return kohya_ss.read(script) if kohya_ss.script_of(config) in (FULL, LORA) else None
+    if script.config is not None and {"gemma2", "ae", "network_module"} <= names(script.config):
+        return _as_lora(read_config(LUMINA, script))
     if script.config is not None and _is_own(names(script.config)):
         return read_config(LORA if "network_module" in names(script.config) else FULL, script)
     return None
+
+
+def _as_lora(invocation: Invocation) -> Invocation:
+    """Settings of Lumina 2's script as those of FLUX's for LoRA, with the type of model that it has not."""
+    return replace(invocation, settings={**invocation.settings, "script": LORA, "--model_type": LUMINA})
 
 
 def _is_own(names: set[str]) -> bool:
@@ -75,7 +93,9 @@ def _is_own(names: set[str]) -> bool:
 
 
 def _model(settings: Settings) -> Fields:
-    name = settings.get("model") or find_model(settings.get("--pretrained_model_name_or_path")) or "flux.1-dev"
+    kind = BY_TYPE[str(settings.get("--model_type", "flux"))]
+    file = settings.get("--pretrained_model_name_or_path")
+    name = settings.get("model") or (find_model(file) if kind in MODELS else None) or kind
     return {"model": lookup.model(str(name)).name}
 
 
@@ -143,9 +163,10 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    encoders = "T5-XXL and CLIP-L" if "--model_type" not in settings else "the text encoder"
     resident = [
         name
-        for name, field in (("T5-XXL and CLIP-L", "text_encoder"), ("the VAE", "vae"))
+        for name, field in ((encoders, "text_encoder"), ("the VAE", "vae"))
         if fields[field] == "resident"
     ]
     if resident:
@@ -155,6 +176,10 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{parts} are in the mixed precision's format, {fields['weights_dtype']} ({AT} flux_train.py)"
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
+    if fields["model"] not in MODELS:
+        yield f"its own code of {lookup.model(fields['model']).title} was not compared: priced as diffusers' model"
+    if settings.get("--model_type") == LUMINA and not settings.get("--network_train_unet_only"):
+        yield "adapters on Gemma 2 are not estimated: --network_train_unet_only leaves them out"
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:

@@ -17,6 +17,7 @@ from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
+from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE, RAMTORCH
 from planner.untrusted import flat, parse, read_text
 
@@ -39,6 +40,8 @@ MODELS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("edit-v1", "edit-v2", "edit-v2+", "edit-v3"), "qwen-image-edit"),
     },
     "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
+    "chroma": dict.fromkeys(("", "base", "hd", "flash"), "chroma1-hd"),
+    "lumina2": dict.fromkeys(("", "2.0", "neta-lumina"), "lumina-image-2.0"),
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
     "ernie": dict.fromkeys(("", "base", "turbo"), "ernie-image"),
     "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),
@@ -279,6 +282,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     whose = "the largest set's" if SAMPLES in settings else "the config's"
     yield f"a square of {whose} resolution: buckets have its pixels"
     yield from own_model_notes("simpletuner", fields)
+    if masks := unpriced_masks_note("simpletuner", fields):
+        yield masks
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":

@@ -73,6 +73,8 @@ def test_every_bundled_model_is_sound() -> None:
         "hunyuan-image-2.1",
         "ernie-image",
         "ideogram-4",
+        "chroma1-hd",
+        "lumina-image-2.0",
     }
     for name in names:
         profile = model(name)
@@ -125,6 +127,8 @@ def test_every_bundled_model_is_sound() -> None:
         ("hunyuan image", "hunyuan-image-2.1"),
         ("baidu/ERNIE-Image", "ernie-image"),
         ("ideogram", "ideogram-4"),
+        ("lodestones/Chroma1-HD", "chroma1-hd"),
+        ("lumina", "lumina-image-2.0"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
         ("qwen", "qwen-image"),

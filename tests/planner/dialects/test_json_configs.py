@@ -139,7 +139,7 @@ def test_ramtorch_keeps_linear_layers_in_host_ram(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "why"),
     [
-        (ONETRAINER, {"model_type": "CHROMA_1"}, "model 'CHROMA_1'"),
+        (ONETRAINER, {"model_type": "HI_DREAM_FULL"}, "model 'HI_DREAM_FULL'"),
         (ONETRAINER, {"training_method": "EMBEDDING"}, "training method 'EMBEDDING' is not priced"),
         (ONETRAINER, {"text_encoder": {"weight_dtype": "FLOAT_8"}}, "training text_encoder is not priced"),
         (ONETRAINER, {"peft_type": "LOHA"}, "adapters 'LOHA' are not priced"),

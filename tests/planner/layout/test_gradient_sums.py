@@ -88,3 +88,16 @@ def test_a_workspace_does_not_split_what_a_layer_hands_to_the_engine(stage: str)
         if event >= 0 and run.program.op[event] == SUM_WORKSPACE:
             assert events[at + 1] == ~event
             assert run.program.op[events[at - 1]] == "sum"
+
+
+def test_what_is_made_behind_them_has_one_number_in_all_buckets() -> None:
+    """Larger buckets have workspaces that smaller ones lack: an average of the weights must not lie where another
+    bucket has one."""
+    averages = set()
+    for side in (512, 1024):
+        job = job_for(Z_IMAGE, {"method": "full", "frames": 1, "height": side, "width": side})
+        strategy = Strategy(gradient_checkpointing="full", ema="gpu")
+        configuration = Configuration.of(job, strategy, Machine(gpu="h100-80gb"))
+        run = lay_out(configuration, load_facts(configuration), grid(Z_IMAGE, job))
+        averages.add(tuple(event for moment, events in run.load.stretches if moment.passes == "ema" for event in events))
+    assert len(averages) == 1 and averages != {()}

@@ -60,6 +60,8 @@ UNDONE = {
     "mochi-1": lambda latents, vae: by_channel(latents, vae.config, vae.config.scaling_factor),
     "easyanimate-v5.1-7b": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "flux.1-dev": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
+    "chroma1-hd": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
+    "lumina-image-2.0": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor + vae.config.shift_factor,
     "sd3.5-medium": lambda latents, vae: latents[None] / vae.config.scaling_factor + vae.config.shift_factor,
     "sdxl": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "z-image": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor + vae.config.shift_factor,
@@ -148,6 +150,7 @@ PROMPTS = {
     "flux.2-dev": ("Flux2Pipeline", {}, ("prompt", "text_ids")),
     "krea-2": ("Krea2Pipeline", {}, ("prompt", "prompt_mask")),
     "hunyuan-image-2.1": ("HunyuanImagePipeline", {}, ("prompt", "prompt_mask", "glyphs", "glyph_mask")),
+    "lumina-image-2.0": ("Lumina2Pipeline", {}, ("prompt", "prompt_mask")),
 }
 """How a family's pipeline is asked for embeddings, with all its encoders at once, and what it answers, in order."""
 

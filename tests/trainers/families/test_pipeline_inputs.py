@@ -37,8 +37,9 @@ WIDE, LOW = (64, 128), (32, 64)
 CHOSEN = {"guidance"}
 """Inputs whose value is the user's choice in each: compared by their form."""
 
-UNSAID = {"control_hidden_states_scale": 1.0}
-"""What a pipeline says in full and the model itself takes when nothing is said (WanVACETransformer3DModel.forward)."""
+UNSAID = {"control_hidden_states_scale": 1.0, "attention_mask": 1.0}
+"""What a pipeline says in full and the model itself takes when nothing is said (WanVACETransformer3DModel.forward;
+Chroma's mask that leaves nothing out)."""
 
 
 class Called(Exception):

@@ -150,6 +150,8 @@ CONVERSIONS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "hunyuan-video": hunyuan,
     "mochi": single_file_utils.convert_mochi_transformer_checkpoint_to_diffusers,
     "flux": single_file_utils.convert_flux_transformer_checkpoint_to_diffusers,
+    "chroma": single_file_utils.convert_chroma_transformer_checkpoint_to_diffusers,
+    "lumina2": single_file_utils.convert_lumina2_to_diffusers,
     "flux2": single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers,
     "sd3": single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers,
     "z-image": single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers,
