@@ -71,6 +71,7 @@ def test_every_bundled_model_is_sound() -> None:
         "krea-2",
         "flux.2-klein-4b",
         "chroma1-hd",
+        "flex.1-alpha",
         "lumina-image-2.0",
     }
     for name in names:
@@ -122,6 +123,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("klein-4b", "flux.2-klein-4b"),
         ("krea", "krea-2"),
         ("lodestones/Chroma1-HD", "chroma1-hd"),
+        ("ostris/Flex.1-alpha", "flex.1-alpha"),
         ("lumina", "lumina-image-2.0"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
