@@ -1,5 +1,5 @@
-"""FLUX.1 and FLUX.1 Kontext: flow matching on 2x2-packed latents (diffusers FluxTransformer2DModel, examples/dreambooth
-train_dreambooth_lora_flux.py and train_dreambooth_lora_flux_kontext.py)."""
+"""FLUX.1, FLUX.1 Kontext and Flex.1: flow matching on 2x2-packed latents (diffusers FluxTransformer2DModel,
+examples/dreambooth train_dreambooth_lora_flux.py and train_dreambooth_lora_flux_kontext.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
@@ -26,6 +26,17 @@ class Flux(Family):
         self.extra_tokens = profile.shape.references > 0
         extra = ("E",) if self.extra_tokens else ()
         self.sums = {"S": (0, ("FHW", "T", *extra))} | ({"I": (0, ("FHW", "E"))} if extra else {})
+
+    def prepare(self, model: nn.Module) -> None:
+        """Leaves the guidance embedder out of a model that trains, where its author says so (Flex.1; ai-toolkit
+        toolkit/models/flux.py ``bypass_flux_guidance``). Samples have it."""
+        if self.profile.inputs.get("guidance_bypassed"):
+            model.get_submodule(GUIDANCE).register_forward_hook(_nothing_in_training)
+
+    def without_gradient(self, name: str, blocks: int) -> bool:
+        """Whether a parameter never gets a gradient: those of a guidance embedder that is left out."""
+        bypassed = bool(self.profile.inputs.get("guidance_bypassed")) and name.startswith(f"{GUIDANCE}.")
+        return bypassed or super().without_gradient(name, blocks)
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         channels, tokens = self.config["in_channels"], grid["H"] * grid["W"]
@@ -81,6 +92,13 @@ class Flux(Family):
         """The pipeline's arguments for the image to edit, at its own size: not resized to one of those that Kontext
         prefers."""
         return {"image": image, "max_area": height * width, "_auto_resize": False}
+
+
+GUIDANCE = "time_text_embed.guidance_embedder"
+
+
+def _nothing_in_training(embedder: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+    return torch.zeros_like(embedded) if embedder.training else embedded
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

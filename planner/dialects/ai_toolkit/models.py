@@ -27,6 +27,7 @@ ARCHES: dict[str, tuple[str, str]] = {
     "qwen-image": ("qwen_image", "Qwen/Qwen-Image"),
     "qwen-image-edit": ("qwen_image_edit", "Qwen/Qwen-Image-Edit"),
     "flux.1-dev": ("flux", "black-forest-labs/FLUX.1-dev"),
+    "flex.1-alpha": ("flux", "ostris/Flex.1-alpha"),
     "flux.1-kontext-dev": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
     "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
     "z-image": ("zimage", "Tongyi-MAI/Z-Image"),
@@ -85,6 +86,8 @@ def write_model(fields: Fields) -> Settings:
         raise InexpressibleError(UnsupportedValue("model", model, next(iter(ARCHES)), why))
     arch, path = ARCHES[model]
     settings: Settings = {f"{MODEL}arch": arch, f"{MODEL}name_or_path": path}
+    if lookup.model(model).inputs.get("guidance_bypassed"):
+        settings[f"{TRAIN}bypass_guidance_embedding"] = True
     experts, away = fields["experts"], fields["inactive_expert"]
     if lookup.model(model).experts == 1:
         if away != "absent":

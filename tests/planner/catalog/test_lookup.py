@@ -74,6 +74,7 @@ def test_every_bundled_model_is_sound() -> None:
         "ernie-image",
         "ideogram-4",
         "chroma1-hd",
+        "flex.1-alpha",
         "lumina-image-2.0",
     }
     for name in names:
@@ -128,6 +129,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("baidu/ERNIE-Image", "ernie-image"),
         ("ideogram", "ideogram-4"),
         ("lodestones/Chroma1-HD", "chroma1-hd"),
+        ("ostris/Flex.1-alpha", "flex.1-alpha"),
         ("lumina", "lumina-image-2.0"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),

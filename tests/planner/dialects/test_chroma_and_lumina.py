@@ -52,6 +52,7 @@ config:
       model: {name_or_path: lodestones/Chroma1-HD, arch: chroma}
 """
 OSTRIS_LUMINA = OSTRIS.replace("lodestones/Chroma1-HD, arch: chroma", "Alpha-VLLM/Lumina-Image-2.0, is_lumina2: true")
+OSTRIS_FLEX = OSTRIS.replace("lodestones/Chroma1-HD, arch: chroma", "ostris/Flex.1-alpha, is_flux: true")
 ONETRAINER = """{"training_method": "LORA", "model_type": "CHROMA_1", "base_model_name": "lodestones/Chroma1-HD",
  "text_encoder": {"train": false}, "train_dtype": "BFLOAT_16", "transformer": {"weight_dtype": "BFLOAT_16"}}"""
 SIMPLETUNER = """{"model_family": "chroma", "model_flavour": "hd", "model_type": "lora", "train_batch_size": 1,
@@ -77,6 +78,7 @@ def notes(folder: Path, name: str, text: str) -> tuple[str, str, tuple[str, ...]
         ("a.toml", LUMINA_PIPE, "diffusion-pipe", "lumina-image-2.0", "own code of Lumina Image 2.0 was not compared"),
         ("a.yaml", OSTRIS, "ai-toolkit", "chroma1-hd", "not estimated, 0.42 GiB for a moment"),
         ("a.yaml", OSTRIS_LUMINA, "ai-toolkit", "lumina-image-2.0", "resolutions are areas"),
+        ("a.yaml", OSTRIS_FLEX, "ai-toolkit", "flex.1-alpha", "resolutions are areas"),
         ("a.json", ONETRAINER, "onetrainer", "chroma1-hd", "no run of OneTrainer was compared"),
         # not checkpointed: 57 blocks, each with 2 bytes of a pair
         ("a.json", SIMPLETUNER, "simpletuner", "chroma1-hd", "not estimated, 2.25 GiB"),
