@@ -53,6 +53,15 @@ def test_gpus_share_samples_where_a_step_is_too_long() -> None:
     assert f"--gpus {chosen} --context-parallel {chosen}" in shown and f"{chosen} to a sample" in shown
 
 
+def test_nodes_are_counted_up_to_those_typed_and_the_cheapest_that_keeps_the_limit_is_the_answer() -> None:
+    found = answer(*SHARDED, "--nodes", "3", "--max-step-seconds", "1000")
+    counts = [(row["nodes"], row["gpus"]) for row in found["gpu_counts"]]
+    assert counts == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 16), (3, 24)]
+    best = min((row for row in found["gpu_counts"] if row["meets"]), key=lambda row: row["gpus"])
+    chosen = found["plan"]["machine"]
+    assert found["meets"] and (chosen["nodes"], chosen["nodes"] * chosen["gpus"]) == (best["nodes"], best["gpus"])
+
+
 def test_typed_gpus_are_the_only_ones_asked_about() -> None:
     found = answer(*WAN, "--gpus", "2", "--max-step-seconds", "60")
     assert [row["gpus"] for row in found["gpu_counts"]] == [2] and found["meets"]

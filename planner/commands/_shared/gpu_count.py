@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COUNTS = (1, 2, 4, 8)
-"""GPUs of one computer that are tried."""
+"""GPUs of one computer that are tried; several computers have the most of these each."""
 
 LIMITS = ("max_hours", "max_step_seconds")
 
@@ -109,6 +109,7 @@ class CountedGpus(NamedTuple):
         plan, hours = row.plan, row.whole.hours if row.whole else None
         return {
             "gpus": row.gpus,
+            "nodes": row.question.machine.nodes,
             "context_parallel": row.question.strategy.context_parallel,
             "verdict": plan.verdict if plan else "no",
             "step_seconds": plan.step_seconds if plan else None,
@@ -134,7 +135,9 @@ class CountedGpus(NamedTuple):
     def _cells(self, row: CountRow) -> tuple[str, ...]:
         plan, hours = row.plan, row.whole.hours if row.whole else None
         within = "yes" if self.limits.over(row) <= 1 else "no"
-        gpus = f"{row.gpus} to a sample" if row.question.strategy.context_parallel > 1 else str(row.gpus)
+        nodes = f" on {row.question.machine.nodes} nodes" if row.question.machine.nodes > 1 else ""
+        shared = " to a sample" if row.question.strategy.context_parallel > 1 else ""
+        gpus = f"{row.gpus}{shared}{nodes}"
         if plan is None or plan.step_seconds_high is None:
             return gpus, "no", "-", *(("-", "-") if self.chosen.whole else ()), within
         spans = [Span(plan.step_seconds, plan.step_seconds_high)]
@@ -143,12 +146,12 @@ class CountedGpus(NamedTuple):
 
 
 def count_gpus(asked: TypedQuestion, limits: TimeLimits, best: Plan, whole: Whole) -> CountedGpus:
-    """Of the counts that a computer has, or of the one that was typed, the cheapest that keeps the limits; else the one
-    that comes closest. Where a step takes too long, GPUs that share every sample are asked about too. A VplanError
-    where no count can be asked about."""
+    """Of the counts that a computer has, and several where nodes were typed, or of the one that was typed, the cheapest
+    that keeps the limits; else the one that comes closest. Where a step takes too long, GPUs that share every sample
+    are asked about too. A VplanError where no count can be asked about."""
     rows, refused = [], None
     for count in _counts(asked):
-        of_count = asked if count is None else asked._replace(machine={**asked.machine, "gpus": count})
+        of_count = asked._replace(machine={**asked.machine, **count})
         try:
             rows.append(_row(of_count, best, whole))
         except VplanError as error:  # what was typed is for more GPUs, or for one
@@ -183,10 +186,17 @@ def _shared(asked: TypedQuestion, gpus: int, best: Plan, whole: Whole) -> list[C
     return [row] if row.plan else []
 
 
-def _counts(asked: TypedQuestion) -> Sequence[int | None]:
-    """The counts to try; None: the one that was typed, or is here."""
-    typed = "gpus" in asked.typed or asked.here is not None or card_lookup.parse_gpus(asked.gpu or "")[0] > 1
-    return (None,) if typed else COUNTS
+def _counts(asked: TypedQuestion) -> Sequence[Mapping[str, int]]:
+    """What to try of a machine's GPUs and nodes: those of one computer, then 2, 4, ... computers with all of theirs, to
+    as many as were typed. Nothing but the machine itself where GPUs were typed, or it is this one."""
+    if "gpus" in asked.typed or asked.here is not None or card_lookup.parse_gpus(asked.gpu or "")[0] > 1:
+        return ({},)
+    most = asked.machine.get("nodes", 1)
+    alone = [{"gpus": count} for count in COUNTS]
+    if most == 1:
+        return alone
+    nodes = [2**power for power in range(1, most.bit_length()) if 2**power < most]
+    return [*({**count, "nodes": 1} for count in alone), *({"gpus": COUNTS[-1], "nodes": n} for n in (*nodes, most))]
 
 
 def refuse_limits(limits: TimeLimits | None, why: Mapping[str, bool]) -> None:
