@@ -313,11 +313,13 @@ def _stream(number: int, errors: str, unbuffered: bool) -> io.TextIOWrapper:
 
 
 def _forget_signals() -> None:
-    """As a new Python has them: what was handled is not, what was ignored is still."""
+    """As a new Python has them: what was handled is not, what was ignored is still, such as Ctrl-C in what a shell starts
+    with &."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run(start: Start) -> int:
