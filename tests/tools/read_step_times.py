@@ -47,6 +47,22 @@ STREAMED = (
     "moves them once forward and once backward"
 )
 FAMILIES = {
+    "Chroma": Family(
+        "chroma",
+        {"model": "chroma1-hd", "frames": 1, "height": 512, "width": 512, "lora_rank": 16},
+        57,
+        note="the example's images are 512x512, whatever the page's heading says: at 1024x1024 the L40S would do 290 "
+        "TFLOP/s; checkpointed rows take the memory-efficient kernel and as long on either card, so the GPU waits for "
+        "the host in them; " + NO_DROPOUT,
+    ),
+    "ERNIE 4.5 Image": Family(
+        "ernie",
+        {"model": "ernie-image", "frames": 1, "height": 512, "width": 512, "lora_rank": 16, "text_tokens": 32},
+        36,
+        {"swap_blocks": 35, **LION},
+        note=f"{STREAMED}, while RamTorch moves them for the recomputation too; the one prompt is a single character, "
+        f"and is not padded; {NO_DROPOUT}",
+    ),
     "HunyuanVideo": Family(
         "hv15",
         {"model": "hunyuan-video-1.5", "frames": 45, "batch_size": 2, **CLIP},
@@ -69,6 +85,12 @@ FAMILIES = {
         note=NO_DROPOUT,
     ),
     "LTXVideo2 2.3": Family("ltx23", {"model": "ltx-2"}, 48, left_out="LTX-2.3 is another model than LTX-2"),
+    "Lumina2": Family(
+        "lumina2",
+        {"model": "lumina-image-2.0", "frames": 1, "height": 512, "width": 512, "batch_size": 2, "lora_rank": 16},
+        26,
+        note="the prompt's padding, 256 tokens with it, is taken out before the main layers; " + NO_DROPOUT,
+    ),
     "Qwen Image": Family(
         "qwen",
         {"model": "qwen-image", "frames": 1, "height": 1024, "width": 1024, "lora_rank": 8, "text_tokens": 32},
