@@ -313,8 +313,8 @@ def _stream(number: int, errors: str, unbuffered: bool) -> io.TextIOWrapper:
 
 
 def _forget_signals() -> None:
-    """As a new Python has them: what was handled is not, what was ignored is still, such as Ctrl-C in what a shell starts
-    with &."""
+    """As a new Python has them: what was handled is not, what was ignored is still, such as Ctrl-C in what a shell
+    starts with &."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
