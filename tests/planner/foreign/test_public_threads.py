@@ -118,7 +118,7 @@ ANSWERS = {
     "dpipe-306-swap8": False,
     "dpipe-flux2-dev": True,
     "sds-827-3090ti": None,
-    "simpletuner-chroma-int8": None,
+    "simpletuner-chroma-int8": True,
     "simpletuner-seg-kandinsky5-layer": None,
     "simpletuner-seg-wan14-layer": True,
 }
