@@ -97,6 +97,8 @@ class Start(NamedTuple):
     folder: str
     environment: dict[str, str]
     leads_session: bool
+    blocked: list[int]
+    """signals that wait in the thread that asks, and so in what it starts"""
 
 
 class ForkingPopen(_Popen):  # type: ignore[type-arg]
@@ -151,7 +153,7 @@ def _start(asked: Mapping[str, Any]) -> Start | None:
         return None
     return Start(
         arguments, module, "-u" in options, "-P" not in options, os.fspath(asked["cwd"] or os.getcwd()),
-        dict(environment), bool(asked["start_new_session"]),
+        dict(environment), bool(asked["start_new_session"]), sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     )  # fmt: skip
 
 
@@ -281,6 +283,7 @@ def _become(start: Start, streams: list[int]) -> NoReturn:
     code = 1
     try:
         _forget_signals()
+        signal.pthread_sigmask(signal.SIG_SETMASK, start.blocked)  # the server has those of whoever was first to ask
         if start.leads_session:
             os.setsid()
         above = [fcntl.fcntl(each, fcntl.F_DUPFD, 16) for each in streams]

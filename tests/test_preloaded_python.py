@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ pytestmark = [
 ]
 
 
-def seen(folder: Path, session: bool) -> tuple[object, ...]:
+def seen(folder: Path, session: bool) -> tuple[Any, ...]:
     (folder / "tmp").mkdir(exist_ok=True)
     environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "ONE": "1"}
     done = subprocess.run(
@@ -41,6 +42,18 @@ def test_a_fork_sees_what_a_new_python_sees(tmp_path: Path, session: bool) -> No
             assert subprocess.Popen is not ForkingPopen
             assert forked == seen(tmp_path, session)
     assert forked[1:] == ("said\n", 7)
+
+
+def test_signals_wait_in_a_fork_if_they_do_where_it_is_asked_for(tmp_path: Path) -> None:
+    """Wherever the server was started: alone, this test starts it where one waits."""
+    with forked_processes():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        try:
+            blocked, _, _ = seen(tmp_path, session=False)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        free, _, _ = seen(tmp_path, session=False)
+    assert signal.SIGUSR1 in blocked["waiting signals"] and signal.SIGUSR1 not in free["waiting signals"]
 
 
 def test_a_fork_is_a_child_that_can_be_killed() -> None:
