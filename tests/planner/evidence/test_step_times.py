@@ -38,12 +38,12 @@ def cell(seconds, told, name="a", gpu="l40s", reason=None):
 
 def test_every_row_says_where_it_comes_from_and_what_is_left_out_why():
     rows = [row for path in (profiles.MEASUREMENTS / "step_times").glob("*.jsonl") for row in rows_by_id(path).values()]
-    assert len(rows) == len(CELLS) == 309
+    assert len(rows) == len(CELLS) == 390
     for row in rows:
         assert re.fullmatch("[0-9a-f]{40}", row["source"]["commit"])
         assert row["source"]["repo"] and row["source"]["where"]
         assert card_lookup.gpu(row["machine"]["gpu"])
-    assert sum(one.left_out is None for one in CELLS) == 82
+    assert sum(one.left_out is None for one in CELLS) == 110
 
 
 def test_errors_are_summed_up_over_what_is_compared():
@@ -71,11 +71,19 @@ def test_the_halves_are_told_apart_by_hash_alone():
     assert 0.4 < halves.count(JUDGING) / len(halves) < 0.6
 
 
+LATEST = ("st-chroma", "st-ernie", "st-lumina2")
+"""Cells of models that came last: nothing was looked into with them."""
+
+
 def test_published_steps_are_met_as_closely_as_the_documentation_says():
     def predict(configuration, trainer):
         return Prediction.of(estimate(configuration, load_facts(configuration), trainer))
 
-    cells = compare(CELLS, predict)
+    every = compare(CELLS, predict)
+    told = answer(every)["summary"]
+    assert told["n"] == 102 and told["median_abs_pct"] < 11.5
+    assert told["within_20_pct"] > 65 and told["rank_correlation"] > 0.95
+    cells = [one for one in every if not one.published.id.startswith(LATEST)]
     found = answer(cells)
     whole, judging = found["summary"], found["halves"][JUDGING]
     assert whole["n"] == 74
