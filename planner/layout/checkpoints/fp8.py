@@ -31,6 +31,7 @@ def fp8_checkpoints(run: Run) -> None:
     alike, inputs = alike_stretches(run), _rounded_inputs(run)
     found = recomputations(run, alike, forward_events(run))
     over = {(moment.module_list, moment.block): at for at, (moment, _) in enumerate(run.step.stretches)}
+    number = _number_bytes(run)
     rounded: dict[int, list[int]] = {}
     brought: set[Block] = set()
     freed: set[Block] = set()
@@ -39,7 +40,7 @@ def fp8_checkpoints(run: Run) -> None:
         block = (moment.module_list, moment.block)
         given = inputs.get(block, [])
         if given and moment.passes == "forward" and given[0] not in rounded:
-            woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), _rounding(run, given, rounded)))
+            woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), _rounding(run, given, number, rounded)))
             events = [*events, *(~buffer for buffer in given)]
         elif given and moment.passes == "backward":
             begins, ends = found[alike[at]] or (0, len(events) if at == over[block] else None)
@@ -64,9 +65,10 @@ def _rounded_inputs(run: Run) -> dict[Block, list[int]]:
     }
 
 
-def _rounding(run: Run, given: list[int], rounded: dict[int, list[int]]) -> list[int]:
-    """The events that round a block's inputs; what of each is kept goes into ``rounded``."""
-    width, number = _width(run), _number_bytes(run)
+def _rounding(run: Run, given: list[int], number: int, rounded: dict[int, list[int]]) -> list[int]:
+    """The events that round a block's inputs, of ``number`` bytes a number; what of each is kept goes into
+    ``rounded``."""
+    width = _width(run)
     events: list[int] = []
     for buffer in given:
         nbytes = run.sizes[buffer]
@@ -95,8 +97,8 @@ def _recomputed(
 
 
 def _instead(events: list[int], rounded: dict[int, list[int]]) -> list[int]:
-    frees = {~buffer: [~kept for kept in instead] for buffer, instead in rounded.items()}
-    return [each for event in events for each in frees.get(event, (event,))]
+    """Events with the frees of what is rounded in place of those of the inputs."""
+    return [each for event in events for each in ([~kept for kept in rounded.get(~event, ())] or (event,))]
 
 
 def _width(run: Run) -> int:
