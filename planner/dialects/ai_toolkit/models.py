@@ -35,6 +35,8 @@ ARCHES: dict[str, tuple[str, str]] = {
     "ideogram-4": ("ideogram4", "ideogram-ai/ideogram-4-fp8"),
     "chroma1-hd": ("chroma", "lodestones/Chroma1-HD"),
     "lumina-image-2.0": ("lumina2", "Alpha-VLLM/Lumina-Image-2.0"),
+    "sd3.5-large": ("sd3", "stabilityai/stable-diffusion-3.5-large"),
+    "sd3.5-medium": ("sd3", "stabilityai/stable-diffusion-3.5-medium"),
     "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""

@@ -57,6 +57,7 @@ def diffusion_pipe(kind: str) -> tuple[str, str]:
         (ai_toolkit("ideogram4"), "ai-toolkit", "ideogram-4", True),
         (diffusion_pipe("ideogram4"), "diffusion-pipe", "ideogram-4", True),
         (simpletuner("krea2"), "simpletuner", "krea-2", False),
+        (ai_toolkit("sd3"), "ai-toolkit", "sd3.5-large", False),
     ],
 )
 def test_models_by_the_names_that_trainers_have_for_them(
