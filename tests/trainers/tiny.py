@@ -232,6 +232,7 @@ MODELS = (
     "easyanimate-v5.1-7b",
     "flux.1-dev",
     "flux.1-kontext-dev",
+    "sd3-medium",
     "sd3.5-medium",
     "sd1.5",
     "sdxl",

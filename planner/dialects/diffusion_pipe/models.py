@@ -28,6 +28,7 @@ TYPES: dict[str, tuple[str, str]] = {
     "ltx-video-13b": ("ltx-video", "diffusers_path"),
     "qwen-image": ("qwen_image", "diffusers_path"),
     "qwen-image-edit": ("qwen_image", "diffusers_path"),
+    "sd3-medium": ("sd3", "diffusers_path"),
     "sd3.5-medium": ("sd3", "diffusers_path"),
     "sd3.5-large": ("sd3", "diffusers_path"),
     "sdxl": ("sdxl", "checkpoint_path"),

@@ -27,6 +27,7 @@ PARTS = ("transformer", "unet", "prior")
 
 MODELS = {
     "STABLE_DIFFUSION_15": "sd1.5",
+    "STABLE_DIFFUSION_3": "sd3-medium",
     "STABLE_DIFFUSION_XL_10_BASE": "sdxl",
     "FLUX_DEV_1": "flux.1-dev",
     "HUNYUAN_VIDEO": "hunyuan-video",

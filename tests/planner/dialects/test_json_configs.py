@@ -71,6 +71,23 @@ def test_a_config_of_onetrainer(tmp_path: Path) -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+def test_stable_diffusion_3_of_onetrainer(tmp_path: Path) -> None:
+    """Its preset "#sd 3 LoRA" (training_presets/SD3, at 23df3832)."""
+    frozen = {"train": False, "weight_dtype": "FLOAT_16"}
+    preset = {
+        "base_model_name": "stabilityai/stable-diffusion-3-medium-diffusers",
+        "batch_size": 4,
+        "model_type": "STABLE_DIFFUSION_3",
+        "resolution": "1024",
+        "transformer": {"train": True, "weight_dtype": "FLOAT_16"},
+        **dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3"), frozen),
+        "training_method": "LORA",
+        "vae": {"weight_dtype": "FLOAT_32"},
+    }
+    found = read(tmp_path, preset)
+    assert (found["model"], found["batch_size"], found["height"]) == ("sd3-medium", 4, 1024)
+
+
 def test_a_command_of_onetrainer_names_its_config(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text("python scripts/train.py --config-path config.json\n")
     with pytest.raises(VplanError, match="is not here"):
