@@ -122,8 +122,9 @@ def command(
     --class the model is of transformers or of your own code: that code runs then, in a process without network.
 
     The model is kept in your data folder (set VPLAN_HOME to change it) and then known everywhere by its name and its
-    folder. Existing tapes are not recorded again. MODEL is a known model; without any, all bundled models are recorded:
-    80 to 180 tapes each, 2 to 40 seconds per tape.
+    folder. Tapes of it that are up to date are not recorded again. MODEL is a bundled model, whose tapes are replaced,
+    those of its VAE and text encoders too; without any, all bundled models are recorded: 80 to 180 tapes each, 2 to 40
+    seconds per tape.
     """
     name, inputs_file = own["name"], own["inputs_file"]
     folders = [model for model in models if own_model.is_folder(model)]
