@@ -36,22 +36,17 @@ from planner.dialects.base.launchers import (
 )
 from planner.dialects.base.script import Script
 from planner.dialects.sd_scripts import kohya_ss
-from planner.dialects.sd_scripts.common import (
-    DATASET,
-    OPTIMIZERS,
-    SAMPLES,
-    cached,
-    names,
-    optimizer,
-    read_command,
-    read_config,
-    size,
-    validation,
-    write_optimizer,
-    write_size,
-    write_validation,
-)
+from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, size
 from planner.dialects.sd_scripts.engine import AT, FULL, LORA, blocks_to_swap, engine, write_engine
+from planner.dialects.sd_scripts.shared_bindings import (
+    ACCUMULATION,
+    BUCKETS,
+    CHECKPOINTING,
+    OPTIMIZER,
+    VALIDATION,
+    engine_pair,
+    size_pair,
+)
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
@@ -248,25 +243,10 @@ DIALECT = Dialect(
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
         When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4)),
         When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
-        FunctionPair(
-            ("height", "width", "batch_size"),
-            (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
-            size,
-            write_size,
-            {"height": "resolution", "width": "resolution", "batch_size": "batch_size of the dataset's file"},
-        ),
-        Choice(
-            "gradient_checkpointing",
-            {
-                "none": {},
-                "full": {"--gradient_checkpointing": True},
-                "offload": {"--gradient_checkpointing": True, "--cpu_offload_checkpointing": True},
-            },
-        ),
-        Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
-        FunctionPair(
-            ("optimizer",), ("--optimizer_type",), optimizer, write_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
-        ),
+        size_pair(size),
+        CHECKPOINTING,
+        ACCUMULATION,
+        OPTIMIZER,
         FunctionPair(
             ("optimizer_step",),
             ("--fused_backward_pass", "--blockwise_fused_optimizers"),
@@ -287,27 +267,9 @@ DIALECT = Dialect(
         ),
         cached("text_encoder", "--cache_text_encoder_outputs"),
         cached("vae", "--cache_latents"),
-        Choice("grad_buckets", {"copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}}),
-        FunctionPair(
-            (
-                *("weights_dtype", "adapter_dtype", "autocast", "master_weights", "sharding"),
-                *("offload_optimizer", "offload_gradients", "offload_params"),
-            ),
-            ("--mixed_precision", "--full_bf16", "--full_fp16", "--fp8_base", "--deepspeed", "--zero_stage"),
-            engine,
-            write_engine,
-            {
-                "weights_dtype": "bf16, fp16, fp32; fp8 for a frozen base",
-                "adapter_dtype": "fp32, bf16 (--full_bf16)",
-                "autocast": "--mixed_precision",
-                "master_weights": "with zero",
-                "sharding": "none, ddp, zero-1, zero-2, zero-3",
-                "offload_optimizer": "with zero",
-                "offload_gradients": "with the optimizer",
-                "offload_params": "with zero-3",
-            },
-        ),
-        FunctionPair(("validation_mode",), SAMPLES, validation, write_validation, {"validation_mode": "off, on"}),
+        BUCKETS,
+        engine_pair(engine, write_engine, "bf16, fp16, fp32; fp8 for a frozen base", "--fp8_base"),
+        VALIDATION,
         EXPANDABLE,
         GPUS,
         NODES,

@@ -13,22 +13,17 @@ from planner.dialects.base.bindings import Choice, Fields, Fixed, FunctionPair, 
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.script import Script
-from planner.dialects.sd_scripts.common import (
-    DATASET,
-    OPTIMIZERS,
-    SAMPLES,
-    cached,
-    names,
-    optimizer,
-    read_command,
-    read_config,
-    size,
-    validation,
-    write_optimizer,
-    write_size,
-    write_validation,
-)
+from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, size
 from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
+from planner.dialects.sd_scripts.shared_bindings import (
+    ACCUMULATION,
+    BUCKETS,
+    CHECKPOINTING,
+    OPTIMIZER,
+    VALIDATION,
+    engine_pair,
+    size_pair,
+)
 from planner.errors import VplanError, quoted
 
 SCRIPT = "hunyuan_image_train_network.py"
@@ -144,25 +139,10 @@ DIALECT = Dialect(
         Choice("method", {"lora": {"script": SCRIPT}}, "this script trains LoRA alone"),
         Value("lora_rank", "--network_dim", 4),
         Value("lora_dropout", "--network_dropout", 0.0, float),
-        FunctionPair(
-            ("height", "width", "batch_size"),
-            (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
-            _size,
-            write_size,
-            {"height": "resolution", "width": "resolution", "batch_size": "batch_size of the dataset's file"},
-        ),
-        Choice(
-            "gradient_checkpointing",
-            {
-                "none": {},
-                "full": {"--gradient_checkpointing": True},
-                "offload": {"--gradient_checkpointing": True, "--cpu_offload_checkpointing": True},
-            },
-        ),
-        Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
-        FunctionPair(
-            ("optimizer",), ("--optimizer_type",), optimizer, write_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
-        ),
+        size_pair(_size),
+        CHECKPOINTING,
+        ACCUMULATION,
+        OPTIMIZER,
         FunctionPair(("swap_blocks",), ("--blocks_to_swap",), _swap, _write_swap, {"swap_blocks": "--blocks_to_swap"}),
         cached("text_encoder", "--cache_text_encoder_outputs"),
         cached("vae", "--cache_latents"),
@@ -173,27 +153,9 @@ DIALECT = Dialect(
             lambda fields: {"--fp8_vl": True} if fields["text_encoder_dtype"] == "fp8" else {},
             {"text_encoder_dtype": "bf16, fp8"},
         ),
-        Choice("grad_buckets", {"copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}}),
-        FunctionPair(
-            (
-                *("weights_dtype", "adapter_dtype", "autocast", "master_weights", "sharding"),
-                *("offload_optimizer", "offload_gradients", "offload_params"),
-            ),
-            ("--mixed_precision", "--full_bf16", "--full_fp16", "--fp8_scaled", "--deepspeed", "--zero_stage"),
-            _formats,
-            _write_formats,
-            {
-                "weights_dtype": "bf16, fp16; fp8 (--fp8_scaled)",
-                "adapter_dtype": "fp32, bf16 (--full_bf16)",
-                "autocast": "--mixed_precision",
-                "master_weights": "with zero",
-                "sharding": "none, ddp, zero-1, zero-2, zero-3",
-                "offload_optimizer": "with zero",
-                "offload_gradients": "with the optimizer",
-                "offload_params": "with zero-3",
-            },
-        ),
-        FunctionPair(("validation_mode",), SAMPLES, validation, write_validation, {"validation_mode": "off, on"}),
+        BUCKETS,
+        engine_pair(_formats, _write_formats, "bf16, fp16; fp8 (--fp8_scaled)", "--fp8_scaled"),
+        VALIDATION,
         EXPANDABLE,
         GPUS,
         NODES,

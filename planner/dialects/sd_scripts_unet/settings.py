@@ -15,23 +15,16 @@ from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.script import Script
 from planner.dialects.sd_scripts import kohya_ss
-from planner.dialects.sd_scripts.common import (
-    DATASET,
-    OPTIMIZERS,
-    SAMPLES,
-    cached,
-    inside,
-    names,
-    optimizer,
-    read_command,
-    read_config,
-    size,
-    validation,
-    write_optimizer,
-    write_size,
-    write_validation,
-)
+from planner.dialects.sd_scripts.common import cached, inside, names, read_command, read_config, size
 from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
+from planner.dialects.sd_scripts.shared_bindings import (
+    ACCUMULATION,
+    BUCKETS,
+    OPTIMIZER,
+    VALIDATION,
+    engine_pair,
+    size_pair,
+)
 from planner.errors import VplanError, quoted
 
 SDXL_LORA, SD_LORA, SDXL_FULL = "sdxl_train_network.py", "train_network.py", "sdxl_train.py"
@@ -297,18 +290,10 @@ DIALECT = Dialect(
             ONLY_LORA,
             FunctionPair(("lora_targets",), (), _targets, lambda fields: {}, {"lora_targets": "all of a transformer"}),
         ),
-        FunctionPair(
-            ("height", "width", "batch_size"),
-            (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
-            _size,
-            write_size,
-            {"height": "resolution", "width": "resolution", "batch_size": "batch_size of the dataset's file"},
-        ),
+        size_pair(_size),
         Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
-        Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
-        FunctionPair(
-            ("optimizer",), ("--optimizer_type",), optimizer, write_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
-        ),
+        ACCUMULATION,
+        OPTIMIZER,
         Choice("optimizer_step", {"foreach": {}, "backward": {"--fused_backward_pass": True}}),
         FunctionPair(
             ("text_encoder", "text_encoder_dtype"),
@@ -331,27 +316,9 @@ DIALECT = Dialect(
         FunctionPair(
             ("vae_slicing",), ("--vae_batch_size",), _vae_slicing, lambda fields: {}, {"vae_slicing": "by default"}
         ),
-        Choice("grad_buckets", {"copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}}),
-        FunctionPair(
-            (
-                *("weights_dtype", "adapter_dtype", "autocast", "master_weights", "sharding"),
-                *("offload_optimizer", "offload_gradients", "offload_params"),
-            ),
-            ("--mixed_precision", "--full_bf16", "--full_fp16", "--deepspeed", "--zero_stage"),
-            _formats,
-            _write_formats,
-            {
-                "weights_dtype": "bf16, fp16; fp32 in full training",
-                "adapter_dtype": "fp32, bf16 (--full_bf16)",
-                "autocast": "--mixed_precision",
-                "master_weights": "with zero",
-                "sharding": "none, ddp, zero-1, zero-2, zero-3",
-                "offload_optimizer": "with zero",
-                "offload_gradients": "with the optimizer",
-                "offload_params": "with zero-3",
-            },
-        ),
-        FunctionPair(("validation_mode",), SAMPLES, validation, write_validation, {"validation_mode": "off, on"}),
+        BUCKETS,
+        engine_pair(_formats, _write_formats, "bf16, fp16; fp32 in full training"),
+        VALIDATION,
         EXPANDABLE,
         GPUS,
         NODES,
