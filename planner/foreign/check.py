@@ -309,7 +309,8 @@ def _tried(case: Case, base: CheckedEstimate, moves: list[Move], pricing: Pricin
             return None
         if outcome.estimate.verdict != "fits" and at < len(together) - 1:
             continue
-        lossy = bool(set(outcome.estimate.lossy) & changes.keys()) or _global_batch(other) != _global_batch(case)
+        rounds = any(move.lossy for move in moves) or bool(set(outcome.estimate.lossy) & changes.keys())
+        lossy = rounds or _global_batch(other) != _global_batch(case)
         cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
         try:
             words = tuple(word for move in moves for word in move_words(case, other, move))

@@ -46,6 +46,8 @@ class Move:
     """the same of several fields together, by what is now (batch and accumulation)"""
     when: Callable[[Fields], bool] = field(default=lambda fields: True)
     """whether it can be done at all, by what is now"""
+    lossy: bool = False
+    """whether it rounds numbers, where no field of the strategy says so"""
 
     @property
     def counts(self) -> bool:

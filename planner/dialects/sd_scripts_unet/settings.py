@@ -358,6 +358,7 @@ DIALECT = Dialect(
             "the frozen base is rounded to 8 bits",
             words_for=lambda settings: ["--fp8_base_unet"],
             when=lambda fields: fields["method"] == "lora" and fields["version"] == "",
+            lossy=True,
         ),
         Move(
             {"optimizer": "adafactor", "optimizer_step": "backward"},

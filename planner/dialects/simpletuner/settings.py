@@ -18,7 +18,7 @@ from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
-from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE, RAMTORCH
+from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE, QUANTO, QUANTO_WHOLE, RAMTORCH
 from planner.untrusted import flat, parse, read_text
 
 CONFIG = "config:"
@@ -80,6 +80,10 @@ BASES = {
     "nf4-bnb": "nf4",
 }
 """``base_model_precision`` -> how the frozen base is stored; empty: as the mixed precision is."""
+
+LEAVES_LAYERS = ("sd3", "ltxvideo", "wan")
+"""Families of which Quanto leaves more than small layers in 16 bits (helpers/training/quantisation/__init__.py
+``_quanto_model``)."""
 
 STORED = {("ideogram", ""): "fp8", ("ideogram", "fp8"): "fp8", ("ideogram", "nf4"): "nf4"}
 """(``model_family``, ``model_flavour``) -> how its published weights are stored, and stay unless a
@@ -161,11 +165,13 @@ def _formats(settings: Settings) -> Fields:
 
 def _version(settings: Settings, fields: Fields) -> str:
     """`QUANTISED_WHOLE` when Quanto or torchao quantise the base on the GPU: bitsandbytes does so block by block as it
-    loads."""
+    loads. `QUANTO` where Quanto leaves layers of the family in 16 bits."""
     base = str(_of(settings, "base_model_precision") or "no_change")
     on_gpu = str(_of(settings, "quantize_via") or "accelerator") == "accelerator"
     if _ramtorch(settings):
         return RAMTORCH
+    if base.endswith("-quanto") and _of(settings, "model_family") in LEAVES_LAYERS:
+        return QUANTO_WHOLE if on_gpu else QUANTO
     return QUANTISED_WHOLE if on_gpu and base.endswith(("-quanto", "-torchao")) else ""
 
 
@@ -288,12 +294,26 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "LoRA estimated on the model's usual layers"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":
         yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
-    if _version(settings, fields) == QUANTISED_WHOLE:
+    if _version(settings, fields) in (QUANTISED_WHOLE, QUANTO_WHOLE):
         yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
 
 
 def _nothing(fields: Fields) -> Settings:
     return {}
+
+
+def _by_torchao(settings: Settings) -> str:
+    return str(_of(settings, "base_model_precision")).replace("-quanto", "-torchao")
+
+
+def _in_host_ram(whole: str, then: str) -> Move:
+    """Quantising in host RAM instead of on the GPU. ``whole``, ``then``: the versions of both."""
+    return Move(
+        {"version": then},
+        "quantising in host RAM takes longer",
+        words_for=lambda settings: ["quantize_via: cpu"],
+        when=lambda fields: fields["version"] == whole,
+    )
 
 
 DIALECT = Dialect(
@@ -358,11 +378,14 @@ DIALECT = Dialect(
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        _in_host_ram(QUANTISED_WHOLE, ""),
+        _in_host_ram(QUANTO_WHOLE, QUANTO),
         Move(
             {"version": ""},
-            "quantising in host RAM takes longer",
-            words_for=lambda settings: ["quantize_via: cpu"],
-            when=lambda fields: fields["version"] == QUANTISED_WHOLE,
+            "torchao rounds the layers that Quanto leaves",
+            words_for=lambda settings: [f"base_model_precision: {_by_torchao(settings)}", "quantize_via: cpu"],
+            when=lambda fields: fields["version"] in (QUANTO, QUANTO_WHOLE),
+            lossy=True,
         ),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
         Move(

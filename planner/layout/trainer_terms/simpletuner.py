@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
@@ -80,6 +82,28 @@ def quantised_whole(run: Run) -> None:
     passing(run, HALF * run.facts.model.parameters, "model in 16 bits")
 
 
+QUANTO, QUANTO_WHOLE = "quanto", "quanto-quantised-whole"
+"""The versions of memory terms of a model of which Quanto leaves layers in 16 bits: quantised in host RAM, and on the
+GPU."""
+
+LEFT_BY_QUANTO = re.compile(
+    "norm|proj_out|pos_embed|patch_embedding|ffn|scale_shift_table|context_embedder|time_text_embed|time_proj|"
+    "condition_embedder"
+)
+"""What Quanto leaves alone in the families of `QUANTO`, in diffusers' names too
+(simpletuner/helpers/training/quantisation/__init__.py ``_quanto_model``, ``extra_quanto_args["exclude"]``)."""
+
+
+def left_in_16_bits(run: Run) -> None:
+    """Quanto leaves Wan's feed-forward and the modulation of SD 3 in 16 bits. In 8-bit integers, which are recorded
+    with every linear layer quantised, a layer's numbers take twice their bytes; in float8 diffusers' casting, which is
+    recorded, leaves the large ones alone but the feed-forward. What unpacks a layer for its product stays priced."""
+    for name, buffer in run.named("weight").items():
+        packed = name.endswith(".qdata") and LEFT_BY_QUANTO.search(name)
+        if packed or (run.strategy.weights_dtype == "fp8" and ".ffn." in name and name not in run.named("gradient")):
+            run.resize(buffer, HALF * run.sizes[buffer])
+
+
 RAMTORCH = "ramtorch"
 """The version of memory terms of linear layers that wait in host RAM."""
 
@@ -102,4 +126,9 @@ def layers_in_turn(run: Run) -> None:
     run.host.swap_pins = "rounded"
 
 
-OLDER: dict[str, tuple[Transform, ...]] = {QUANTISED_WHOLE: (quantised_whole,), RAMTORCH: (layers_in_turn,)}
+OLDER: dict[str, tuple[Transform, ...]] = {
+    QUANTISED_WHOLE: (quantised_whole,),
+    QUANTO: (left_in_16_bits,),
+    QUANTO_WHOLE: (left_in_16_bits, quantised_whole),
+    RAMTORCH: (layers_in_turn,),
+}

@@ -147,6 +147,21 @@ def test_a_data_file_of_simpletuner_that_is_none(tmp_path: Path, monkeypatch: py
         read(tmp_path, SIMPLETUNER)
 
 
+@pytest.mark.parametrize(
+    ("changes", "version"),
+    [
+        ({}, "quanto-quantised-whole"),
+        ({"--quantize_via": "cpu"}, "quanto"),
+        ({"--base_model_precision": "int8-torchao"}, "quantised-whole"),
+        ({"--base_model_precision": "int8-torchao", "--quantize_via": "cpu"}, ""),
+    ],
+)
+def test_who_quantises_decides_which_layers_stay(changes: dict[str, Any], version: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WAN | changes), encoding="utf-8")
+    dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
+    assert translate(dialect, given).version == version
+
+
 def test_ramtorch_keeps_linear_layers_in_host_ram(tmp_path: Path) -> None:
     found = read(tmp_path, WAN | {"--ramtorch": True, "--base_model_precision": "no_change"})
     half = read(tmp_path, WAN | {"--ramtorch": True, "--ramtorch_transformer_percent": 50})

@@ -24,6 +24,7 @@ from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, lora_layers, musubi_tuner
+from planner.layout.trainer_terms.simpletuner import QUANTO
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
@@ -366,6 +367,23 @@ def test_fp8_trainers_cast_the_modulation_that_a_recording_leaves_in_16_bits() -
     weights = [sum(run.sizes[buffer] for buffer in run.named("weight").values()) for run in (ours, theirs)]
     width = known.model.config["num_attention_heads"] * known.model.config["attention_head_dim"]
     assert weights[0] - weights[1] == (19 * 2 * 6 + 38 * 3) * width * width  # shifts, scales and gates of both streams
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_quanto_leaves_wan_s_feed_forward_in_16_bits(dtype: str) -> None:
+    """Beside it what embeds texts, makes the modulation of a step and the output, which float8 as recorded leaves."""
+    job = job_for(MODEL, {"model": MODEL.name, "frames": 9, "height": 480, "width": 832})
+    configuration = Configuration.of(job, Strategy(weights_dtype=dtype, gradient_checkpointing="full"), ONE)
+    known = library.load_facts(configuration)
+    whole, left = (
+        lay_out(configuration, known, grid(MODEL, job), name) for name in ("simpletuner", f"simpletuner@{QUANTO}")
+    )
+    more = left.total_bytes(left.named("weight").values()) - whole.total_bytes(whole.named("weight").values())
+    width, wider, text, patch = 1536, 8960, 4096, 64
+    embedded = text * width + width * width + 6 * width * width + width * patch
+    biases = width + wider
+    expected = {"int8": 2 * width * wider * 30 + embedded, "fp8": (2 * width * wider + biases) * 30}
+    assert more == expected[dtype]
 
 
 @pytest.mark.parametrize(("mode", "blocks"), [("none", 57), ("full", 0)])

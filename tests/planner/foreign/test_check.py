@@ -166,6 +166,19 @@ def test_a_smaller_batch_with_as_many_samples_a_step_is_offered(tmp_path: Path) 
     assert (again.verdict, again.peak) == (fix.outcome.estimate.verdict, fix.outcome.estimate.peak)
 
 
+def test_a_change_that_rounds_the_base_is_lossy_though_no_field_of_the_strategy_says_so(tmp_path: Path) -> None:
+    """sd-scripts' fp8 base is priced from the recording in 16 bits, so its weights' format stays as it is."""
+    command = (
+        "accelerate launch sdxl_train_network.py --pretrained_model_name_or_path=sd_xl_base_1.0.safetensors "
+        "--resolution=1024,1024 --train_batch_size=1 --network_module=networks.lora --network_dim=16 --xformers "
+        "--network_train_unet_only --cache_latents --cache_text_encoder_outputs --mixed_precision=bf16 "
+        "--gradient_checkpointing --optimizer_type=AdamW8bit --no_half_vae"
+    )
+    (tmp_path / "train.sh").write_text(command)
+    found = check_case(settle(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "6GB"}))
+    assert [(fix.change, fix.lossy) for fix in found.fixes] == [(("--fp8_base_unet",), True)]
+
+
 def test_a_trainer_that_does_not_accumulate_is_offered_another_training() -> None:
     (move,) = smaller_batches(dialects.dialect("latentsync"))
     assert move.steps({"batch_size": 4, "gradient_accumulation": 1}) == ({"batch_size": 2}, {"batch_size": 1})
