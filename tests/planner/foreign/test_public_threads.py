@@ -117,7 +117,7 @@ ANSWERS = {
     "cogvideo-731-v100": False,
     "dpipe-306-swap8": False,
     "dpipe-flux2-dev": True,
-    "sds-827-3090ti": None,
+    "sds-827-3090ti": True,
     "simpletuner-chroma-int8": True,
     "simpletuner-seg-kandinsky5-layer": None,
     "simpletuner-seg-wan14-layer": True,
