@@ -327,6 +327,9 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "resolution 512, the default of a dataset"
     if fields["weights_dtype"] in QUANTISED and settings.get(f"{MODEL}quantize_te") is None:
         yield "quantize_te follows quantize: the text encoder is quantised too"
+    t5_alone = lookup.model(fields["model"]).trained_with("ai-toolkit", "t5-alone-quantised")
+    if t5_alone and fields["text_encoder_dtype"] in QUANTISED:
+        yield "T5 alone is quantised: both CLIP encoders stay in 16 bits but are priced like T5, at least 0.8 GiB low"
 
 
 def _two_on_gpu(fields: Fields) -> bool:

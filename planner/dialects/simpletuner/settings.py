@@ -82,8 +82,8 @@ BASES = {
 """``base_model_precision`` -> how the frozen base is stored; empty: as the mixed precision is."""
 
 LEAVES_LAYERS = ("sd3", "ltxvideo", "wan")
-"""Families of which Quanto leaves more than small layers in 16 bits (helpers/training/quantisation/__init__.py
-``_quanto_model``)."""
+"""Families that share one list of layers that Quanto leaves in 16 bits; of LTX-Video these are small
+(helpers/training/quantisation/__init__.py ``_quanto_model``)."""
 
 STORED = {("ideogram", ""): "fp8", ("ideogram", "fp8"): "fp8", ("ideogram", "nf4"): "nf4"}
 """(``model_family``, ``model_flavour``) -> how its published weights are stored, and stay unless a
