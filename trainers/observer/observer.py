@@ -7,6 +7,7 @@ process waits to be ended by its parent, which waits for the other ranks.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import linecache
 import os
@@ -15,7 +16,7 @@ import threading
 import time
 import traceback
 import weakref
-from types import FrameType, ModuleType
+from types import FrameType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 from . import import_hook
@@ -89,6 +90,7 @@ class ProcessObserver:
         self._first_forward = register_module_forward_pre_hook(self._before_forward)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+        self._watch_own_steps(torch.optim.Optimizer)
         torch.cuda._lazy_call(self._watch_allocator)
         print_from_host(torch)
         if os.environ.get("VPLAN_GPU_VALUES") == "1":
@@ -125,6 +127,31 @@ class ProcessObserver:
                 instance.ds_opt_adam = HollowUpdates(instance.ds_opt_adam, self._hollow)
 
         optimizer.__init__ = initialized
+
+    def _watch_own_steps(self, optimizer_class: Any) -> None:
+        """torch's hooks belong to a class's ``step``. A program that gives one optimizer another (OneTrainer,
+        modules/util/optimizer/adamw_extensions.py) is seen to do so; schedulers wrap the one that is there."""
+        given = optimizer_class.__setattr__
+
+        def watched(optimizer: Any, name: str, value: Any) -> None:
+            given(optimizer, name, self._counted_once(optimizer, value) if name == "step" else value)
+
+        optimizer_class.__setattr__ = watched
+
+    def _counted_once(self, optimizer: Any, step: Any) -> Any:
+        """The step, bound to its optimizer if it was, counted here unless torch's hooks do."""
+        owner, function = weakref.ref(optimizer), getattr(step, "__func__", step)
+
+        @functools.wraps(function)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            before = self._steps_of.get(id(owner()), 0)
+            self._before_step()
+            result = function(*arguments, **options)
+            if self._steps_of.get(id(owner()), 0) == before:
+                self._after_step(owner())
+            return result
+
+        return MethodType(counted, optimizer) if function is not step else counted
 
     def _watch_allocator(self) -> None:
         assert self._history is not None

@@ -275,6 +275,35 @@ def test_training_fits(place: Path, cache: str) -> None:
     assert rank["allocated_bytes"] <= rank["reserved_bytes"] <= rank["device_bytes"] - rank["estimated_bytes"]
 
 
+OWN_STEP = """
+    import torch
+    model = torch.nn.Linear(512, 512, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["square"] = torch.zeros_like(parameter)
+
+    optimizer.step = step.__get__(optimizer, torch.optim.AdamW)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for _ in range(9):
+        model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    raise SystemExit("it should have ended before")
+"""
+
+
+@needs_cuda_wheel
+def test_a_step_that_a_program_gives_its_optimizer_counts(place: Path, cache: str) -> None:
+    """torch's hooks see the steps of classes alone; so it is in OneTrainer, under a scheduler that wraps it again."""
+    answer = rehearse(place, cache, "--gpu", "8GB", "--steps", "2", "--", CUDA_PYTHON, program(place, OWN_STEP))
+    assert (answer["verdict"], answer["steps"]) == ("fits", 2)
+    (rank,) = answer["ranks"]
+    assert list(rank["phases"]) == ["load", "first_step", "train", "optimizer"]
+
+
 @needs_cuda_wheel
 def test_training_runs_out_at_a_line(place: Path, cache: str) -> None:
     words = ("--gpu", "8GB", "--report", "page.html", "--", CUDA_PYTHON, program(place, TRAINING), "40")
