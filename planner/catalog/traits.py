@@ -104,6 +104,7 @@ TrainerTrait = Literal[
     "prompts-unpadded",
     "masks-by-head",
     "masks-one-sample",
+    "joint-tensor-kept",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
@@ -117,7 +118,7 @@ vae-caches-kept: what its causal convolutions keep of a clip stays until the nex
 reentrant-checkpoints: its own code of the model checkpoints so.
 prompts-unpadded: they are as long as the longest of a batch, where diffusers fills them up. masks-by-head: its own code
 makes a mask over all pairs of tokens for every head. masks-one-sample: prompts are padded and masked where there is one
-sample too.
+sample too. joint-tensor-kept: of a block that gives text and image as parts of one tensor, only the image is offloaded.
 """
 
 

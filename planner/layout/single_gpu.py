@@ -35,7 +35,7 @@ def block_swap(run: Run) -> None:
     largest = max(map(run.total_bytes, swapped.values()))
     gone = set(itertools.chain.from_iterable(swapped.values()))
     run.drop(run.load, gone)
-    if anew := gone & run.shared(_weights_made_anew):  # the ring holds them
+    if anew := gone & run.shared(weights_made_anew):  # the ring holds them
         run.drop(run.step, anew)
     for _ in range(min(SWAP_RING_BUFFERS, count)):
         run.add(run.load, largest, "buckets", "swap ring")
@@ -64,7 +64,7 @@ def staged_bytes(run: Run) -> int:
     return 2 * sum(power_of_two(run.sizes[buffer]) for buffer in largest)
 
 
-def _weights_made_anew(run: Run) -> frozenset[int]:
+def weights_made_anew(run: Run) -> frozenset[int]:
     """Weights that a step casts away and makes again, as layerwise casting does."""
     weights = frozenset(run.named("weight").values())
     return weights.intersection(*[itertools.chain.from_iterable(events for _, events in run.step.stretches)])

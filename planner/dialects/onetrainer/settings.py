@@ -1,13 +1,10 @@
-"""OneTrainer's presets and configs (JSON), read at 23df3832: modules/util/config/TrainConfig.py and training_presets.
-
-Its own memory terms are not read yet: it is priced as our step trains diffusers' model, and says so.
-"""
+"""OneTrainer's presets and configs (JSON), read at 23df3832 (modules/util/config/TrainConfig.py, training_presets)."""
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.catalog import lookup
@@ -18,6 +15,8 @@ from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model,
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.errors import VplanError, quoted
+from planner.layout.trainer_terms.lora_layers import on_all_linear
+from planner.layout.trainer_terms.onetrainer import ATTENTION_AND_MLP, EVERY_LAYER, LAYERS_OF_BLOCKS
 from planner.untrusted import flat
 
 CONFIG = "config:"
@@ -63,25 +62,59 @@ OPTIMIZERS = {
     "CAME": "came",
     "MUON": "muon",
 }
+PARTS_SINCE = 11
+"""The first ``__version`` that says per part what is checkpointed and offloaded."""
+OLD_CHECKPOINTS = f"{CONFIG}gradient_checkpointing"
 ONLY_LORA = frozenset({"lora"})
+BLOCKS = frozenset({"transformer_block", "transformer_blocks", "layers"})
+"""Its filters that take the blocks whole (``LAYER_PRESETS`` of modules/modelSetup)."""
+MLP = ("mlp", "ff", "feed_forward")
+"""Words of filters that take feed-forward layers too."""
 
 
 def read_script(script: Script) -> Invocation | None:
-    """A config or preset, alone or as its command names it (scripts/train.py --config-path): by keys of the first
-    level that together only it has."""
+    """A config or preset, alone or as its command names it: by keys of the first level that together only it has."""
     config = script.config
     for program in script.programs:
         if program.script.endswith("scripts/train.py") and "--config-path" in program.arguments[:-1]:
-            path = program.arguments[program.arguments.index("--config-path") + 1]
-            config = script.document(path)
-            if config is None:
-                raise VplanError(f"{path} is not here", "run vplan where the command would run, or pass the config")
+            config = _of_command(script, program.arguments)
     if config is None or not config.keys() >= SIGNS:
         return None
     parsed = flags.script("onetrainer", "config.json").parse_config(config)
     inside = flat(config, script.name)
     settings = {"script": "config.json", **{f"{CONFIG}{name}": value for name, value in inside.items()}}
     return Invocation("onetrainer", settings, parsed.unknown, notes=script.notes)
+
+
+def _of_command(script: Script, arguments: Sequence[str]) -> dict[str, Any]:
+    """What ``scripts/train.py`` reads: ``--preset-path``, over it ``--config-path``, over both each ``--config-value
+    KEY=VALUE`` with dots between names."""
+    config: dict[str, Any] = {}
+    for flag, value in itertools.pairwise(arguments):
+        if flag in ("--preset-path", "--config-path"):
+            document = script.document(value)
+            if document is None:
+                raise VplanError(f"{value} is not here", "run vplan where the command would run, or pass the config")
+            config = _over(config, document) if flag == "--config-path" else _over(document, config)
+    for flag, value in itertools.pairwise(arguments):
+        if flag == "--config-value":
+            name, _, text = value.partition("=")
+            *parts, key = name.split(".")
+            inside: dict[str, Any] = {key: {"true": True, "false": False}.get(text.lower(), text)}
+            for part in reversed(parts):
+                inside = {part: inside}
+            config = _over(config, inside)
+    return config
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """One config over another, part by part."""
+    both = {
+        key: _over(below[key], value)
+        for key, value in above.items()
+        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
+    }
+    return {**below, **above, **both}
 
 
 def _of(settings: Settings, name: str, default: Any = None) -> Any:
@@ -159,20 +192,66 @@ def _formats(settings: Settings) -> Fields:
     }
 
 
+def _is_old(settings: Settings) -> bool:
+    """Whether checkpoints and offloading are said for all parts, as before version 11: what parts say of them is
+    overwritten then (``TrainConfig.__migration_10``)."""
+    return int(_of(settings, "__version", 0)) < PARTS_SINCE and OLD_CHECKPOINTS in settings
+
+
 def _checkpointing(settings: Settings) -> Fields:
-    """Of the part; older configs say it for all: ON, OFF or CPU_OFFLOADED."""
-    older = str(_of(settings, "gradient_checkpointing", ""))
-    if older in ("OFF", "False") or _part(settings, "gradient_checkpointing", True) is False:
-        return {"gradient_checkpointing": "none"}
-    away = older == "CPU_OFFLOADED" or _part(settings, "activation_offloading", False)
-    return {"gradient_checkpointing": "offload" if away else "full"}
+    """Of the part; older configs say ON, OFF or CPU_OFFLOADED, or true and false."""
+    if _is_old(settings):
+        older = str(settings[OLD_CHECKPOINTS])
+        on = older not in ("OFF", "False")
+        away = older == "CPU_OFFLOADED" and _of(settings, "enable_activation_offloading", True)
+    else:
+        on, away = _part(settings, "gradient_checkpointing", True), _part(settings, "activation_offloading", False)
+    return {"gradient_checkpointing": "none" if not on else "offload" if away else "full"}
 
 
 def _swap(settings: Settings) -> Fields:
     """``offload_fraction`` of the layers wait in host RAM (modules/util/LayerOffloadConductor.py)."""
-    fraction = float(_part(settings, "offload_fraction", _of(settings, "layer_offload_fraction", 0.0)) or 0.0)
+    fraction = _part(settings, "offload_fraction", 0.0)
+    if _is_old(settings):
+        fraction = _of(settings, "layer_offload_fraction", 0.0) if settings[OLD_CHECKPOINTS] == "CPU_OFFLOADED" else 0.0
     blocks = lookup.model(_model(settings)["model"]).blocks
-    return {"swap_blocks": min(blocks - 1, math.floor(fraction * blocks))}
+    return {"swap_blocks": min(blocks - 1, round(float(fraction or 0.0) * blocks))}
+
+
+def _in_part(key: str, value: str) -> Callable[[Settings], list[str]]:
+    """The words of a setting of the part that is trained, as `Move.words_for` has them."""
+
+    def words(settings: Settings) -> list[str]:
+        name = next((part for part in PARTS if any(key.startswith(f"{CONFIG}{part}.") for key in settings)), PARTS[0])
+        return [f"{name}.{key}: {value}"]
+
+    return words
+
+
+def _with_checkpoints(settings: Settings) -> list[str]:
+    return ["gradient_checkpointing: ON"] if _is_old(settings) else _in_part("gradient_checkpointing", "true")(settings)
+
+
+def _layers(settings: Settings) -> Fields:
+    """Attention alone is the model's usual layers; a wider choice is recorded over a base in 16 bits."""
+    if settings[f"{CONFIG}training_method"] != "LORA" or not _version_of_layers(settings):
+        return {"lora_targets": None}
+    profile = lookup.model(_model(settings)["model"])
+    return {"lora_targets": on_all_linear(profile, _formats(settings)["weights_dtype"])}
+
+
+def _version_of_layers(settings: Settings) -> str:
+    """Which layers have adapters: those whose names have one of the words of ``layer_filter``, all without any."""
+    words = str(_of(settings, "layer_filter", "")).strip()
+    if not words:
+        return EVERY_LAYER
+    if words in BLOCKS:
+        return LAYERS_OF_BLOCKS
+    return ATTENTION_AND_MLP if any(word in words for word in MLP) else ""
+
+
+def _version(settings: Settings, fields: Fields) -> str:
+    return _version_of_layers(settings) if fields["method"] == "lora" else ""
 
 
 def _steps(settings: Settings) -> Fields:
@@ -184,11 +263,19 @@ def _steps(settings: Settings) -> Fields:
     return {"optimizer_step": "backward" if fused and full else "foreach"}
 
 
+def _largest_encoder(settings: Settings) -> str:
+    """Its name for the text encoder with most parameters: they come to the GPU one at a time."""
+    encoders = lookup.model(_model(settings)["model"]).text_encoders
+    largest = max(range(len(encoders)), key=lambda at: encoders[at].parameters)
+    return "text_encoder" if largest == 0 else f"text_encoder_{largest + 1}"
+
+
 def _caches(settings: Settings) -> Fields:
     """What is not trained is cached with the latents, unless ``latent_caching`` is off."""
     where = "cached" if _of(settings, "latent_caching", True) else "resident"
     vae = _format(_of(settings, "vae.weight_dtype", "FLOAT_32"), "vae.weight_dtype")
-    encoder = _format(_of(settings, "text_encoder.weight_dtype", "FLOAT_32"), "text_encoder.weight_dtype")
+    name = _largest_encoder(settings)
+    encoder = _format(_of(settings, f"{name}.weight_dtype", "FLOAT_32"), f"{name}.weight_dtype")
     known = ("fp32", "bf16", "fp16")
     return {
         "text_encoder": where,
@@ -204,11 +291,11 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    yield "priced as vplan trains diffusers' model: no run of OneTrainer was compared, its memory terms are not read"
+    yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5 and SD 1.5 alone"
     yield from own_model_notes("onetrainer", fields)
-    if fields["method"] == "lora":
-        chosen = _of(settings, "layer_filter_preset", "full")
-        yield f"LoRA estimated on the model's usual layers (layer_filter_preset {chosen})"
+    usual = fields["method"] == "lora" and _version(settings, fields) in ("", ATTENTION_AND_MLP)
+    if usual and not lookup.model(fields["model"]).traits.wide_is_all_linear:
+        yield f"LoRA estimated on the model's usual layers (layer_filter {_of(settings, 'layer_filter')})"
     if fields["swap_blocks"]:
         yield f"offload_fraction: {fields['swap_blocks']} blocks wait in host RAM"
 
@@ -232,6 +319,9 @@ DIALECT = Dialect(
             _size,
             _nothing,
             {"height": "resolution", "width": "resolution", "frames": "frames"},
+        ),
+        FunctionPair(
+            ("lora_targets",), (f"{CONFIG}layer_filter",), _layers, _nothing, {"lora_targets": "all linear layers"}
         ),
         Value("batch_size", f"{CONFIG}batch_size", 1, int),
         Value("gradient_accumulation", f"{CONFIG}gradient_accumulation_steps", 1, int),
@@ -282,24 +372,25 @@ DIALECT = Dialect(
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("experts", "trainable", "lora_dropout", "buckets", "text_tokens", "references"),
         *our_defaults("validation"),
     ),
     read_script=read_script,
     remarks=_remarks,
     notes=_notes,
+    version=_version,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
         Move(
             {"gradient_checkpointing": "full"},
             "one more forward pass",
-            words_for=lambda settings: ["transformer.gradient_checkpointing: true"],
+            words_for=_with_checkpoints,
         ),
         Move(
             {"weights_dtype": "fp8"},
             "the frozen base is rounded to 8 bits",
-            words_for=lambda settings: ["transformer.weight_dtype: FLOAT_8"],
+            words_for=_in_part("weight_dtype", "FLOAT_8"),
             when=lambda fields: fields["method"] == "lora",
         ),
     ),

@@ -19,6 +19,7 @@ NAMES = (
     "easyanimate",
     "latentsync",
     "musubi-tuner",
+    "onetrainer",
     "sd-scripts",
     "simpletuner",
     "videox-fun",

@@ -8,6 +8,7 @@ its input to ``lora_down`` as it is (sd-scripts networks/lora_flux.py:124, musub
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from planner.layout.run import Run
@@ -52,11 +53,11 @@ def _uncast(run: Run, stage: Stage) -> None:
     stays: dict[int, int] = {}
     """input -> the copy with whose free it goes now"""
     for moment, events in stage.stretches:
-        for pair in _pairs(run, events) if moment.block >= 0 else ():
+        for pair in _pairs(run, events, freed) if moment.block >= 0 else ():
             half = freed.get(pair.half)
             if _is_gradient(run, events, pair):
                 gone.add(pair.wide)
-            elif (again := _cast_again(run, events, pair)) is not None:
+            elif (again := _cast_again(run, events, pair, freed)) is not None:
                 gone |= {pair.wide, pair.half, again}
             else:
                 gone.add(pair.wide)
@@ -79,17 +80,16 @@ def _uncast(run: Run, stage: Stage) -> None:
         stage.stretches[at] = (moment, kept)
 
 
-def _pairs(run: Run, events: list[int]) -> list[_Pair]:
-    """Every fp32 copy whose next large neighbour is its own copy in 16 bits; a weight's gradient is none."""
+def _pairs(run: Run, events: list[int], freed: Mapping[int, Place]) -> list[_Pair]:
+    """Every fp32 copy whose next large neighbour is its own copy in 16 bits; a gradient, which stays, is none."""
     op, sizes = run.program.op, run.sizes
-    gradients = set(run.named("gradient").values())
     found = []
     for position, event in enumerate(events):
-        if event < 0 or op[event] != CAST or event in gradients:
+        if event < 0 or op[event] != CAST or event not in freed:
             continue
         for behind, other in enumerate(events[position + 1 : position + 5], start=position + 1):
             if other >= 0 and 2 * sizes[other] >= sizes[event]:
-                if op[other] == CAST and 2 * sizes[other] == sizes[event] and other not in gradients:
+                if op[other] == CAST and 2 * sizes[other] == sizes[event] and other in freed:
                     found.append(_Pair(event, other, behind + 1))
                 break
     return found
@@ -105,14 +105,14 @@ def _is_gradient(run: Run, events: list[int], pair: _Pair) -> bool:
     return False
 
 
-def _cast_again(run: Run, events: list[int], pair: _Pair) -> int | None:
+def _cast_again(run: Run, events: list[int], pair: _Pair, freed: Mapping[int, Place]) -> int | None:
     """The second copy in 16 bits of the same fp32 tensor: what attention gives in fp32 is cast for its output layer and
     for that one's adapter. It gives what it was given, 16 bits, where queries are turned in place."""
     for event in events[pair.position :]:
         if event == ~pair.wide:
             return None
-        if event >= 0 and run.program.op[event] == CAST and run.sizes[event] == run.sizes[pair.half]:
-            return event
+        if event in freed and run.program.op[event] == CAST and run.sizes[event] == run.sizes[pair.half]:
+            return event  # not a gradient of an adapter, which may be as large
     return None
 
 

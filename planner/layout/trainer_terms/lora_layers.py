@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
-from planner.layout.inputs import load_facts
+from planner.layout.inputs import load_facts, parameters
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
 from planner.spec.configuration import Configuration
-from planner.spec.job import QUANTISED, Strategy
+from planner.spec.job import QUANTISED, SPLIT, Strategy
 from planner.tape.program import Block, Stage
 
 
@@ -106,7 +106,7 @@ def adapters_on_modulation(trainer: str) -> Transform:
         """Adapters on modulation layers: their weights, gradients and states, and the factors of scales and gates."""
         if run.job.method != "lora" or not run.facts.model.trained_with(trainer, "modulation-adapted"):
             return
-        width = _width(run)
+        width = width_of(run)
         made = [VECTORS.get(layer[1], 6) for name in run.named("weight") if (layer := MODULATION.search(name))]
         added = run.job.lora_rank * width * sum(1 + vectors for vectors in made)
         own = run.total_bytes(run.named("gradient").values())
@@ -120,12 +120,60 @@ def adapters_on_modulation(trainer: str) -> Transform:
         kept = _factors(run) if run.strategy.gradient_checkpointing == "none" else {}
         for stage in filter(None, (run.first_step, run.step, run.accumulate)):
             _keep_beside(run, stage, trained)
-            _keep_by_block(run, stage, kept)
+            keep_by_block(run, stage, kept, "factors of scales and gates")
 
     return term
 
 
-def _width(run: Run) -> int:
+def adapters_on_linear_layers(of_blocks: bool) -> Transform:
+    """The term of a trainer that adapts every linear layer, and every convolution, where a recording has adapters on
+    some: their weights, gradients and states. With rank r a layer of ``out`` rows takes r (out + in). What the step
+    keeps for them is not added: with checkpoints it is one block's."""
+
+    def term(run: Run) -> None:
+        """Adapters on the linear layers that have none in the recording."""
+        if run.job.method != "lora" or run.strategy.sharding in SPLIT:
+            return
+        own = run.total_bytes(run.named("gradient").values())
+        there = run.job.lora_rank * _adapted_sizes(run, of_blocks)
+        trained = run.trained_experts * (4 if run.strategy.adapter_dtype == "fp32" else 2) * there - own
+        if trained <= 0 or not own:
+            return
+        states = run.total_bytes(run.named("optimizer").values())
+        run.add(run.load, trained, "weight", "adapters on more layers")
+        if run.strategy.offload_optimizer == "none":
+            run.add(run.optimizer_first, states * trained // own, "optimizer", "states of more adapters")
+        for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+            _keep_beside(run, stage, trained)
+        for stage in (run.optimizer_first, run.optimizer):
+            _keep_beside(run, stage, trained + _passing(run, run.optimizer) * trained // own)
+
+    return term
+
+
+def _adapted_sizes(run: Run, of_blocks: bool) -> int:
+    """The sum of out + in over all linear layers and convolutions of the model, or of its blocks."""
+    table = parameters(run.facts.model.name)
+    strategy = Strategy.read({"weights_dtype": "bf16", "adapter_dtype": "fp32", "gradient_checkpointing": "full"})
+    configuration = Configuration.of(run.job.replace(lora_targets=None), strategy, run.machine)
+    recorded = recorded_step(configuration, load_facts(configuration))
+    sizes = recorded.program.bytes_of(dict(run.grid))
+    total = 0
+    for name, buffer in recorded.named("weight").items():
+        is_matrix = name.endswith(".weight") and ".lora_" not in name and table.is_parameter(name)
+        if is_matrix and (not of_blocks or recorded.facts.step.block_of(name) is not None):
+            rows, elements = table.rows_of(name, 1), table.elements(name, sizes[buffer])
+            total += rows + elements // rows if elements > rows else 0  # not of a norm
+    return total
+
+
+def _passing(run: Run, stage: Stage) -> int:
+    """Bytes that a stage takes at most over what was there before it."""
+    return max(0, *itertools.accumulate(run.sizes[event] if event >= 0 else -run.sizes[~event] for event in stage.ops))
+
+
+def width_of(run: Run) -> int:
+    """A transformer's hidden size: heads times their width."""
     config = run.facts.model.config
     return int(config["num_attention_heads"] * config["attention_head_dim"])
 
@@ -148,7 +196,7 @@ def _factors(run: Run) -> dict[Block, int]:
         tokens = clip + text if single else text if TEXT_STREAM.search(name) else clip
         times = VECTORS.get(layer[1], 6) // 3
         block = place[1], int(place[2])
-        kept[block] = kept.get(block, 0) + times * (normed + 2) * _width(run) * tokens
+        kept[block] = kept.get(block, 0) + times * (normed + 2) * width_of(run) * tokens
     return kept
 
 
@@ -157,7 +205,7 @@ TEXT_STREAM = re.compile(r"norm1_context|txt_mod")
 """The modulation of the text's stream, by diffusers' names."""
 
 
-def _keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int]) -> None:
+def keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int], name: str) -> None:
     """Keeps something from each block's forward to its backward."""
     backward: dict[Block, list[int]] = {}
     forward: dict[Block, int] = {}
@@ -170,7 +218,7 @@ def _keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int]) -> None:
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
     for block, again in backward.items():
-        buffer = run.new(kept[block], "activation", "factors of scales and gates")
+        buffer = run.new(kept[block], "activation", name)
         begins.setdefault(forward[block], []).append(buffer)
         ends.setdefault(again[-1], []).append(~buffer)
     stage.stretches = [

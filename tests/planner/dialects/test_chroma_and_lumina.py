@@ -79,7 +79,7 @@ def notes(folder: Path, name: str, text: str) -> tuple[str, str, tuple[str, ...]
         ("a.yaml", OSTRIS, "ai-toolkit", "chroma1-hd", "not estimated, 0.42 GiB for a moment"),
         ("a.yaml", OSTRIS_LUMINA, "ai-toolkit", "lumina-image-2.0", "resolutions are areas"),
         ("a.yaml", OSTRIS_FLEX, "ai-toolkit", "flex.1-alpha", "resolutions are areas"),
-        ("a.json", ONETRAINER, "onetrainer", "chroma1-hd", "no run of OneTrainer was compared"),
+        ("a.json", ONETRAINER, "onetrainer", "chroma1-hd", "compared with runs of OneTrainer's own code"),
         # not checkpointed: 57 blocks, each with 2 bytes of a pair
         ("a.json", SIMPLETUNER, "simpletuner", "chroma1-hd", "not estimated, 2.25 GiB"),
         (

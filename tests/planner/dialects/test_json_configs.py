@@ -11,6 +11,7 @@ import pytest
 from planner import dialects
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
+from planner.dialects.onetrainer.settings import DIALECT as ONETRAINERS
 from planner.errors import VplanError
 
 ONETRAINER: dict[str, Any] = {
@@ -95,6 +96,67 @@ def test_a_command_of_onetrainer_names_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(ONETRAINER))
     dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
     assert (dialect.name, translate(dialect, given).job["model"]) == ("onetrainer", "qwen-image")
+
+
+def test_a_command_of_onetrainer_puts_its_config_over_a_preset(tmp_path: Path) -> None:
+    """scripts/train.py: the preset, over it the config, over both single values."""
+    (tmp_path / "preset.json").write_text(json.dumps(ONETRAINER))
+    (tmp_path / "mine.json").write_text(json.dumps({"batch_size": 3, "transformer": {"weight_dtype": "BFLOAT_16"}}))
+    words = "--config-path mine.json --preset-path preset.json --config-value transformer.offload_fraction=0.25"
+    (tmp_path / "train.sh").write_text(f"python scripts/train.py {words} --config-value batch_size=5\n")
+    dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+    found = translate(dialect, given)
+    assert (found.job["model"], found.job["batch_size"], found.strategy["weights_dtype"]) == ("qwen-image", 5, "bf16")
+    assert found.strategy["swap_blocks"] == 15
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpoints", "swapped"),
+    [
+        ({"gradient_checkpointing": "OFF"}, "none", 0),
+        ({"gradient_checkpointing": "CPU_OFFLOADED", "layer_offload_fraction": 0.7}, "offload", 42),
+        ({"gradient_checkpointing": "CPU_OFFLOADED", "enable_activation_offloading": False}, "full", 0),
+        ({"gradient_checkpointing": "ON", "layer_offload_fraction": 0.7}, "full", 0),
+        ({"gradient_checkpointing": "OFF", "__version": 11}, "full", 0),
+        ({"transformer": {"offload_fraction": 0.5, "activation_offloading": True}}, "offload", 30),
+    ],
+)
+def test_onetrainer_says_for_all_parts_or_for_each_what_is_offloaded(
+    tmp_path: Path, changes: dict[str, Any], checkpoints: str, swapped: int
+) -> None:
+    """Before version 11 one setting for all parts, which goes over what a part says (TrainConfig.__migration_10)."""
+    found = read(tmp_path, ONETRAINER | {"transformer": {"weight_dtype": "BFLOAT_16"}} | changes)
+    assert (found["gradient_checkpointing"], found["swap_blocks"]) == (checkpoints, swapped)
+    assert found["unknown"] == ()
+
+
+def test_a_fix_for_onetrainer_names_the_part_and_the_setting_that_its_config_has(tmp_path: Path) -> None:
+    """Following it is read as it was meant."""
+    unet = {
+        "model_type": "STABLE_DIFFUSION_XL_10_BASE",
+        "base_model_name": "stabilityai/sdxl",
+        "training_method": "LORA",
+    }
+    encoders = {name: {"train": False, "weight_dtype": "FLOAT_16"} for name in ("text_encoder", "text_encoder_2")}
+    part = {"unet": {"weight_dtype": "BFLOAT_16", "gradient_checkpointing": False}}
+    for config, expected in (
+        (unet | encoders | part, "unet.gradient_checkpointing: true"),
+        (ONETRAINER | {"gradient_checkpointing": "OFF"}, "gradient_checkpointing: ON"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        _, given = dialects.read_script(from_file(tmp_path / "config.json"))
+        moves = [move for move in ONETRAINERS.moves if move.changes == {"gradient_checkpointing": "full"}]
+        assert [move.words_for(given.settings) for move in moves if move.words_for] == [[expected]]
+
+
+def test_onetrainers_format_of_encoders_is_that_of_the_largest(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"text_encoder": {"train": False, "weight_dtype": "BFLOAT_16"}}
+    parts |= {
+        "text_encoder_2": {"train": False, "weight_dtype": "NFLOAT_4"},
+        "transformer": {"weight_dtype": "NFLOAT_4"},
+    }
+    found = read(tmp_path, ONETRAINER | parts | {"model_type": "FLUX_DEV_1", "base_model_name": "FLUX.1-dev"})
+    assert (found["model"], found["text_encoder_dtype"]) == ("flux.1-dev", "nf4")
 
 
 def test_full_training_of_onetrainer_steps_inside_backward_where_its_optimizer_says_so(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
+from planner.foreign.case import settle
+from planner.foreign.check import check_case
 
 LAUNCH = "accelerate launch --num_processes 1 "
 SDXL = "sdxl_train_network.py --pretrained_model_name_or_path a.safetensors --network_module networks.lora "
@@ -120,3 +122,16 @@ def test_a_config_alone_is_read_by_the_model_that_it_names(tmp_path: Path) -> No
     lines = 'network_module = "networks.lora"\nmixed_precision = "bf16"\npretrained_model_name_or_path = '
     assert read(tmp_path, f'{lines}"sd_xl_base_1.0.safetensors"\n', "a.toml")[1].job["model"] == "sdxl"
     assert read(tmp_path, f'{lines}"v1-5-pruned.safetensors"\n', "a.toml")[1].job["model"] == "sd1.5"
+
+
+@pytest.mark.parametrize(("size", "batch"), [(1024, 1), (1024, 4), (512, 1), (512, 2), (768, 2)])
+def test_every_rank_of_sdxl_is_priced_and_a_higher_one_takes_more(tmp_path: Path, size: int, batch: int) -> None:
+    """At some an adapter's gradient is as large as an activation."""
+    taken = []
+    for rank in (16, 32, 64, 128, 256):
+        flags = f"--mixed_precision bf16 --gradient_checkpointing --cache_latents --train_batch_size {batch}"
+        (tmp_path / "train.sh").write_text(f"{LAUNCH}{SDXL}{flags} --resolution {size},{size} --network_dim {rank}")
+        dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+        outcome = check_case(settle(dialect, given, {}, {"gpu": "80GB"}), search=False).outcome
+        taken.append(outcome.estimate.peak.allocated_bytes)
+    assert taken == sorted(taken)

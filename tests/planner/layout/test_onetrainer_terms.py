@@ -1,0 +1,91 @@
+"""planner/layout/trainer_terms/onetrainer.py: what its layers in buffers and its adapters take, counted by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import dialects
+from planner.catalog.shapes import grid
+from planner.dialects.base.script import from_file
+from planner.foreign.case import settle
+from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Run
+from planner.layout.trainer_terms.onetrainer import _most_loaded
+
+MIB = 2**20
+FROZEN = {"train": False, "weight_dtype": "BFLOAT_16"}
+CONFIG: dict[str, Any] = {
+    "training_method": "LORA",
+    "model_type": "FLUX_DEV_1",
+    "base_model_name": "black-forest-labs/FLUX.1-dev",
+    "resolution": "512",
+    "train_dtype": "BFLOAT_16",
+    "transformer": {"train": True, "weight_dtype": "BFLOAT_16"},
+    "text_encoder": FROZEN,
+    "text_encoder_2": FROZEN,
+}
+
+
+def run_of(folder: Path, **changes: Any) -> Run:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    dialect, given = dialects.read_script(from_file(folder / "config.json"))
+    case = settle(dialect, given, {}, {"gpu": "80GB"})
+    facts = load_facts(case.configuration, case.model, case.gpu)
+    return lay_out(case.configuration, facts, grid(case.model, case.job), case.trainer)
+
+
+def added(run: Run, name: str) -> list[int]:
+    events = [*run.load.ops, *run.optimizer_first.ops]
+    return [run.sizes[event] for event in events if event >= 0 and run.program.op[event] == name]
+
+
+def test_layers_lie_in_buffers_as_large_as_what_is_not_offloaded(tmp_path: Path) -> None:
+    """FLUX.1's 57 blocks have 11.9 billion parameters; half of them in bf16, and a tenth of that at most on top."""
+    whole = run_of(tmp_path)
+    half = run_of(tmp_path, transformer={"weight_dtype": "BFLOAT_16", "offload_fraction": 0.5})
+    blocks = sum(map(whole.total_bytes, whole.swappable_weights.values()))
+    buffers = added(half, "buffer of layers")
+    assert len(set(buffers)) == 1
+    assert blocks * 29 / 57 * 0.95 < sum(buffers) < blocks * 29 / 57 * 1.1 + 4096 * len(buffers)
+    there = {event for event in half.load.ops if event >= 0}
+    assert not there & {weight for layer in half.swappable_weights.values() for weight in layer}
+    assert not added(half, "swap ring")
+
+
+@pytest.mark.parametrize(
+    ("layers", "limit", "most"), [((4, 4, 4, 4), 9, 8), ((4, 4, 4, 4), 3, 8), ((1, 1, 6, 6), 8, 12), ((5,), 9, 5)]
+)
+def test_two_layers_are_there_at_the_least(layers: tuple[int, ...], limit: int, most: int) -> None:
+    assert _most_loaded(layers, limit) == most
+
+
+def test_without_a_filter_every_linear_layer_has_an_adapter(tmp_path: Path) -> None:
+    """Rank 16 of FLUX.1, by its layers: in the double blocks 8 of attention, 4 of feed-forward and 2 of modulation, in
+    the single ones 3 of attention and proj_mlp, proj_out, norm.linear; and what is around them."""
+    width = 3072
+    double = 8 * 2 * width + 4 * 5 * width + 2 * 7 * width
+    single = 3 * 2 * width + 5 * width + 6 * width + 4 * width
+    around = (64 + width) + (4096 + width) + 2 * (256 + width) + 3 * 2 * width + (768 + width) + 3 * width + width + 64
+    usual = 19 * (8 * 2 + 4 * 5) * width + 38 * 3 * 2 * width
+    blocks = 19 * double + 38 * single
+    for layer_filter, elements in (("", blocks + around), ("transformer_block", blocks)):
+        run = run_of(tmp_path, layer_filter=layer_filter)
+        (weights,) = added(run, "adapters on more layers")
+        (states,) = added(run, "states of more adapters")
+        assert weights == 4 * 16 * (elements - usual)
+        assert states == pytest.approx(2 * weights, rel=0.001)
+    assert not added(run_of(tmp_path, layer_filter="attn"), "adapters on more layers")
+
+
+def test_the_text_keeps_what_offloading_sends_away_of_single_blocks(tmp_path: Path) -> None:
+    part = {"weight_dtype": "BFLOAT_16", "activation_offloading": True}
+    run = run_of(tmp_path, transformer=part, batch_size=2)
+    tokens = 2 * (32 * 32 + 512)
+    name = "text and image of a block"
+    kept = [run.sizes[event] for event in run.step.ops if event >= 0 and run.program.op[event] == name]
+    assert kept == [2 * 3072 * tokens] * 37
