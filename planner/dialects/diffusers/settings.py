@@ -34,6 +34,7 @@ from planner.dialects.base.launchers import (
 )
 from planner.dialects.base.script import Script
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
+from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
@@ -427,7 +428,8 @@ DIALECT = Dialect(
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        PROMPT_LENGTH,
+        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "references"),
         FunctionPair(
             ("text_encoder_dtype",),
             (),

@@ -122,12 +122,6 @@ def validation_prompts(run: Run) -> None:
     take_sizes(run, first)
 
 
-TERMS: tuple[Transform, ...] = (
-    *(tables_cast, cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
-    *(validation_prompts, cache_kept_while_sampling),
-)
-
-
 def encoders_at_start(run: Run) -> None:
     """Text encoder, model and VAE are put on the GPU one after the other even where latents and prompts come from
     disk; only then the model is cast, adapted or handed to an engine, and encoder and VAE go once all is ready
@@ -150,6 +144,22 @@ def encoders_at_start(run: Run) -> None:
         "encoders leave", [(STRATEGY_MOMENT._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
     )
     run.empty_cache.after = (*run.empty_cache.after, run.phases.unload)
+
+
+def encoders_beside_the_model(run: Run) -> None:
+    """LoRA scripts of today encode prompts and, with ``--cache_latents``, clips while the model is on the GPU already
+    (diffusers 58eb52c0, examples/dreambooth/train_dreambooth_lora_sd3.py:1237 to 1241, ``transformer.to`` and
+    ``text_encoder_three.to``; ..._lora_qwen_image.py:1266 and 1503 ``offload_models(text_encoding_pipeline)``). In full
+    training the model comes last, with ``accelerator.prepare``; those for videos cache nothing."""
+    caches = "cached" in (run.strategy.text_encoder, run.strategy.vae)
+    if caches and run.job.method == "lora" and run.facts.model.kind == "image":
+        encoders_at_start(run)
+
+
+TERMS: tuple[Transform, ...] = (
+    *(tables_cast, cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
+    *(validation_prompts, cache_kept_while_sampling, encoders_beside_the_model),
+)
 
 
 def cache_kept(run: Run) -> None:

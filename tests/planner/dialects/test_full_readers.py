@@ -12,6 +12,7 @@ from planner import dialects
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, Translation, translate
 from planner.dialects.base.script import from_file
+from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
 from planner.dialects.diffusers.settings import DIALECT as DIFFUSERS
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
@@ -72,3 +73,26 @@ def test_a_text_encoder_that_is_trained_takes_weights_gradients_and_states(tmp_p
         for text in (words, f"{words} --train_text_encoder")
     )
     assert trained - without == pytest.approx(14 * 123_060_480, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("script", "model", "flag", "tokens"),
+    [
+        ("train_dreambooth_lora_sd3.py", "stabilityai/stable-diffusion-3.5-medium", "", 77 + 77),
+        ("train_dreambooth_lora_sd3.py", "stabilityai/stable-diffusion-3.5-medium", "--max_sequence_length 256", None),
+        ("train_dreambooth_flux.py", "black-forest-labs/FLUX.1-dev", "", 77),
+        ("train_dreambooth_lora_flux.py", "black-forest-labs/FLUX.1-dev", "", None),
+        ("train_dreambooth_lora_flux.py", "black-forest-labs/FLUX.1-dev", "--max_sequence_length 128", 128),
+        ("train_dreambooth_lora_qwen_image.py", "Qwen/Qwen-Image", "--max_sequence_length 128", None),
+    ],
+)
+def test_prompts_of_t5_are_as_long_as_the_script_pads_them(
+    tmp_path: Path, script: str, model: str, flag: str, tokens: int | None
+) -> None:
+    """CLIP's 77 tokens stand before those of SD3; Qwen-Image's prompts are not padded."""
+    read_fields = command(tmp_path, f"{script} --pretrained_model_name_or_path {model} {flag}")
+    assert read_fields.job["text_tokens"] == tokens
+    told = {"script": script, "model": read_fields.job["model"], "method": read_fields.job["method"]}
+    assert PROMPT_LENGTH.to_settings({**told, "text_tokens": tokens}) == (
+        {"--max_sequence_length": int(flag.split()[1])} if flag and "Qwen" not in model else {}
+    )
