@@ -345,6 +345,13 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(told: data.PlanData
         assert words in shown
 
 
+def test_the_answers_of_several_plans_are_told_apart(told: data.PlanData) -> None:
+    read = _Tags()
+    read.feed(page.render(page.Page("two", tuple(dataclasses.replace(told, name=name) for name in ("a", "b")))))
+    answers = [attributes["aria-label"] for tag, attributes in read.tags if "hero" in (attributes.get("class") or "")]
+    assert answers == ["The answer of a", "The answer of b"]
+
+
 def test_a_page_of_accuracy_alone(tmp_path: Path) -> None:
     line = {
         "id": HOSTILE,

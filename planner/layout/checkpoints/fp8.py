@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from planner.errors import NotEstimatedError
 from planner.layout.checkpoints.block_inputs import block_inputs
-from planner.layout.checkpoints.recomputation import alike_stretches, forward_events, recomputations
+from planner.layout.checkpoints.recomputation import Recomputations, alike_stretches, forward_events, recomputations
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.tape.format import Monomial, Tape
 from planner.tape.program import Block, Moment
@@ -21,6 +23,19 @@ writes one, a product does so in place, the cast reads that and writes one byte.
 the number, which a quotient and a product read and write in place."""
 
 
+Inputs = tuple[tuple[Block, tuple[int, ...]], ...]
+"""Block -> the buffers of its inputs that are rounded."""
+
+
+class _Woven(NamedTuple):
+    """A step with 8-bit checkpoints, whatever the shape."""
+
+    stretches: list[tuple[Moment, list[int]]]
+    rounded: list[int]
+    """the inputs, in order; each has three new buffers, numbered on from those of the run: the largest number of each
+    token, the quotient, and the values in 8 bits"""
+
+
 def fp8_checkpoints(run: Run) -> None:
     """A checkpointed block's input is rounded to 8 bits, beside the largest number of each token, before the block
     runs, and goes with the block. It comes back when the block is recomputed and goes with that; what is rounded goes
@@ -28,77 +43,99 @@ def fp8_checkpoints(run: Run) -> None:
     """
     if run.strategy.gradient_checkpointing != "fp8":
         return
-    alike, inputs = alike_stretches(run), _rounded_inputs(run)
-    found = recomputations(run, alike, forward_events(run))
+    inputs, width, number = _rounded_inputs(run), _width(run), _number_bytes(run)
+    if run.step.stretches == run.recording.step.stretches and not run.resized:
+        found = run.shared_at_shape(_recomputations)
+        woven = run.shared(_woven_recording, inputs, found, len(run.sizes))
+    else:
+        alike = alike_stretches(run)
+        woven = _woven(run, alike, inputs, recomputations(run, alike, forward_events(run)), len(run.sizes))
+    for buffer in woven.rounded:
+        nbytes = run.sizes[buffer]
+        run.new(nbytes // width, "activation", "checkpoint tokens")
+        run.new(nbytes, "temporary", "checkpoint quotient")
+        run.new(nbytes // number, "activation", "checkpoint in 8 bits")
+        run.work.backward_bytes += KERNEL_BYTES[number] * (nbytes // number)
+    run.step.stretches = woven.stretches.copy()
+
+
+def _recomputations(run: Run) -> Recomputations:
+    return recomputations(run, run.shared(alike_stretches), run.shared(forward_events))
+
+
+def _woven_recording(recording: Run, inputs: Inputs, found: Recomputations, first_new: int) -> _Woven:
+    return _woven(recording, recording.shared(alike_stretches), inputs, found, first_new)
+
+
+def _woven(run: Run, alike: dict[int, int], inputs: Inputs, found: Recomputations, first_new: int) -> _Woven:
+    """``first_new``: the number of the first new buffer."""
+    by_block = dict(inputs)
     over = {(moment.module_list, moment.block): at for at, (moment, _) in enumerate(run.step.stretches)}
-    number = _number_bytes(run)
-    rounded: dict[int, list[int]] = {}
+    kept: dict[int, list[int]] = {}
     brought: set[Block] = set()
     freed: set[Block] = set()
     woven: list[tuple[Moment, list[int]]] = []
     for at, (moment, events) in enumerate(run.step.stretches):
         block = (moment.module_list, moment.block)
-        given = inputs.get(block, [])
-        if given and moment.passes == "forward" and given[0] not in rounded:
-            woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), _rounding(run, given, number, rounded)))
+        given = by_block.get(block, ())
+        if given and moment.passes == "forward" and given[0] not in kept:
+            woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), _rounding(given, kept, first_new)))
             events = [*events, *(~buffer for buffer in given)]
         elif given and moment.passes == "backward":
             begins, ends = found[alike[at]] or (0, len(events) if at == over[block] else None)
-            coming = [] if block in brought else given
+            coming = () if block in brought else given
             brought.add(block)
             going: list[int] = []
             if ends is not None and block not in freed:
                 going = [~buffer for buffer in given]
                 freed.add(block)
-            events = _recomputed(events, rounded, (begins, coming), (ends or 0, going))
+            events = _recomputed(events, kept, (begins, coming), (ends or 0, going))
         woven.append((moment, events))
-    run.step.stretches = woven
+    return _Woven(woven, [*kept])
 
 
-def _rounded_inputs(run: Run) -> dict[Block, list[int]]:
+def _rounded_inputs(run: Run) -> Inputs:
     """What blocks compute of that which checkpoints keep: tables have another width than the model."""
     width = _width(run)
-    return {
-        block: hidden
+    computed = (
+        (block, tuple(buffer for buffer in given if run.sizes[buffer] % width == 0))
         for block, given in block_inputs(run).items()
-        if (hidden := [buffer for buffer in given if run.sizes[buffer] % width == 0])
-    }
+    )
+    return tuple((block, given) for block, given in computed if given)
 
 
-def _rounding(run: Run, given: list[int], number: int, rounded: dict[int, list[int]]) -> list[int]:
-    """The events that round a block's inputs, of ``number`` bytes a number; what of each is kept goes into
-    ``rounded``."""
-    width = _width(run)
+def _rounding(given: Sequence[int], kept: dict[int, list[int]], first_new: int) -> list[int]:
+    """The events that round a block's inputs; what stays of each goes into ``kept``."""
     events: list[int] = []
     for buffer in given:
-        nbytes = run.sizes[buffer]
-        largest = run.new(nbytes // width, "activation", "checkpoint tokens")
-        quotient = run.new(nbytes, "temporary", "checkpoint quotient")
-        values = run.new(nbytes // number, "activation", "checkpoint in 8 bits")
+        largest = first_new + 3 * len(kept)
+        quotient, values = largest + 1, largest + 2
         events += [largest, quotient, values, ~quotient]
-        rounded[buffer] = [values, largest]
-        run.work.backward_bytes += KERNEL_BYTES[number] * (nbytes // number)
+        kept[buffer] = [values, largest]
     return events
 
 
 def _recomputed(
-    events: list[int], rounded: dict[int, list[int]], begins: tuple[int, list[int]], ends: tuple[int, list[int]]
+    events: list[int],
+    kept: Mapping[int, list[int]],
+    begins: tuple[int, Sequence[int]],
+    ends: tuple[int, Sequence[int]],
 ) -> list[int]:
     """A block's backward, in which what is rounded goes in place of the inputs. ``begins``, ``ends``: what else happens
     before which event, the inputs' own frees not counted."""
-    places = [at for at, event in enumerate(events) if ~event not in rounded]
+    places = [at for at, event in enumerate(events) if ~event not in kept]
     made: list[int] = []
     start = 0
     for place, more in (begins, ends):
         stop = places[place] if place < len(places) else len(events)
-        made += [*_instead(events[start:stop], rounded), *more]
+        made += [*_instead(events[start:stop], kept), *more]
         start = max(start, stop)
-    return [*made, *_instead(events[start:], rounded)]
+    return [*made, *_instead(events[start:], kept)]
 
 
-def _instead(events: list[int], rounded: dict[int, list[int]]) -> list[int]:
-    """Events with the frees of what is rounded in place of those of the inputs."""
-    return [each for event in events for each in ([~kept for kept in rounded.get(~event, ())] or (event,))]
+def _instead(events: list[int], kept: Mapping[int, list[int]]) -> list[int]:
+    """Events with the frees of what is kept of the inputs in place of theirs."""
+    return [each for event in events for each in ([~buffer for buffer in kept.get(~event, ())] or (event,))]
 
 
 def _width(run: Run) -> int:
