@@ -59,6 +59,19 @@ def test_defaults_are_taken_and_said() -> None:
     assert request.strategy.weights_dtype == "bf16"
 
 
+def test_an_option_over_a_plan_takes_what_said_more_about_the_old_value_with_it(tmp_path: Path) -> None:
+    strategy = Strategy(gradient_checkpointing="partial", checkpointed_blocks=25, nested_checkpointing=True)
+    path = tmp_path / "plan.toml"
+    job = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
+    write_plan(Plan(job=job, strategy=strategy, machine=Machine(gpu="24GB")), path)
+    whole = ask(str(path), "--gradient-checkpointing", "full").strategy
+    assert "checkpointed_blocks" not in whole and whole["nested_checkpointing"] is True
+    assert "nested_checkpointing" not in ask(str(path), "--gradient-checkpointing", "none").strategy
+    assert ask(str(path)).strategy["checkpointed_blocks"] == 25
+    typed = ask(str(path), "--gradient-checkpointing", "full", "--checkpointed-blocks", "5").strategy
+    assert typed["checkpointed_blocks"] == 5  # typed together they contradict each other, which is said
+
+
 def test_nothing_is_assumed_that_was_typed() -> None:
     request = settle(
         *(WAN, "--gpu", "h100-80gb", "--frames", "49", "--resolution", "480p", "--lora-rank", "8"),

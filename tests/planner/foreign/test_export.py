@@ -161,6 +161,19 @@ def test_what_cannot_be_said_is_refused_with_the_nearest(tmp_path: Path) -> None
     assert plain.exit_code == 0 and "bash launch.sh" in plain.stdout
 
 
+@pytest.mark.parametrize("target", ["musubi-tuner", "ai-toolkit", "diffsynth", "diffusion-pipe", "videox-fun"])
+def test_where_no_part_of_the_blocks_is_checkpointed_the_nearest_plan_checkpoints_all(target: str) -> None:
+    """The plan that `suggest` gives for a small model: 25 blocks say nothing beside another trainer's `full`."""
+    asked = plan(gradient_checkpointing="partial", checkpointed_blocks=25)
+    with pytest.raises(VplanError, match="gradient_checkpointing 'partial'") as raised:
+        export(asked, target)
+    assert "--gradient-checkpointing full" in raised.value.fix and "add --nearest" in raised.value.fix
+    done = export(asked, target, take_nearest=True)
+    strategy = done.plan.strategy
+    assert (strategy.gradient_checkpointing, strategy.checkpointed_blocks) == ("full", None)
+    assert done.changed["gradient_checkpointing"] == "full" and done.files
+
+
 def test_what_does_not_fit_is_exit_3() -> None:
     big = Job(model="wan2.1-t2v-14b", frames=81, height=720, width=1280, method="full")
     with pytest.raises(VplanError, match="does not fit") as raised:
