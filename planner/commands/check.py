@@ -17,6 +17,8 @@ from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.rendering.render import print_verdict, print_windows
 from planner.commands._shared.verb import (
+    DOES_NOT_START,
+    DONE,
     PathText,
     Verb,
     examples,
@@ -96,7 +98,8 @@ def command(
     if report:
         write_report(report, [(output or plan.trainer, plan)])
     show(found.to_json(), as_json, lambda console: print_checked(console, found))
-    return verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
+    code = verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
+    return code or (DOES_NOT_START if found.case.given.refused else DONE)
 
 
 def checked(said: Mapping[str, Any]) -> Checked:
@@ -130,6 +133,9 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
 def print_checked(console: Console, found: Checked) -> None:
     """Prints the verdict, where it is decided, and what to change."""
     case, estimate = found.case, found.outcome.estimate
+    refused = case.given.refused
+    for flag, why in refused:
+        console.print(f"does not start: {flag} is {why}", style="bold red", markup=False)
     job = in_words(case.model, case.job).removesuffix(", batch 1")
     print_verdict(console, estimate, f"{case.model.title}, {case.job.method}, {job}", case.gpu)
     console.print(f"trainer: {case.dialect.title}", markup=False)
@@ -147,8 +153,9 @@ def print_checked(console: Console, found: Checked) -> None:
         console.print(f"  {note}", style="dim", markup=False)
     _print_remarks(console, "no longer exists", case.given.removed)
     _print_remarks(console, "has no effect here", found.ineffective)
-    if case.given.unknown:
-        console.print(f"unknown option of this script: {', '.join(case.given.unknown)}", style="yellow", markup=False)
+    unknown = [name for name in case.given.unknown if name not in {each.flag for each in refused}]
+    if unknown:
+        console.print(f"unknown option of this script: {', '.join(unknown)}", style="yellow", markup=False)
     console.print()
     console.print(table(("phase", ">allocated GiB", ">device GiB"), map(_phase_row, estimate.phases.items())))
     if found.today:

@@ -29,6 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DONE = 0
 DOES_NOT_FIT = 3
+DOES_NOT_START = 5
 
 PAGE_HEAD = 4096
 """Characters of a page in which it says who made it."""

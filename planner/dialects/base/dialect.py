@@ -74,6 +74,8 @@ class Invocation:
     removed: tuple[Remark, ...] = ()
     """those it had once"""
     notes: tuple[str, ...] = ()
+    refused: tuple[Remark, ...] = ()
+    """those of `unknown` that the script's argparse refuses: the run ends before it starts"""
 
 
 @dataclass(frozen=True)
