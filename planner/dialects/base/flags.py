@@ -128,6 +128,12 @@ class EntryPoint(NamedTuple):
                 values[name] = value
         return Parsed(values, tuple(unknown), removed)
 
+    def share(self, config: Mapping[str, Any]) -> float:
+        """The share of a config's keys that are this script's or file's, from 0 to 1; 0 for an empty one."""
+        flat = _flags_of(config) if self.format == "argparse" else _flat(config, "")
+        known = [name for name, _ in flat if _any_index(name) in self.flags or self._holds(name)]
+        return len(known) / len(flat) if flat and config else 0.0
+
     def _holds(self, name: str) -> bool:
         """Whether a key lies inside a table that the trainer hands on whole (`optimizer.betas`)."""
         parents = _any_index(name).split(".")[:-1]
