@@ -80,6 +80,14 @@ class Verb(click.Command):
                 )
             )
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does it. Of an option without its value click does not say of which command it is."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options by section, in the order the sections first appear."""
         sections: dict[str, list[click.Parameter]] = {}

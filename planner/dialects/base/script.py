@@ -15,7 +15,7 @@ from typing import Any
 from planner.dialects.base.pasted import as_posix, notebook_commands
 from planner.dialects.base.shell import commands, join_continued_lines
 from planner.errors import VplanError, quoted
-from planner.untrusted import FORMATS, read_document, read_text
+from planner.untrusted import FORMATS, not_parsed, read_document, read_text
 
 MOST_COMMANDS = 2_000
 OUT_OF_MEMORY = "out of memory"
@@ -193,8 +193,7 @@ def _tree(text: str, name: str) -> ast.Module:
     try:
         return ast.parse(text)
     except SyntaxError as error:
-        fault = f"{quoted(name)} is not valid Python: {error.msg} (line {error.lineno})"
-        raise VplanError(fault, "correct that line") from None
+        raise not_parsed(name, "valid Python", error.msg, text, error.lineno or 0) from None
     except (RecursionError, MemoryError, ValueError) as error:
         fault = f"{quoted(name)} is not valid Python: {str(error) or 'it is nested too deeply'}"
         raise VplanError(fault, "pass the file that is run") from None

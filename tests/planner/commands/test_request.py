@@ -268,3 +268,9 @@ def test_a_rate_that_is_none_is_refused_before_anything_runs(rate: str, plan: st
 
 def test_the_option_of_frames_has_the_record_s_values() -> None:
     assert choices(DataSource, "frames") == FRAME_SAMPLING
+
+
+@pytest.mark.parametrize("verb", ["suggest", "estimate", "check"])
+def test_an_option_without_its_value_points_to_the_help_of_its_command(verb: str) -> None:
+    told = CliRunner().invoke(cli, [verb, "wan2.1-t2v-1.3b", "--gpu"], prog_name="vplan")
+    assert told.exit_code == 2 and told.stderr.splitlines()[1] == f"fix: see `vplan {verb} --help`"
