@@ -151,8 +151,8 @@ def summary(model: ModelProfile) -> ModelSummary:
 
 
 def in_words(model: ModelProfile, job: Job) -> str:
-    """The shape of a job: "81 frames of 480x832, batch 1", without frames for an image model."""
-    clip = f"{job.frames} frames of " if model.kind == "video" else ""
+    """The shape of a job: "81 frames of 480x832, batch 1", without frames for an image, of a video model too."""
+    clip = f"{job.frames} frames of " if model.kind == "video" and job.frames > 1 else ""
     return f"{clip}{job.height}x{job.width}, batch {job.batch_size}"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from planner.catalog.lookup import check_blocks, check_job, check_shape, grid, job_for, model, parse_resolution
-from planner.catalog.shapes import how_read
+from planner.catalog.shapes import how_read, in_words
 from planner.errors import VplanError
 from planner.spec.job import Strategy
 
@@ -215,3 +215,10 @@ def test_a_model_that_is_trained_whole_says_so() -> None:
     assert job_for(model("latentsync-1.6-stage1"), {}).method == "full"
     assert job_for(model("latentsync-1.6-stage1"), {"method": "lora"}).method == "lora"
     assert job_for(model("sd1.5"), {}).method == "lora"
+
+
+def test_an_image_of_a_video_model_has_no_frames_in_words() -> None:
+    profile = model("wan2.1-t2v-1.3b")
+    shape = {"height": 1328, "width": 1328}
+    assert in_words(profile, job_for(profile, {"frames": 1, **shape})) == "1328x1328, batch 1"
+    assert in_words(profile, job_for(profile, {"frames": 5, **shape})) == "5 frames of 1328x1328, batch 1"
