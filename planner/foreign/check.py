@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,7 +263,7 @@ def _without_idle(fixes: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]
 
 def _flags(fix: Fix) -> list[str]:
     """A change as single flags with their values, and lines."""
-    return [flag for part in fix.change for flag in re.split(r"\s(?=--)", part)]
+    return [flag for part in fix.change for flag in re.split(r"\s(?=--)|\n", part)]
 
 
 def _saved(base: CheckedEstimate, fix: Fix) -> int:
@@ -355,7 +355,16 @@ def move_words(case: Case, other: Case, move: Move) -> Iterator[str]:
     else:
         settings = list(changed_words(case, other.fields, frozenset(move.changes)))
     if words := [*settings, *move.words]:
-        yield " ".join(words)
+        yield _as_typed(words, case.dialect.assigns)
+
+
+def _as_typed(words: Sequence[str], assigns: str) -> str:
+    """The words of one change, ready to paste: flags behind each other, each key of a config on a line of its own."""
+    text = words[0]
+    for before, word in itertools.pairwise(words):
+        keys = not word.startswith("-") and assigns in word, not before.startswith("-") and assigns in before
+        text += ("\n" if any(keys) else " ") + word
+    return text
 
 
 def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator[str]:

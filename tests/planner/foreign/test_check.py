@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,43 @@ def test_configs_and_their_scripts_refuse_options_alike(tmp_path: Path) -> None:
     _, given = dialects.read_script(from_file(command))
     assert [each.flag for each in given.refused] == ["--recovr"] and given.unknown == ("--recovr",)
     assert given.refused[0].why.endswith("did you mean --recover?")
+
+
+TOOLKIT = """config:
+  process:
+  - type: sd_trainer
+    network: {type: lora, linear: 16, linear_alpha: 16}
+    datasets: [{folder_path: x, resolution: [512], num_frames: 1}]
+    train: {batch_size: 1, dtype: bf16, gradient_checkpointing: false, optimizer: adamw}
+    model: {name_or_path: ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b}
+"""
+
+
+def test_a_change_of_a_config_has_one_key_a_line(tmp_path: Path) -> None:
+    config = tmp_path / "train.yaml"
+    config.write_text(TOOLKIT)
+    words = ["check", "--gpu", "24GB", str(config)]
+    told = CliRunner().invoke(cli, words)
+    shown = told.stdout.split("smallest change:\n")[1].split("    fits")[0].splitlines()
+    assert len(shown) >= 3 and all(re.fullmatch(r"  [\w.\[\]]+: \S+", line) for line in shown)
+    change = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)["fixes"][0]["change"]
+    assert [line for part in change for line in part.splitlines()] == [line.strip() for line in shown]
+    assert any("\n" in part for part in change)  # what belongs together is one entry
+    assert "lora, 512x512, on" in told.stdout  # one frame is an image
+
+
+def test_flags_of_one_change_stay_on_one_line() -> None:
+    command = "flux_train.py --full_bf16 --mixed_precision bf16 --cache_latents --cache_text_encoder_outputs"
+    told = CliRunner().invoke(cli, ["check", "--gpu", "48GB", "--json", "--", "accelerate", "launch", *command.split()])
+    parts = [part for fix in json.loads(told.stdout)["fixes"] for part in fix["change"]]
+    assert any(" --" in part for part in parts) and not any("\n" in part for part in parts)
+
+
+def test_an_arch_that_is_not_known_names_those_that_can_be_typed(tmp_path: Path) -> None:
+    config = tmp_path / "train.yaml"
+    named = TOOLKIT.replace("ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b", "x/y, arch: hidream")
+    config.write_text(named)
+    with pytest.raises(VplanError, match=r"model\.arch 'hidream' is not supported") as raised:
+        read(tmp_path, "train.yaml", named)
+    arches = raised.value.fix.removeprefix("model.arch can be ").split(", ")
+    assert {"wan21", "wan22_14b", "flux", "qwen_image"} < set(arches) and "wan2.1-t2v-1.3b" not in arches
