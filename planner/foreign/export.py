@@ -160,7 +160,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
         settings, fields = said_by(dialect, plan)
     except InexpressibleError as error:
         other_job = tuple(each for each in error.values if each.field in OF_THE_JOB)  # no plan near this one
-        faults = "; ".join(each.message for each in other_job or error.values)
+        faults = "; ".join(dict.fromkeys(each.message for each in other_job or error.values))
         if other_job:
             fault = f"{dialect.title} does not support this plan: {faults}"
             raise VplanError(fault, _elsewhere(plan, other_job)) from None
