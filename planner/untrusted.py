@@ -129,9 +129,50 @@ def parse(text: str, kind: str, name: str) -> Any:
         raise _too_deep(name) from None
     except VplanError:
         raise
+    except json.JSONDecodeError as error:
+        raise not_parsed(name, title, error.msg, text, error.lineno, error.colno) from None
     except ValueError as error:
         reason = " ".join(str(error).split())[:200]
-        raise VplanError(f"{quoted(name)} is not {title}: {reason}", "correct that line") from None
+        at = _TOML_POSITION.search(reason)
+        line, column = (int(at[1]), int(at[2])) if at else (0, 0)
+        unclosed = reason.endswith(_TOML_END)
+        reason = reason.removesuffix(_TOML_END) if at is None else reason[: at.start()]
+        raise not_parsed(name, title, reason, text, line, column, at_end=unclosed) from None
+
+
+_TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
+_TOML_END = " (at end of document)"
+"""What `tomllib` says of the place of an error."""
+
+
+def not_parsed(
+    name: str,
+    title: str,
+    reason: str,
+    text: str,
+    line: int,
+    column: int = 0,
+    *,
+    opened: int = 0,
+    at_end: bool = False,
+) -> VplanError:
+    """The error for a text that is not what its name says, with the place of the fault in words.
+
+    ``line``: counted from 1, 0 where none is known. Parsers put what is missing at the end on a line behind the last
+    one; here the end is said to be the place. ``opened``: the line where what is not closed begins, 0 where none is
+    known.
+    """
+    lines = text.rstrip().count("\n") + 1
+    last = text.rstrip().rpartition("\n")[2]
+    reason = reason[:1].lower() + reason[1:]
+    if at_end or line > lines or (line == lines and column > len(last)):
+        begins = f"what begins in line {opened}" if opened else "something"
+        fault = f"{quoted(name)} is not {title}: {reason} (at its end, line {lines})"
+        return VplanError(fault, f"{begins} is left open, or the file is cut off: complete it")
+    place = f"line {line}, column {column}" if column else f"line {line}"
+    earlier = f", or what begins in line {opened}" if 0 < opened < line else ""
+    fault = f"{quoted(name)} is not {title}: {reason}{f' ({place})' if line else ''}"
+    return VplanError(fault, f"correct line {line}{earlier}" if line else "correct it")
 
 
 def _too_deep(name: str) -> VplanError:
@@ -167,10 +208,11 @@ def _yaml(text: str, name: str) -> Any:
         what = " ".join(str(error.problem).split())[:120]
         raise VplanError(f"{quoted(name)}: {what}", "leave tags out: plain values are read, nothing is run") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark else ""
+        mark, begun = (getattr(error, name, None) for name in ("problem_mark", "context_mark"))
         problem = " ".join(str(getattr(error, "problem", None) or error).split())[:120]
-        raise VplanError(f"{quoted(name)} is not YAML{where}: {problem}", "correct that line") from None
+        line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+        opened = begun.line + 1 if begun else 0
+        raise not_parsed(name, "YAML", problem, text, line, column, opened=opened) from None
 
 
 def _expanded(node: Any, known: dict[int, int | None], name: str) -> int:

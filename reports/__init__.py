@@ -88,13 +88,14 @@ def write_rehearsal(
     page.write(page.render(RehearsalPage(answer, checked, environment, command)), path)
 
 
-def write_run(history: RunHistory, *, created: str | None = None) -> Path:
-    """Writes the page of a training run into its folder, as `RUN_REPORT`; returns its path."""
+def write_run(history: RunHistory, path: str | Path | None = None, *, created: str | None = None) -> Path:
+    """Writes the page of a training run to ``path``, which must end in .html, or into its folder as `RUN_REPORT`;
+    returns its path. The page shows the samples where they are."""
     from reports import page
     from reports.run_data import run_page
 
-    path = history.output / RUN_REPORT
-    page.write(page.render(run_page(history, created=created)), path)
+    path = Path(path) if path else history.output / RUN_REPORT
+    page.write(page.render(run_page(history, created=created, folder=path.parent)), path)
     return path
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from planner.launch.launch import PREPARE_FOLDER, RUN_FOLDER, SAMPLES
@@ -55,6 +57,8 @@ class RunPage:
     created: str
     live: bool = False
     """served while the run goes on: the page looks for news"""
+    samples_folder: str = SAMPLES
+    """where the samples are, from the page"""
     template: ClassVar[str] = "run.html"
 
     @property
@@ -104,14 +108,11 @@ class RunPage:
         """Those of the samples, by their places in a round."""
         return max((entry.prompts for entry in self.rounds), key=len, default=())
 
-    @property
-    def samples_folder(self) -> str:
-        """Where the samples are, from the page."""
-        return SAMPLES
 
-
-def run_page(history: RunHistory, *, live: bool = False, created: str | None = None) -> RunPage:
-    """The page of a run as its files say now."""
+def run_page(
+    history: RunHistory, *, live: bool = False, created: str | None = None, folder: Path | None = None
+) -> RunPage:
+    """The page of a run as its files say now. ``folder``: where the page will be, if not beside the run's files."""
     from planner.launch.run_course import course  # numpy, which no other page needs
 
     state = history.state()
@@ -130,7 +131,16 @@ def run_page(history: RunHistory, *, live: bool = False, created: str | None = N
         missing=start.missing if start else (),
         created=created or moment(datetime.now(UTC).timestamp()),
         live=live,
+        samples_folder=_samples_from(folder, history.output) if folder else SAMPLES,
     )
+
+
+def _samples_from(folder: Path, output: Path) -> str:
+    """Where a run's samples are, from a folder."""
+    try:
+        return Path(os.path.relpath(output.resolve() / SAMPLES, folder.resolve())).as_posix()
+    except ValueError:  # on another drive
+        return (output.resolve() / SAMPLES).as_posix()
 
 
 def _model(history: RunHistory) -> str:

@@ -52,18 +52,23 @@ def _around(value: int, step: int, offset: int = 0) -> str:
     return " or ".join(str(number + offset) for number in values)
 
 
-def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
-    """Height and width of `480x832` (height x width) or `480p` (shorter side: the model's usual shape of that name).
+_EXACT = re.compile(r"([+-]?\d+)\s*([x×*])\s*([+-]?\d+)", re.IGNORECASE | re.ASCII)
 
-    Other programs write width x height: where the model lists the size only so, it is read so. A `p` the model does not
-    list becomes 16:9, or a square for image models, at the nearest sizes the model takes.
+
+def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
+    """Height and width of `480x832` (height x width), `832*480` (width x height) or `480p` (shorter side: the model's
+    usual shape of that name).
+
+    A `*` is how Wan's `generate.py` and its README write `--size`, width first (Wan2.1 9737cba: "The area
+    (width*height) of the generated video"). Others write width x height: where the model lists the size only so, it is
+    read so. A `p` the model does not list becomes 16:9, or a square for image models, at the nearest sizes it takes.
     """
     fix = "use height x width, such as 480x832, or 480p"
-    exact = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*([+-]?\d+)", text.strip(), re.IGNORECASE | re.ASCII)
+    exact = _EXACT.fullmatch(text.strip())
     if exact:
-        height, width = (parse_count(side, "--resolution", at_most=MAX_SIDE) for side in exact.groups())
+        height, width = (parse_count(exact[side], "--resolution", at_most=MAX_SIDE) for side in (1, 3))
         listed_sizes = model.shape.resolutions
-        if (height, width) not in listed_sizes and (width, height) in listed_sizes:
+        if exact[2] == "*" or ((height, width) not in listed_sizes and (width, height) in listed_sizes):
             height, width = width, height
         check_shape(model, 1 if model.kind == "image" else model.shape.default_frames, height, width)
         return height, width
@@ -81,10 +86,12 @@ def parse_resolution(model: ModelProfile, text: str) -> tuple[int, int]:
 
 def how_read(text: str, height: int, width: int) -> str:
     """How a `--resolution` was read, in words, where it may have meant the other: as width x height, or a portrait."""
-    first, _, _ = text.partition("x")
-    if height != width and first.strip() == str(width):
+    exact = _EXACT.fullmatch(text.strip())
+    if exact is None or height == width:
+        return ""
+    if exact[1] == str(width):
         return f"{text} read as width x height ({height}x{width} pixels, height x width)"
-    portrait = height > width and first.strip() == str(height)
+    portrait = height > width
     return f"{text} is height x width: portrait, {height} high (else --resolution {width}x{height})" if portrait else ""
 
 
@@ -144,8 +151,8 @@ def summary(model: ModelProfile) -> ModelSummary:
 
 
 def in_words(model: ModelProfile, job: Job) -> str:
-    """The shape of a job: "81 frames of 480x832, batch 1", without frames for an image model."""
-    clip = f"{job.frames} frames of " if model.kind == "video" else ""
+    """The shape of a job: "81 frames of 480x832, batch 1", without frames for an image, of a video model too."""
+    clip = f"{job.frames} frames of " if model.kind == "video" and job.frames > 1 else ""
     return f"{clip}{job.height}x{job.width}, batch {job.batch_size}"
 
 

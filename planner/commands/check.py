@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.rendering.render import print_verdict, print_windows
 from planner.commands._shared.verb import (
+    DOES_NOT_START,
+    DONE,
     PathText,
     Verb,
     examples,
@@ -29,8 +32,8 @@ from planner.commands._shared.verb import (
     verdict_exit_code,
     write_report,
 )
-from planner.dialects.base.script import Script, from_file, from_words
-from planner.errors import VplanError
+from planner.dialects.base.script import OUT_OF_MEMORY, NoCommandError, Script, from_file, from_words
+from planner.errors import VplanError, quoted
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
 from planner.foreign.oom_cause import render
@@ -38,12 +41,16 @@ from planner.foreign.smaller import with_smaller
 from planner.spec.job import Machine
 from planner.spec.plan import Plan
 from planner.units import format_gib, format_seconds, gib
+from planner.untrusted import read_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 TOLD = ("model", "frames", "height", "width")
 """Options that say what the command does not, or otherwise."""
+
+MOST_NAMED = 3
+"""Files of a folder that an error names."""
 
 FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 
@@ -82,6 +89,8 @@ def command(
     read as text and never run.
     """
     strict, report = said.pop("strict"), said.pop("report")
+    if not error and (log := _log(words, path)):
+        error, words, path = log, (), None
     if error:
         script = None if not words and path is None else _script(words, path)
         told = {name: said.pop(name) for name in TOLD}
@@ -96,7 +105,8 @@ def command(
     if report:
         write_report(report, [(output or plan.trainer, plan)])
     show(found.to_json(), as_json, lambda console: print_checked(console, found))
-    return verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
+    code = verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
+    return code or (DOES_NOT_START if found.case.given.refused else DONE)
 
 
 def checked(said: Mapping[str, Any]) -> Checked:
@@ -112,11 +122,35 @@ def checked(said: Mapping[str, Any]) -> Checked:
     return with_smaller(found) if search else found
 
 
+def _log(words: tuple[str, ...], path: str | None) -> str | None:
+    """The file that was given, where it starts nothing and has an out-of-memory message: the log of a run."""
+    file = path or (words[0] if len(words) == 1 else "")
+    if not os.path.isfile(file):
+        return None
+    try:
+        _script(words, path)
+    except NoCommandError:
+        return file if OUT_OF_MEMORY in read_text(Path(file)) else None
+    except VplanError:  # told by whoever reads it
+        return None
+    return None
+
+
 def _script(words: tuple[str, ...], path: str | None) -> Script:
     if path and words:
         raise VplanError("both --from-file and a command given", "leave one of them out", USAGE)
     if path is None and len(words) == 1 and (words[0].lower().endswith(FILES) or os.path.isfile(words[0])):
         path = words[0]
+    if path is None and len(words) == 1 and os.path.isdir(words[0]):
+        path = words[0]
+    if path and os.path.isdir(path):
+        inside: list[str] = []
+        with contextlib.suppress(OSError):  # one that may not be looked into
+            inside = sorted(name for name in os.listdir(path) if name.lower().endswith(FILES))
+        fix = "pass the file that starts the training, or a trainer's config"
+        if inside:
+            fix = f"pass one of its files: {', '.join(os.path.join(path, name) for name in inside[:MOST_NAMED])}"
+        raise VplanError(f"{quoted(path)} is a folder", fix)
     if path:
         return from_file(Path(path))
     if not words:
@@ -130,6 +164,9 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
 def print_checked(console: Console, found: Checked) -> None:
     """Prints the verdict, where it is decided, and what to change."""
     case, estimate = found.case, found.outcome.estimate
+    refused = case.given.refused
+    for flag, why in refused:
+        console.print(f"does not start: {flag} is {why}", style="bold red", markup=False)
     job = in_words(case.model, case.job).removesuffix(", batch 1")
     print_verdict(console, estimate, f"{case.model.title}, {case.job.method}, {job}", case.gpu)
     console.print(f"trainer: {case.dialect.title}", markup=False)
@@ -147,8 +184,9 @@ def print_checked(console: Console, found: Checked) -> None:
         console.print(f"  {note}", style="dim", markup=False)
     _print_remarks(console, "no longer exists", case.given.removed)
     _print_remarks(console, "has no effect here", found.ineffective)
-    if case.given.unknown:
-        console.print(f"unknown option of this script: {', '.join(case.given.unknown)}", style="yellow", markup=False)
+    unknown = [name for name in case.given.unknown if name not in {each.flag for each in refused}]
+    if unknown:
+        console.print(f"unknown option of this script: {', '.join(unknown)}", style="yellow", markup=False)
     console.print()
     console.print(table(("phase", ">allocated GiB", ">device GiB"), map(_phase_row, estimate.phases.items())))
     if found.today:

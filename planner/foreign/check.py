@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,7 @@ class Checked:
             "ineffective": [each._asdict() for each in self.ineffective],
             "gone": [each._asdict() for each in case.given.removed],
             "unknown": list(case.given.unknown),
+            "refused": [each._asdict() for each in case.given.refused],
             "fixes": [_fix_json(fix) for fix in self.fixes],
             "least": _fix_json(self.least) if self.least else None,
             "smaller": [_fix_json(fix) for fix in self.smaller],
@@ -262,7 +263,7 @@ def _without_idle(fixes: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]
 
 def _flags(fix: Fix) -> list[str]:
     """A change as single flags with their values, and lines."""
-    return [flag for part in fix.change for flag in re.split(r"\s(?=--)", part)]
+    return [flag for part in fix.change for flag in re.split(r"\s(?=--)|\n", part)]
 
 
 def _saved(base: CheckedEstimate, fix: Fix) -> int:
@@ -354,7 +355,16 @@ def move_words(case: Case, other: Case, move: Move) -> Iterator[str]:
     else:
         settings = list(changed_words(case, other.fields, frozenset(move.changes)))
     if words := [*settings, *move.words]:
-        yield " ".join(words)
+        yield _as_typed(words, case.dialect.assigns)
+
+
+def _as_typed(words: Sequence[str], assigns: str) -> str:
+    """The words of one change, ready to paste: flags behind each other, each key of a config on a line of its own."""
+    text = words[0]
+    for before, word in itertools.pairwise(words):
+        keys = not word.startswith("-") and assigns in word, not before.startswith("-") and assigns in before
+        text += ("\n" if any(keys) else " ") + word
+    return text
 
 
 def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator[str]:

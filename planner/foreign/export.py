@@ -14,7 +14,7 @@ from planner import dialects
 from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import check_blocks, check_job
 from planner.dialects.base import config_text
-from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.dialect import Dialect, nearest_fields, settings_for
 from planner.errors import NotEstimatedError, VplanError, did_you_mean, quoted
 from planner.estimate.estimate import assess
@@ -31,6 +31,9 @@ from planner.units import format_gib
 
 SLURM = "slurm"
 """A target that is no trainer: a batch script that runs `vplan train`."""
+
+OF_THE_JOB = ("model", "method")
+"""Fields without which a plan is one of another job."""
 
 MOST_TRIES = 40
 """Estimates that looking for a nearest plan that fits may take."""
@@ -156,10 +159,11 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     try:
         settings, fields = said_by(dialect, plan)
     except InexpressibleError as error:
-        faults = "; ".join(each.message for each in error.values)
-        if any(each.field in ("model", "method") for each in error.values):  # another job is no plan near this one
-            fix = f"export supports {', '.join(targets())}"
-            raise VplanError(f"{dialect.title} does not support this plan: {faults}", fix) from None
+        other_job = tuple(each for each in error.values if each.field in OF_THE_JOB)  # no plan near this one
+        faults = "; ".join(dict.fromkeys(each.message for each in other_job or error.values))
+        if other_job:
+            fault = f"{dialect.title} does not support this plan: {faults}"
+            raise VplanError(fault, _elsewhere(plan, other_job)) from None
         near = nearest(dialect, plan)
         after = fields_of(near)
         changed = {field: after[field] for field in after if after[field] != before[field] and field not in idle(near)}
@@ -204,6 +208,40 @@ def _headed(path: str, text: str, carried: dict[str, tuple[str, ...]]) -> str:
     first, _, rest = text.partition("\n")
     lines = [f"#   {name}: {', '.join(own)}" for name, own in flags.items() if name in rest]
     return "\n".join([first, "# Which setting holds which field of the plan:", *lines, rest])
+
+
+# ---- other trainers
+
+
+def able(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(exact, nearest): the targets that can write a plan as it is, and those that can write one near it. Whether it
+    fits as they train it is not asked."""
+    exact: list[str] = []
+    near: list[str] = []
+    for name in targets():
+        if name == SLURM:
+            exact.append(name)
+            continue
+        dialect = dialects.dialect(name)
+        try:
+            said_by(dialect, plan)
+            exact.append(name)
+        except InexpressibleError as error:
+            if not any(each.field in OF_THE_JOB for each in error.values):
+                with contextlib.suppress(VplanError):
+                    _nearest(dialect, plan, {})
+                    near.append(name)
+    return tuple(exact), tuple(near)
+
+
+def _elsewhere(plan: Plan, unsupported: tuple[UnsupportedValue, ...]) -> str:
+    """What to do where a trainer does not train this model by this method: another method, or another trainer."""
+    exact, near = able(plan)
+    fix = f"--to {', '.join(exact)} can write this plan"
+    fix += f"; --to {', '.join(near)} one near it (--nearest)" if near else ""
+    if all(each.field == "method" and each.instead for each in unsupported):
+        fix = f"use --method {unsupported[0].instead}; {fix}"
+    return fix
 
 
 # ---- the nearest plan

@@ -260,5 +260,6 @@ def is_worker(pid: object) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is the output of a training run."""
-    return any((folder / name).exists() for name in (METRICS, MEMORY, RUN_FOLDER, PREPARE_FOLDER))
+    """Whether a folder is the output of a training run: not one with a run in it, which may be called `run` too."""
+    own = (METRICS, MEMORY, Path(RUN_FOLDER, REQUEST), Path(PREPARE_FOLDER, REQUEST))
+    return any((folder / name).exists() for name in own)

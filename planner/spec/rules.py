@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NewType
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NewType
 
 from planner.spec.job import Job, Machine, Strategy
 
@@ -10,6 +11,29 @@ DEEPSPEED = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "autocast": "none
 """What DeepSpeed's ZeRO makes of a module: 16 bits throughout, and an fp32 master of what is trained. Context
 parallelism trains the same, as its attention's backward does not run under autocast (see
 `planner.layout.sharding.context_parallel`)."""
+
+
+class Dependent(NamedTuple):
+    """A strategy field that says more about one value of another field, and is idle beside its other values."""
+
+    field: str
+    idle: Any
+    """its value where it says nothing"""
+    of: str
+    beside: frozenset[Any]
+    """the values of `of` that it says more about"""
+
+
+CHECKPOINTED = frozenset({"full", "offload", "fp8", "partial"})
+"""Values of `gradient_checkpointing` that recompute anything."""
+
+DEPENDENTS = (
+    Dependent("checkpointed_blocks", None, "gradient_checkpointing", frozenset({"partial"})),
+    Dependent("nested_checkpointing", False, "gradient_checkpointing", CHECKPOINTED),
+    Dependent("group_offload_stream", False, "group_offload", frozenset({"block", "leaf"})),
+    Dependent("fsdp_replicas", 1, "sharding", frozenset({"fsdp"})),
+)
+"""Fields that contradict another field's new value and have to go with its old one."""
 
 
 ResolvedStrategy = NewType("ResolvedStrategy", Strategy)
@@ -47,3 +71,13 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Res
         if machine.os == "windows" and "expandable_segments" not in said:
             changes["expandable_segments"] = False
     return ResolvedStrategy(strategy.replace(**changes) if changes else strategy)
+
+
+def left_behind(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Field -> its idle value, of the `DEPENDENTS` that say nothing beside these fields' values. For whoever replaces a
+    field: what said more about its old value goes with it. Fields that are absent are left absent."""
+    return {
+        row.field: row.idle
+        for row in DEPENDENTS
+        if fields.get(row.field, row.idle) != row.idle and row.of in fields and fields[row.of] not in row.beside
+    }

@@ -160,7 +160,7 @@ def test_every_shell_has_its_script(shell: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
-        (["models", "wan2.1-14b"], ["Wan2.1 T2V 14B", "14.29 B", "480x832", "umt5-xxl", "4n+1", "Apache-2.0"]),
+        (["models", "wan2.1-t2v-14b"], ["Wan2.1 T2V 14B", "14.29 B", "480x832", "umt5-xxl", "4n+1", "Apache-2.0"]),
         (["gpus", "4090"], ["GeForce RTX 4090", "23.50 GiB", "23.99 GiB", "ada"]),
         (["gpus", "24GB"], ["rtx4090", "rtx3090", "a10g"]),
     ],
@@ -294,7 +294,7 @@ def test_an_answer_to_a_full_disk_is_one_line_and_exit_1(words: list[str]) -> No
 
 @pytest.mark.skipif(not FULL.exists(), reason="/dev/full is Linux's")
 @pytest.mark.parametrize(
-    ("words", "code"), [(["models", "--jsn"], 2), (["estimate", "wan-14b", "--gpu", "zz", "--json"], 1)]
+    ("words", "code"), [(["models", "--jsn"], 2), (["estimate", "flux-dev", "--gpu", "zz", "--json"], 1)]
 )
 def test_an_error_to_full_disks_is_its_exit_code(words: list[str], code: int) -> None:
     with FULL.open("w") as full:

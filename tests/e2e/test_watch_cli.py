@@ -160,4 +160,4 @@ def test_what_is_no_run_is_refused(tmp_path: Path, port: int, output: Path) -> N
         assert done.returncode == 1 and "is not the output of a run" in done.stderr
     taken = run("watch", str(output), "--port", str(port))
     assert taken.returncode == 2 and f"cannot use port {port}" in taken.stderr
-    assert run("report", str(output), "-o", "x.html").returncode == 2
+    assert run("report", str(output), "--rows", "x.jsonl").returncode == 2

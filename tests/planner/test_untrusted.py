@@ -136,3 +136,26 @@ def test_every_command_refuses_what_has_no_end_in_one_line(case: str, tmp_path: 
     assert done.returncode in (1, 2), done.stderr[-500:]
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 2, done.stderr[-500:]
     assert len(done.stderr) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "fault", "fix"),
+    [
+        ("a: 1\nb: [1, 2\nc\n", "yaml", "(at its end, line 3)", "what begins in line 2 is left open, or the file"),
+        ("a: 1\nb: [1, 2\nc: 3\n", "yaml", "(line 3, column 2)", "correct line 3, or what begins in line 2"),
+        ("a: 1\n b: 2\n", "yaml", "(line 2, column 3)", "correct line 2"),
+        ('a: 1\nb: "x\n\n\n', "yaml", "(at its end, line 2)", "what begins in line 2 is left open"),
+        ('{"a": 1\n', "json", "(at its end, line 1)", "something is left open, or the file is cut off: complete it"),
+        ('{"a": 1\n\n\n', "json", "(at its end, line 1)", "something is left open"),
+        ('{"a": 1,}\n', "json", "(line 1, column 9)", "correct line 1"),
+        ('{\n"a" 1}', "json", "(line 2, column 5)", "correct line 2"),
+        ("a = 1\nb = [1, 2\n", "toml", "unclosed array (at its end, line 2)", "something is left open"),
+        ("a = 1\nb = = 2\nc = 3\n", "toml", "invalid value (line 2, column 5)", "correct line 2"),
+        ("", "json", "(at its end, line 1)", "something is left open"),
+    ],
+)
+def test_the_place_of_a_fault_is_a_line_of_the_file(text: str, kind: str, fault: str, fix: str) -> None:
+    with pytest.raises(VplanError) as raised:
+        parse(text, kind, "a")
+    assert raised.value.message.endswith(fault) and raised.value.fix.startswith(fix.split(", or the file")[0])
+    assert fix in raised.value.fix and "at end of document" not in raised.value.message

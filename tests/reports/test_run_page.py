@@ -6,9 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from planner.commands import cli
 from planner.commands._shared.run_report import ReportWriter
 from planner.launch.run_history import RunHistory
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan, write_plan
 from reports import run_html, write_run
 from tests.planner.launch.run_folders import HOSTILE, RunFolder, killed_and_resumed
 
@@ -33,6 +37,37 @@ def test_samples_stand_beside_each_other(tmp_path: Path) -> None:
     assert re.findall(r'<img src="(.*?)"', html) == [
         f"samples/step-{step:08d}-{prompt}.png" for prompt in (0, 1) for step in (33, 100)
     ]
+
+
+def test_a_page_that_is_elsewhere_shows_the_samples_where_they_are(tmp_path: Path) -> None:
+    run = killed_and_resumed(tmp_path / "my run")
+    (tmp_path / "pages").mkdir()
+    page = tmp_path / "pages" / "of it.html"
+    done = CliRunner().invoke(cli, ["report", str(run), "-o", str(page)])
+    assert done.exit_code == 0 and f"wrote {page}" in done.stderr and not (run / "report.html").exists()
+    html = page.read_text()
+    sources = re.findall(r'<img src="(.*?)"', html)
+    assert sources[0] == "../my%20run/samples/step-00000033-0.png" and "<code>../my run/samples</code>" in html
+    again = CliRunner().invoke(cli, ["report", str(run), "-o", str(page)])  # a page of ours is written anew
+    assert again.exit_code == 0
+    other = tmp_path / "mine.html"
+    other.write_text("mine")
+    kept = CliRunner().invoke(cli, ["report", str(run), "-o", str(other)])
+    assert kept.exit_code == 1 and other.read_text() == "mine"
+    two = CliRunner().invoke(cli, ["report", str(run), str(run)])
+    assert two.exit_code == 2 and "a run has a page of its own" in two.stderr
+
+
+def test_a_folder_that_is_no_run_names_what_lies_in_it(tmp_path: Path) -> None:
+    run = killed_and_resumed(tmp_path / "demo" / "run")
+    told = CliRunner().invoke(cli, ["report", str(tmp_path / "demo")])
+    assert told.exit_code == 1 and f"pass what lies in it: `vplan report {run}`" in told.stderr
+    (tmp_path / "demo" / "other.toml").write_text("a = 1\n")
+    job = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
+    plan = tmp_path / "demo" / "plan.toml"
+    write_plan(Plan(job=job, strategy=Strategy(), machine=Machine(gpu="24GB")), plan)
+    told = CliRunner().invoke(cli, ["report", str(tmp_path / "demo")])
+    assert f"(beside it: {plan})" in told.stderr and "other.toml" not in told.stderr
 
 
 def test_only_some_rounds_of_samples_are_on_the_page(tmp_path: Path) -> None:

@@ -326,6 +326,10 @@ def main(trainer: str, repository: str) -> None:
         script: dict[str, Any] = {"path": entry.path, "commit": source.version or reader.commit, "read_at": READ_AT}
         script.update({"format": entry.format} if entry.format != "argparse" else {})
         script.update({"removed": entry.removed} if entry.removed else {})
+        lenient = entry.format == "argparse" and "parse_known_args(" in git(
+            reader.repository, "show", f"{reader.commit}:{entry.path}"
+        )
+        script.update({"lenient": True} if lenient else {})
         script.update({"files": [path for path, _ in entry.keys]} if entry.keys else {})
         scripts.append(script)
         print(entry.path, len(flags[entry.path]), "of them gone:", len(history), file=sys.stderr)

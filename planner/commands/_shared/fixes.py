@@ -23,16 +23,25 @@ def print_fixes(console: Console, before: Estimate, fixes: Iterable[Fix], mark: 
     for at, fix in enumerate(fixes):
         heading = f"smallest change{mark}:" if at == 0 else "or:"
         console.print(heading, style="bold", markup=False)
-        for part in fix.change:
-            console.print(f"  {part}", markup=False, soft_wrap=True)
+        _print_change(console, fix)
         console.print(f"    {_effect(before, fix)}", markup=False)
+
+
+def _print_change(console: Console, fix: Fix) -> None:
+    """The flags and lines of a change, each once: two parts may need the same."""
+    for line in dict.fromkeys(line for part in fix.change for line in part.splitlines()):
+        console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _in_a_line(change: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(line for part in change for line in part.splitlines()))
 
 
 def print_helps(console: Console, helps: Iterable[Fix]) -> None:
     """Changes that are not enough."""
     for fix in helps:
         console.print(
-            f"helps, but not enough by itself: {' '.join(fix.change)} ({fix.cost})", style="dim", markup=False
+            f"helps, but not enough by itself: {_in_a_line(fix.change)} ({fix.cost})", style="dim", markup=False
         )
 
 
@@ -41,16 +50,14 @@ def print_least(console: Console, least: Fix | None) -> None:
     if least is not None:
         need = gib(least.outcome.estimate.peak.device_bytes)
         console.print(f"the least it reaches is {need:.1f} GiB, with", style="bold", markup=False)
-        for part in least.change:
-            console.print(f"  {part}", markup=False, soft_wrap=True)
+        _print_change(console, least)
 
 
 def print_smaller(console: Console, smaller: Iterable[Fix]) -> None:
     """Shorter clips and smaller sizes that fit: another training, which is not called lossless."""
     for fix in smaller:
         console.print(f"{fix.cost} fit:", style="bold", markup=False)
-        for part in fix.change:
-            console.print(f"  {part}", markup=False, soft_wrap=True)
+        _print_change(console, fix)
         found = fix.outcome.estimate
         low, high = gib(found.low_bytes), gib(found.high_bytes)
         need = f"{gib(found.peak.device_bytes):.1f} GiB ({low:.1f} to {high:.1f})"

@@ -36,6 +36,7 @@ from planner.schema import Record
 from planner.search.question import Question
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan
+from planner.spec.rules import left_behind
 from planner.units import GIB, format_gib
 
 if TYPE_CHECKING:
@@ -248,6 +249,8 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], ow
         planned = getattr(plan, name) if plan else None
         said = {field: getattr(planned, field) for field in planned.model_fields_set} if planned else {}
         records[name] = {**said, **{field: value for field, value in typed.items() if field in record.model_fields}}
+    for field in left_behind(records["strategy"]).keys() - typed.keys():  # the plan said it of what is replaced
+        del records["strategy"][field]
     if "gpu" in typed:
         # Another card is another computer: what the plan says of these was true beside its own card.
         for field in {"host_ram", "unified", "torch"} - typed.keys():

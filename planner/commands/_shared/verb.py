@@ -29,6 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DONE = 0
 DOES_NOT_FIT = 3
+DOES_NOT_START = 5
 
 PAGE_HEAD = 4096
 """Characters of a page in which it says who made it."""
@@ -78,6 +79,14 @@ class Verb(click.Command):
                     help="Show this message with every option.",
                 )
             )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does it. Of an option without its value click does not say of which command it is."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options by section, in the order the sections first appear."""

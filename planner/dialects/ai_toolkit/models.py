@@ -56,7 +56,8 @@ def model_of(settings: Settings) -> Fields:
     model = name_given if name_given in (candidates or ARCHES) else next(iter(candidates), None)
     if model is None:
         label = f"model.arch {quoted(arch)}" if arch else f"model.name_or_path {quoted(path)}, without an arch we know,"
-        raise VplanError(f"{label} is not supported here", f"supported: {', '.join(ARCHES)}")
+        arches = sorted({known for known, _ in ARCHES.values()})
+        raise VplanError(f"{label} is not supported here", f"model.arch can be {', '.join(arches)}")
     return {"model": model, **_experts_of(settings, model)}
 
 

@@ -38,7 +38,7 @@ from planner.dialects.base.bindings import (
     When,
 )
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, one_of, our_defaults, word_for
+from planner.dialects.base.launchers import EXPANDABLE, one_of, our_defaults, refused_flags, word_for
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
@@ -268,6 +268,7 @@ def read_script(script: Script) -> Invocation | None:
     """The settings of `python run.py FILE`, or of such a config file itself; None for another trainer's script."""
     config, notes = script.config, list(script.notes)
     allocator: Settings = {}
+    refused: tuple[Remark, ...] = ()
     if config is None:
         programs = [program for program in script.programs if PurePosixPath(program.script).name == "run.py"]
         files = [
@@ -279,14 +280,16 @@ def read_script(script: Script) -> Invocation | None:
         if config is None:
             raise VplanError(f"the config {quoted(files[0])} is not here", "run vplan check where the file is")
         conf = " ".join(value for name, value in programs[-1].environment.items() if name.endswith("ALLOC_CONF"))
+        refused = refused_flags(flags.script("ai-toolkit", "run.py").parse(programs[-1].arguments))
         allocator = {"env:expandable_segments": True} if "expandable_segments:true" in conf.lower() else {}
     keys = flat(config, script.name)
     if "config.process[0].model.name_or_path" not in keys:
         return None
     read = flags.script("ai-toolkit", "config.yaml").parse_config(config)
-    unknown = [key for key in read.unknown if not key.startswith(("job", "meta.", "config.name")) and _is_read(key)]
+    unknown = [each.flag for each in refused]
+    unknown += [key for key in read.unknown if not key.startswith(("job", "meta.", "config.name")) and _is_read(key)]
     settings = {"script": "run.py", **_DEFAULTS, **allocator, **{f"config:{key}": value for key, value in keys.items()}}
-    return Invocation("ai-toolkit", settings, tuple(unknown), (), tuple(notes))
+    return Invocation("ai-toolkit", settings, tuple(unknown), (), tuple(notes), refused)
 
 
 def _is_read(key: str) -> bool:

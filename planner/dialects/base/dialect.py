@@ -22,6 +22,7 @@ from planner.dialects.base.bindings import (
     is_edit,
 )
 from planner.spec.job import Job, Machine, Strategy
+from planner.spec.rules import left_behind
 
 
 def _binding(entry: Binding | When) -> Binding:
@@ -73,6 +74,8 @@ class Invocation:
     removed: tuple[Remark, ...] = ()
     """those it had once"""
     notes: tuple[str, ...] = ()
+    refused: tuple[Remark, ...] = ()
+    """those of `unknown` that the script's argparse refuses: the run ends before it starts"""
 
 
 @dataclass(frozen=True)
@@ -195,13 +198,14 @@ def settings_for(dialect: Dialect, fields: Fields) -> Settings:
 
 def nearest_fields(dialect: Dialect, fields: Fields) -> Fields:
     """The nearest fields that the trainer can express: every unsupported value is replaced by what the trainer uses
-    instead."""
+    instead, and what said more about it (how many blocks are checkpointed) goes with it."""
     for _ in range(len(dialect.entries)):  # one thing instead of another may be what a second binding cannot say
         try:
             settings_for(dialect, fields)
             return fields
         except InexpressibleError as error:
             fields = fields | {value.field: value.instead for value in error.values}
+            fields = fields | left_behind(fields)
     raise AssertionError(f"{dialect.name} has no way to say what it does instead")
 
 

@@ -59,6 +59,8 @@ class Parsed(NamedTuple):
     """flags that this script has not, and words that belong to none"""
     removed: dict[str, str]
     """flags that it had once -> since when, and what instead"""
+    refused: dict[str, str] = {}
+    """those of `unknown` that end the script before it starts -> why, with the flag that may be meant"""
 
 
 class EntryPoint(NamedTuple):
@@ -73,12 +75,23 @@ class EntryPoint(NamedTuple):
     removed: str | None
     """for a script that is no more: since when, and what took its place"""
     flags: dict[str, Flag]
+    lenient: bool = False
+    """whether it parses with `parse_known_args`, to which flags that it has not are nothing"""
 
     def parse(self, argv: Sequence[str]) -> Parsed:
         """A command line's words behind the script's name; a VplanError where the script itself would refuse them."""
         assert self.format == "argparse"
         values, rest = _known_parser(self.trainer, self.path).parse_known_args(list(argv))
-        return self._parsed(values, rest)
+        parsed = self._parsed(values, rest)
+        refused = {} if self.lenient else {name: self._refusal(name) for name in parsed.unknown if _is_typed(name)}
+        return parsed._replace(refused=refused)
+
+    def _refusal(self, name: str) -> str:
+        """Why its `parse_args` ends the run. Its flags were read at a commit, and a user's may be newer."""
+        live = [known for flag in self.flags.values() if not flag.gone for known in (flag.name, *flag.aliases)]
+        why = f"not an option of {PurePosixPath(self.path).name} at {self.commit}"
+        meant = did_you_mean(name, live, "")
+        return f"{why}: {meant}" if meant else why
 
     def launch(self, argv: Sequence[str]) -> tuple[Parsed, list[str]]:
         """Parses a launcher's command line: its own flags, and the script that it starts with that script's arguments.
@@ -114,6 +127,12 @@ class EntryPoint(NamedTuple):
             else:
                 values[name] = value
         return Parsed(values, tuple(unknown), removed)
+
+    def share(self, config: Mapping[str, Any]) -> float:
+        """The share of a config's keys that are this script's or file's, from 0 to 1; 0 for an empty one."""
+        flat = _flags_of(config) if self.format == "argparse" else _flat(config, "")
+        known = [name for name, _ in flat if _any_index(name) in self.flags or self._holds(name)]
+        return len(known) / len(flat) if flat and config else 0.0
 
     def _holds(self, name: str) -> bool:
         """Whether a key lies inside a table that the trainer hands on whole (`optimizer.betas`)."""
@@ -181,6 +200,12 @@ def _unknown(words: Sequence[str]) -> list[str]:
     return names
 
 
+def _is_typed(name: str) -> bool:
+    """Whether an unknown word is a flag as somebody typed it: a word without dashes may be left of what was pasted, and
+    `$NAME` stands for what only the shell knows."""
+    return name.startswith("-") and "$" not in name
+
+
 def _flags_of(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     leaves: list[tuple[str, Any]] = []
     for key, value in config.items():
@@ -208,6 +233,7 @@ class _Entry(Record):
     read_at: Text
     format: Literal["argparse", "toml", "yaml"] = "argparse"
     removed: str | None = None
+    lenient: bool = False
     files: tuple[str, ...] = ()
 
 
@@ -241,7 +267,7 @@ def scripts(trainer: str) -> tuple[EntryPoint, ...]:
         listed = [row for group in file.group if {"*", entry.path} & set(group.scripts) for row in group.flag]
         flags = {flag.name: flag for flag in listed}
         at = (entry.path, entry.commit, entry.read_at, entry.format, entry.removed)
-        entry_points.append(EntryPoint(file.trainer, file.source, *at, flags))
+        entry_points.append(EntryPoint(file.trainer, file.source, *at, flags, entry.lenient))
     return tuple(entry_points)
 
 

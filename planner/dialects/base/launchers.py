@@ -273,9 +273,13 @@ def parse_program(trainer: str, program: PythonCommand, launch: Settings, notes:
     removed = tuple(Remark(name, why) for name, why in parsed.removed.items())
     if script.removed:
         removed = (Remark(script.path, script.removed), *removed)
-    return Invocation(
-        trainer, {"script": script.path, **launch, **parsed.values}, parsed.unknown, removed, tuple(notes)
-    )
+    settings = {"script": script.path, **launch, **parsed.values}
+    return Invocation(trainer, settings, parsed.unknown, removed, tuple(notes), refused_flags(parsed))
+
+
+def refused_flags(parsed: flags.Parsed) -> tuple[Remark, ...]:
+    """What ends the run before it starts, of a command line that was parsed."""
+    return tuple(Remark(name, why) for name, why in parsed.refused.items())
 
 
 def command_line(settings: Settings, extra: Mapping[str, object], launcher: Iterable[str]) -> str:

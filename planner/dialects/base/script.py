@@ -15,9 +15,12 @@ from typing import Any
 from planner.dialects.base.pasted import as_posix, notebook_commands
 from planner.dialects.base.shell import commands, join_continued_lines
 from planner.errors import VplanError, quoted
-from planner.untrusted import FORMATS, read_document, read_text
+from planner.untrusted import FORMATS, not_parsed, read_document, read_text
 
 MOST_COMMANDS = 2_000
+OUT_OF_MEMORY = "out of memory"
+"""What every message of a card that ran out has (PyTorch, CUDA, HIP)."""
+
 BEFORE = frozenset({"nohup", "env", "exec", "sudo", "command", "stdbuf"})
 """Words in front of a command that leave it what it is."""
 
@@ -37,6 +40,10 @@ LAUNCHERS = {
 }
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _DISTRIBUTED = ("torch.distributed.run", "torch.distributed.launch")
+
+
+class NoCommandError(VplanError):
+    """Raised for a text that starts no Python script: it may be the log of one."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +170,12 @@ def _from_text(name: str, text: str, folder: Path | None) -> Script:
         elif program := _program(line.words, exported | line.environment):
             programs.append(replace(program, script=_under(here, program.script)))
     if not programs:
-        fix = "pass the script that starts the training"
-        if "out of memory" in text:
+        fix = "pass the script or command that starts the training"
+        if not text.strip():
+            raise NoCommandError(f"{quoted(name)} is empty", fix)
+        if OUT_OF_MEMORY in text:
             fix = f"a log with PyTorch's out-of-memory message is explained by `vplan check --error {name}`"
-        raise VplanError(f"{quoted(name)} starts no Python script", fix)
+        raise NoCommandError(f"{quoted(name)} starts no Python script", fix)
     names = {used for program in programs for used in variables.unset if f"${used}" in " ".join(program.arguments)}
     unset = f"${', $'.join(sorted(names))} not assigned in {name}: taken as written" if names else ""
     ends = "lines that begin with -- are read with the command above; a shell needs a \\ before them" if loose else ""
@@ -184,8 +193,7 @@ def _tree(text: str, name: str) -> ast.Module:
     try:
         return ast.parse(text)
     except SyntaxError as error:
-        fault = f"{quoted(name)} is not valid Python: {error.msg} (line {error.lineno})"
-        raise VplanError(fault, "correct that line") from None
+        raise not_parsed(name, "valid Python", error.msg, text, error.lineno or 0) from None
     except (RecursionError, MemoryError, ValueError) as error:
         fault = f"{quoted(name)} is not valid Python: {str(error) or 'it is nested too deeply'}"
         raise VplanError(fault, "pass the file that is run") from None

@@ -18,6 +18,7 @@ from planner.dialects.base.launchers import (
     launch_settings,
     one_of,
     our_defaults,
+    refused_flags,
     require_model,
 )
 from planner.dialects.base.script import PythonCommand, Script
@@ -41,7 +42,8 @@ def read_script(script: Script) -> Invocation | None:
             launch, notes = launch_settings(program, script, {})
             parsed = flags.script("cogvideo", ARGUMENTS).parse(program.arguments)
             settings = {"script": SCRIPT, **launch, **parsed.values}
-            return Invocation("cogvideo", settings, parsed.unknown, notes=(*script.notes, *notes, *_taken(program)))
+            taken = (*script.notes, *notes, *_taken(program))
+            return Invocation("cogvideo", settings, parsed.unknown, notes=taken, refused=refused_flags(parsed))
     return None
 
 

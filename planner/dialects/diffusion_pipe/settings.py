@@ -22,7 +22,16 @@ from planner.dialects.base.bindings import (
     When,
 )
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launch_settings, one_of, our_defaults, word_for
+from planner.dialects.base.launchers import (
+    EXPANDABLE,
+    GPUS,
+    NODES,
+    launch_settings,
+    one_of,
+    our_defaults,
+    refused_flags,
+    word_for,
+)
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number
@@ -273,6 +282,8 @@ def read_script(script: Script) -> Invocation | None:
     """`deepspeed train.py --deepspeed --config FILE`, or that config itself; the dataset's file is read too."""
     launch: Settings = {}
     notes = list(script.notes)
+    refused: tuple[Remark, ...] = ()
+    loose: tuple[str, ...] = ()
     config = script.config
     if config is None:
         programs = [
@@ -285,6 +296,7 @@ def read_script(script: Script) -> Invocation | None:
         launch, more = launch_settings(programs[-1], script, {})
         parsed = flags.script("diffusion-pipe", "train.py").parse(_without_deepspeed(programs[-1].arguments))
         notes += more
+        refused, loose = refused_flags(parsed), parsed.unknown
         path = str(parsed.values["--config"])
         config = script.document(path)
         if config is None:
@@ -304,8 +316,8 @@ def read_script(script: Script) -> Invocation | None:
         settings["dataset"] = True
         settings |= {f"dataset:{key}": value for key, value in flat(data, path).items()}
     removed = tuple(Remark(name, why) for name, why in read.removed.items())
-    unknown = tuple(key for key in read.unknown if not key.startswith(TEXT_ENCODERS))
-    return Invocation("diffusion-pipe", settings, unknown, removed, tuple(notes))
+    unknown = (*loose, *(key for key in read.unknown if not key.startswith(TEXT_ENCODERS)))
+    return Invocation("diffusion-pipe", settings, unknown, removed, tuple(notes), refused)
 
 
 OWN = frozenset({"dataset", "micro_batch_size_per_gpu", "pipeline_stages", "adapter.type", "blocks_to_swap"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from planner.dialects.base import flags
@@ -18,7 +19,15 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launch_settings, our_defaults, script_head
+from planner.dialects.base.launchers import (
+    EXPANDABLE,
+    GPUS,
+    NODES,
+    launch_settings,
+    our_defaults,
+    refused_flags,
+    script_head,
+)
 from planner.dialects.base.script import Script
 from planner.errors import VplanError
 from planner.spec.plan import Plan
@@ -38,7 +47,8 @@ def read_script(script: Script) -> Invocation | None:
         arguments = flags.script("latentsync", "scripts/train_unet.py").parse(program.arguments)
         path = str(arguments.values.get("--unet_config_path", f"{FOLDER}stage1.yaml"))
         document = script.document(path)
-        return _invocation(document, path, launch, (*script.notes, *notes), arguments.unknown)
+        found = _invocation(document, path, launch, (*script.notes, *notes), arguments.unknown)
+        return replace(found, refused=refused_flags(arguments))
     document = script.config
     if document is not None and isinstance(document.get("data"), dict) and "syncnet_config_path" in document["data"]:
         return _invocation(document, f"{FOLDER}{script.name}", {}, script.notes, ())

@@ -345,7 +345,9 @@ def read_script(script: Script) -> Invocation | None:
     for name in ("--sample_prompts", "--sample_every_n_epochs"):
         if name in settings and settings.get("--sample_prompts"):  # any file, however often, is the same to us
             settings |= {"--sample_prompts": "prompts.txt", "--sample_every_n_epochs": 1}
-    return Invocation("musubi-tuner", settings, tuple(unknown), tuple(removed), tuple(notes))
+    return Invocation(
+        "musubi-tuner", settings, tuple(unknown), tuple(removed), tuple(notes), refused=invocation.refused
+    )
 
 
 def _is_own(program: PythonCommand) -> bool:

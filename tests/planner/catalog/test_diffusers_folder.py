@@ -151,7 +151,7 @@ def test_a_name_that_is_no_safe_file_name(tmp_path: Path, name: str) -> None:
     assert "is not a safe file name" in refused(wrote(tmp_path / "mine", WAN), "--name", name)
 
 
-@pytest.mark.parametrize("name", ["wan2.1-t2v-14b", "WAN2.1-T2V-14B", "wan-14b", "flux-dev"])
+@pytest.mark.parametrize("name", ["wan2.1-t2v-14b", "WAN2.1-T2V-14B", "vace-14b", "flux-dev"])
 def test_a_name_that_comes_with_vplan(tmp_path: Path, name: str) -> None:
     assert "name of a bundled model" in refused(wrote(tmp_path / "mine", WAN), "--name", name)
     assert "name of a bundled model" in refused(wrote(tmp_path / name, WAN))
@@ -160,7 +160,7 @@ def test_a_name_that_comes_with_vplan(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["wan-14b", "--name", "mine"], "--name is for one folder"),
+        (["flux-dev", "--name", "mine"], "--name is for one folder"),
         (["./mine", "./other", "--name", "mine"], "--name is for one folder"),
         (["--name", "mine"], "--name is for one folder"),
         (["./mine", "--check"], "--check is for recorded models"),

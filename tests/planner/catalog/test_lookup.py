@@ -10,7 +10,7 @@ import pytest
 import profiles
 from planner.catalog import card_lookup, lookup
 from planner.catalog.card_lookup import gpu, parse_gpus
-from planner.catalog.lookup import check_shape, grid, job_for, model
+from planner.catalog.lookup import check_shape, grid, job_for, model, several
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
@@ -225,10 +225,25 @@ def test_an_unknown_model_names_the_nearest(typed: str, fix: str) -> None:
     assert fix in refused(model, typed).fix
 
 
+@pytest.mark.parametrize(
+    ("typed", "among"),
+    [
+        ("wan 14b", {"wan2.1-t2v-14b", "wan2.1-i2v-14b-480p", "wan2.1-vace-14b", "wan2.2-t2v-a14b"}),
+        ("wan2.1-14b", {"wan2.1-t2v-14b", "wan2.1-i2v-14b-720p", "wan2.1-vace-14b"}),
+        ("wan-1.3b", {"wan2.1-t2v-1.3b", "wan2.1-vace-1.3b"}),
+        ("flux", {"flux.1-dev", "flux.2-dev"}),
+        ("wan2.2", {"wan2.2-t2v-a14b", "wan2.2-ti2v-5b"}),
+    ],
+)
+def test_a_name_that_several_models_have_means_none_of_them_by_guess(typed: str, among: set[str]) -> None:
+    assert among <= set(several(typed))
+    assert "is ambiguous" in refused(model, typed).message
+
+
 def test_a_model_by_its_name_opens_its_own_file_only(elsewhere: Path) -> None:
     (elsewhere / "models" / "flux.1-dev.toml").write_text("damaged")
     assert model("wan2.1-t2v-1.3b").blocks == 30
-    assert "flux.1-dev.toml is damaged" in refused(model, "wan-1.3b").message
+    assert "flux.1-dev.toml is damaged" in refused(model, "vace-1.3b").message
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from planner.catalog.lookup import check_blocks, check_job, check_shape, grid, job_for, model, parse_resolution
+from planner.catalog.shapes import how_read, in_words
 from planner.errors import VplanError
 from planner.spec.job import Strategy
 
@@ -73,6 +74,8 @@ def test_the_values_a_fix_names_work(name: str) -> None:
         ("wan2.1-t2v-1.3b", "480p", (480, 832)),
         ("wan2.1-t2v-1.3b", "720P", (720, 1280)),
         ("wan2.1-t2v-1.3b", "832 x 480", (832, 480)),
+        ("wan2.1-t2v-1.3b", "832*480", (480, 832)),  # as Wan's generate.py has it, whose sizes are width*height
+        ("wan2.1-t2v-1.3b", "480 * 832", (832, 480)),
         ("cogvideox-2b", "480p", (480, 720)),
         ("cogvideox-2b", "720p", (720, 1280)),
         ("ltx-video-2b", "720p", (704, 1280)),
@@ -83,6 +86,21 @@ def test_the_values_a_fix_names_work(name: str) -> None:
 def test_resolutions_as_people_type_them(name: str, text: str, size: tuple[int, int]) -> None:
     assert parse_resolution(model(name), text) == size
     check_shape(model(name), 1, *size)
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("832*480", "832*480 read as width x height (480x832 pixels, height x width)"),
+        ("480*832", "480*832 read as width x height (832x480 pixels, height x width)"),
+        ("832×480", "832×480 is height x width: portrait, 832 high (else --resolution 480x832)"),
+        ("480x832", ""),
+        ("512*512", ""),
+        ("480p", ""),
+    ],
+)
+def test_a_size_that_may_mean_the_other_way_round_says_how_it_was_read(text: str, note: str) -> None:
+    assert how_read(text, *parse_resolution(model("wan2.1-t2v-1.3b"), text)) == note
 
 
 @pytest.mark.parametrize(
@@ -197,3 +215,10 @@ def test_a_model_that_is_trained_whole_says_so() -> None:
     assert job_for(model("latentsync-1.6-stage1"), {}).method == "full"
     assert job_for(model("latentsync-1.6-stage1"), {"method": "lora"}).method == "lora"
     assert job_for(model("sd1.5"), {}).method == "lora"
+
+
+def test_an_image_of_a_video_model_has_no_frames_in_words() -> None:
+    profile = model("wan2.1-t2v-1.3b")
+    shape = {"height": 1328, "width": 1328}
+    assert in_words(profile, job_for(profile, {"frames": 1, **shape})) == "1328x1328, batch 1"
+    assert in_words(profile, job_for(profile, {"frames": 5, **shape})) == "5 frames of 1328x1328, batch 1"

@@ -59,6 +59,19 @@ def test_defaults_are_taken_and_said() -> None:
     assert request.strategy.weights_dtype == "bf16"
 
 
+def test_an_option_over_a_plan_takes_what_said_more_about_the_old_value_with_it(tmp_path: Path) -> None:
+    strategy = Strategy(gradient_checkpointing="partial", checkpointed_blocks=25, nested_checkpointing=True)
+    path = tmp_path / "plan.toml"
+    job = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
+    write_plan(Plan(job=job, strategy=strategy, machine=Machine(gpu="24GB")), path)
+    whole = ask(str(path), "--gradient-checkpointing", "full").strategy
+    assert "checkpointed_blocks" not in whole and whole["nested_checkpointing"] is True
+    assert "nested_checkpointing" not in ask(str(path), "--gradient-checkpointing", "none").strategy
+    assert ask(str(path)).strategy["checkpointed_blocks"] == 25
+    typed = ask(str(path), "--gradient-checkpointing", "full", "--checkpointed-blocks", "5").strategy
+    assert typed["checkpointed_blocks"] == 5  # typed together they contradict each other, which is said
+
+
 def test_nothing_is_assumed_that_was_typed() -> None:
     request = settle(
         *(WAN, "--gpu", "h100-80gb", "--frames", "49", "--resolution", "480p", "--lora-rank", "8"),
@@ -255,3 +268,9 @@ def test_a_rate_that_is_none_is_refused_before_anything_runs(rate: str, plan: st
 
 def test_the_option_of_frames_has_the_record_s_values() -> None:
     assert choices(DataSource, "frames") == FRAME_SAMPLING
+
+
+@pytest.mark.parametrize("verb", ["suggest", "estimate", "check"])
+def test_an_option_without_its_value_points_to_the_help_of_its_command(verb: str) -> None:
+    told = CliRunner().invoke(cli, [verb, "wan2.1-t2v-1.3b", "--gpu"], prog_name="vplan")
+    assert told.exit_code == 2 and told.stderr.splitlines()[1] == f"fix: see `vplan {verb} --help`"

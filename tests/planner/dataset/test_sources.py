@@ -84,7 +84,8 @@ def test_a_folder_takes_the_settings_that_were_typed(tmp_path: Path) -> None:
         ("[[source]]\nfolder = 'elsewhere'", "there is no folder", "relative to the file"),
         ("[[source]]\nfolder = '~nobody-of-this-name/a'", "there is no folder", "relative to the file"),
         ("[general]\nflip = true\n[[source]]\nfolder = 'here'", "no field 'general'", "source"),
-        ("[[source]", "is not TOML", "correct that line"),
+        ("[[source]", "is not TOML", "correct line 1"),
+        ("[[source]]\nfolder = [", "is not TOML", "the file is cut off"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str, fix: str) -> None:

@@ -84,6 +84,16 @@ def test_argparse_rules_hold() -> None:
     assert listed.values == {"--optimizer_args": ["a=1", "b=2"], "--sdpa": True}
 
 
+def test_what_argparse_would_refuse_names_the_commit_and_what_may_be_meant() -> None:
+    script = flags.script("sd-scripts", "flux_train_network.py")
+    parsed = script.parse(["--sdpaa", "--fp8_base", "--zzzz", "1", "$MORE", "--$NAME", "left"])
+    at = f"not an option of flux_train_network.py at {script.commit}"
+    assert parsed.refused == {"--sdpaa": f"{at}: did you mean --sdpa?", "--zzzz": at}
+    assert set(parsed.refused) < set(parsed.unknown)  # what a shell would fill in may be anything
+    assert script._replace(lenient=True).parse(["--sdpaa"]).refused == {}
+    assert script.parse_config({"sdpaa": True}).refused == {}  # of a --config_file it takes every key
+
+
 @pytest.mark.parametrize("words", ["--width forty", "--width", "--log_with no", "--network 3"])
 def test_what_the_script_refuses_is_refused(words: str) -> None:
     with pytest.raises(VplanError, match=r"wan_train_network\.py rejects"):
@@ -166,7 +176,7 @@ def test_what_is_given_comes_back(data: st.DataObject) -> None:
         words += [flag.name] if flag.action == "store_true" else [flag.name, str(value)]
     if any(flag.type == "bool" and flag.action == "store" for flag in chosen):
         return
-    assert script.parse(words) == (wanted, (), {})
+    assert script.parse(words) == (wanted, (), {}, {})
 
 
 def test_the_reader_follows_a_parser_through_functions_and_files(tmp_path: Path) -> None:

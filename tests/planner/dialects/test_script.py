@@ -112,12 +112,95 @@ def test_what_cannot_be_read_is_one_clear_line(name: str, tmp_path: Path, monkey
 
 
 def test_an_unread_trainer_is_refused_by_name_with_those_we_read() -> None:
-    for words, name in ((("simpletuner", "train"), "SimpleTuner"), (("python", "a.py", "--b"), "a.py")):
+    finetrainers = ("train.py", "--model_name", "wan", "--pretrained_model_name_or_path", "Wan-AI/Wan2.1-T2V-1.3B")
+    for words, name in (
+        (("python", "a.py", "--b"), "a.py"),
+        (("torchrun", "--nproc_per_node=2", *finetrainers), "finetrainers"),
+        (("python", "-m", "torch.distributed.run", "--nproc_per_node", "2", *finetrainers), "finetrainers"),
+        (("python", "train.py", "--width", "3"), "train.py does not belong"),
+    ):
         done = CliRunner().invoke(cli, ["check", "--gpu", "24GB", "--json", "--", *words])
         error = json.loads(done.stdout)["error"]
-        assert name in error["message"] and "DiffSynth-Studio" in error["fix"] and "sd-scripts" in error["fix"]
+        assert name in error["message"] and "diffusion-pipe" not in error["message"]
+        listed = error["fix"].removeprefix("supported: ").split(", ")
+        assert {"DiffSynth-Studio", "sd-scripts", "diffusion-pipe"} < set(listed)
+        assert len(listed) == len(set(listed)) and "(" not in error["fix"]  # each trainer once
+    done = CliRunner().invoke(cli, ["check", "--gpu", "24GB", "--json", "--", "simpletuner", "train"])
+    error = json.loads(done.stdout)["error"]
+    assert "SimpleTuner" in error["message"] and error["fix"] == "pass its config.json"
     assert CliRunner().invoke(cli, ["check", "--gpu", "24GB"]).exit_code == 2
     assert CliRunner().invoke(cli, ["check", "--", "python", "a.py"]).exit_code == 2
+
+
+def test_another_script_of_a_trainer_names_all_that_are_read() -> None:
+    done = CliRunner().invoke(cli, ["check", "--gpu", "24GB", "--json", "--", "python", "sd3_train_network.py", "--x"])
+    error = json.loads(done.stdout)["error"]
+    assert error["message"] == "sd3_train_network.py of sd-scripts is not supported"
+    scripts = {"flux_train.py", "flux_train_network.py", "sdxl_train.py", "sdxl_train_network.py", "train_network.py"}
+    named = set(error["fix"].removeprefix("supported scripts of it: ").split(", "))
+    assert named == scripts | {"lumina_train_network.py", "hunyuan_image_train_network.py"}
+
+
+OF_ANOTHER_KIND = {
+    "musubi.toml": (
+        '[general]\nresolution = [960, 544]\n[[datasets]]\nvideo_directory = "x"\ntarget_frames = [1, 25]\n',
+        "musubi.toml describes a data set of musubi-tuner, not a training",
+        "config or command that names this file",
+    ),
+    "kohya.toml": (
+        "[general]\nshuffle_caption = true\n[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'x'\n",
+        "kohya.toml describes a data set of sd-scripts, not a training",
+        "config or command that names this file",
+    ),
+    "pipe.toml": (
+        'resolutions = [512]\nframe_buckets = [1, 33]\n[[directory]]\npath = "x"\nnum_repeats = 1\n',
+        "pipe.toml describes a data set of diffusion-pipe, not a training",
+        "config or command that names this file",
+    ),
+    "tune.toml": (
+        'pretrained_model_name_or_path = "x"\nlearning_rate = 1e-5\noptimizer_type = "AdamW8bit"\n',
+        "tune.toml has options of sd-scripts and does not say of which script",
+        "SCRIPT.py --config_file tune.toml",
+    ),
+    "empty.toml": ("", "empty.toml is empty", "pass a trainer's config"),
+    "empty.sh": ("\n", "'empty.sh' is empty", "pass the script or command"),
+    "folder/train.sh": ("", "'folder' is a folder", "pass one of its files: folder/train.sh"),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_KIND)
+def test_a_file_of_another_kind_is_told_by_its_kind(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, fault, fix = OF_ANOTHER_KIND[name]
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(text)
+    for words in ([name.partition("/")[0]], ["--from-file", name.partition("/")[0]]):
+        done = CliRunner().invoke(cli, ["check", "--gpu", "24GB", "--json", *words])
+        error = json.loads(done.stdout)["error"]
+        assert done.exit_code == 1 and error["message"] == fault and fix in error["fix"]
+
+
+def test_what_starts_no_script_is_told_so() -> None:
+    done = CliRunner().invoke(cli, ["check", "--gpu", "24GB", "--json", "--", "echo", "hi"])
+    error = json.loads(done.stdout)["error"]
+    assert error["message"] == "echo starts no Python script" and "accelerate launch" in error["fix"]
+
+
+def test_a_log_that_ran_out_of_memory_is_explained_as_error_does(tmp_path: Path) -> None:
+    log = tmp_path / "oom.txt"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 256.00 MiB. "
+        "GPU 0 has a total capacity of 23.65 GiB of which 200.00 MiB is free. Including non-PyTorch memory, this "
+        "process has 23.40 GiB memory in use. Of the allocated memory 21.00 GiB is allocated by PyTorch, and 1.50 GiB "
+        "is reserved by PyTorch but unallocated.\n"
+    )
+    named = CliRunner().invoke(cli, ["check", "--json", "--error", str(log)])
+    for words in ([str(log)], ["--gpu", "24GB", str(log)], ["--from-file", str(log)]):
+        given = CliRunner().invoke(cli, ["check", "--json", *words])
+        assert given.exit_code == 0 and given.stdout == named.stdout and "cause" in json.loads(given.stdout)
+    log.write_text("nothing happened\n")
+    assert "starts no Python script" in CliRunner().invoke(cli, ["check", "--gpu", "24GB", str(log)]).stderr
 
 
 def test_a_config_s_bytes_and_the_folder_beside_it(tmp_path: Path) -> None:

@@ -100,10 +100,16 @@ def test_models_of_diffusion_pipe_whose_files_are_named_one_by_one(
 SD3 = 'pretrained_model_name_or_path = "sd3.safetensors"\nclip_l = "a"\nclip_g = "b"\nt5xxl = "c"\n'
 
 
-@pytest.mark.parametrize("text", [SD3, 'optimizer = {type = "adamw"}\nmodel = {type = "flux"}\n'])
-def test_a_config_without_its_signs_is_nobodys(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (SD3, "has options of sd-scripts and does not say of which script"),
+        ('optimizer = {type = "adamw"}\nmodel = {type = "flux"}\n', "does not belong to a supported trainer"),
+    ],
+)
+def test_a_config_without_its_signs_is_nobodys(text: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(text)
-    with pytest.raises(VplanError, match="does not belong to a supported trainer"):
+    with pytest.raises(VplanError, match=fault):
         dialects.read_script(from_file(tmp_path / "a.toml"))
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from planner import dialects
+from planner.commands import cli
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.dialects.base.shell import join_continued_lines
@@ -222,3 +226,96 @@ def test_a_length_that_is_told_is_that_of_every_bucket(tmp_path: Path) -> None:
     assert [(shape.frames, shape.height, shape.width) for shape in told.job.shapes] == [(17, 544, 960)]
     with pytest.raises(VplanError, match=r"^frames 18 is not 4n\+1"):
         settle(dialect, given, {"frames": 18}, {"gpu": "rtx4090"})
+
+
+REFUSED = {
+    "musubi-tuner": "src/musubi_tuner/wan_train_network.py --task t2v-1.3B --network_module networks.lora_wan "
+    "--blocks_to_swp 20 --gradient_checkpointing --fp8_base --sdpa --mixed_precision bf16",
+    "sd-scripts": "flux_train_network.py --network_module networks.lora_flux --gradient_checkpointing "
+    "--sdpaa --fp8_base --mixed_precision bf16 --cache_latents --cache_text_encoder_outputs",
+    "diffusers": "examples/dreambooth/train_dreambooth_lora_sdxl.py --pretrained_model_name_or_path "
+    "stabilityai/stable-diffusion-xl-base-1.0 --mixed_precision bf16 --gradient_chekpointing",
+    "cogvideo": "train.py --training_type lora --train_resolution 49x480x720 --model_name cogvideox-t2v "
+    "--model_path THUDM/CogVideoX-2b --model_type t2v --mixed_precision fp16 --rank 16 --bach_size 1",
+}
+MEANT = {
+    "musubi-tuner": ("--blocks_to_swp", "--blocks_to_swap"),
+    "sd-scripts": ("--sdpaa", "--sdpa"),
+    "diffusers": ("--gradient_chekpointing", "--gradient_checkpointing"),
+    "cogvideo": ("--bach_size", "--batch_size"),
+}
+
+
+@pytest.mark.parametrize("trainer", REFUSED)
+def test_a_command_whose_option_its_script_refuses_does_not_start(trainer: str) -> None:
+    words = ["check", "--gpu", "h200", "--", "accelerate", "launch", *REFUSED[trainer].split()]
+    typed, meant = MEANT[trainer]
+    told = CliRunner().invoke(cli, words)
+    assert told.exit_code == 5, told.stdout + told.stderr
+    first, fits, _ = " ".join(told.stdout.split()).partition(" fits: ")
+    assert first.startswith(f"does not start: {typed} is not an option of ") and first.endswith(f"mean {meant}?")
+    assert fits and "unknown option" not in told.stdout
+    answer = CliRunner().invoke(cli, [words[0], "--json", *words[1:]])
+    found = json.loads(answer.stdout)
+    assert answer.exit_code == 5 and found["verdict"] == "fits" and found["unknown"] == [typed]
+    assert [each["flag"] for each in found["refused"]] == [typed]
+    repaired = CliRunner().invoke(cli, [meant if word == typed else word for word in words])
+    assert repaired.exit_code == 0 and repaired.stdout.startswith("fits: ")
+
+
+def test_what_neither_starts_nor_fits_does_not_fit() -> None:
+    words = REFUSED["sd-scripts"].replace("--gradient_checkpointing", "--gradient_checkpointin --zzz").split()
+    told = CliRunner().invoke(cli, ["check", "--gpu", "8GB", "--no-fixes", "--", "accelerate", "launch", *words])
+    assert told.exit_code == 3 and told.stdout.startswith("does not start: --zzz ")
+
+
+def test_configs_and_their_scripts_refuse_options_alike(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "config:\n  process:\n  - model:\n      name_or_path: Wan-AI/Wan2.1-T2V-1.3B-Diffusers\n      arch: wan21\n"
+    )
+    command = tmp_path / "run.sh"
+    command.write_text("python run.py config.yaml --recovr -n mine\n")
+    _, given = dialects.read_script(from_file(command))
+    assert [each.flag for each in given.refused] == ["--recovr"] and given.unknown == ("--recovr",)
+    assert given.refused[0].why.endswith("did you mean --recover?")
+
+
+TOOLKIT = """config:
+  process:
+  - type: sd_trainer
+    network: {type: lora, linear: 16, linear_alpha: 16}
+    datasets: [{folder_path: x, resolution: [512], num_frames: 1}]
+    train: {batch_size: 1, dtype: bf16, gradient_checkpointing: false, optimizer: adamw}
+    model: {name_or_path: ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b}
+"""
+
+
+def test_a_change_of_a_config_has_one_key_a_line(tmp_path: Path) -> None:
+    config = tmp_path / "train.yaml"
+    config.write_text(TOOLKIT)
+    words = ["check", "--gpu", "24GB", str(config)]
+    told = CliRunner().invoke(cli, words)
+    shown = told.stdout.split("smallest change:\n")[1].split("    fits")[0].splitlines()
+    assert len(shown) >= 3 and all(re.fullmatch(r"  [\w.\[\]]+: \S+", line) for line in shown)
+    change = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)["fixes"][0]["change"]
+    assert [line for part in change for line in part.splitlines()] == [line.strip() for line in shown]
+    assert any("\n" in part for part in change)  # what belongs together is one entry
+    assert "lora, 512x512, on" in told.stdout  # one frame is an image
+
+
+def test_flags_of_one_change_stay_on_one_line() -> None:
+    command = "flux_train.py --full_bf16 --mixed_precision bf16 --cache_latents --cache_text_encoder_outputs"
+    told = CliRunner().invoke(cli, ["check", "--gpu", "48GB", "--json", "--", "accelerate", "launch", *command.split()])
+    parts = [part for fix in json.loads(told.stdout)["fixes"] for part in fix["change"]]
+    assert any(" --" in part for part in parts) and not any("\n" in part for part in parts)
+
+
+def test_an_arch_that_is_not_known_names_those_that_can_be_typed(tmp_path: Path) -> None:
+    config = tmp_path / "train.yaml"
+    named = TOOLKIT.replace("ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b", "x/y, arch: hidream")
+    config.write_text(named)
+    with pytest.raises(VplanError, match=r"model\.arch 'hidream' is not supported") as raised:
+        read(tmp_path, "train.yaml", named)
+    arches = raised.value.fix.removeprefix("model.arch can be ").split(", ")
+    assert {"wan21", "wan22_14b", "flux", "qwen_image"} < set(arches) and "wan2.1-t2v-1.3b" not in arches

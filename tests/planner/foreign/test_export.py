@@ -19,7 +19,7 @@ from planner.dialects.accelerate import settings as accelerate
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import VplanError
-from planner.foreign.export import export, fields_of, flags_of, plan_with, priced, targets, write_files
+from planner.foreign.export import able, export, fields_of, flags_of, plan_with, priced, targets, write_files
 from planner.spec.combinations.contradictions import check
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan, write_plan
@@ -161,6 +161,19 @@ def test_what_cannot_be_said_is_refused_with_the_nearest(tmp_path: Path) -> None
     assert plain.exit_code == 0 and "bash launch.sh" in plain.stdout
 
 
+@pytest.mark.parametrize("target", ["musubi-tuner", "ai-toolkit", "diffsynth", "diffusion-pipe", "videox-fun"])
+def test_where_no_part_of_the_blocks_is_checkpointed_the_nearest_plan_checkpoints_all(target: str) -> None:
+    """The plan that `suggest` gives for a small model: 25 blocks say nothing beside another trainer's `full`."""
+    asked = plan(gradient_checkpointing="partial", checkpointed_blocks=25)
+    with pytest.raises(VplanError, match="gradient_checkpointing 'partial'") as raised:
+        export(asked, target)
+    assert "--gradient-checkpointing full" in raised.value.fix and "add --nearest" in raised.value.fix
+    done = export(asked, target, take_nearest=True)
+    strategy = done.plan.strategy
+    assert (strategy.gradient_checkpointing, strategy.checkpointed_blocks) == ("full", None)
+    assert done.changed["gradient_checkpointing"] == "full" and done.files
+
+
 def test_what_does_not_fit_is_exit_3() -> None:
     big = Job(model="wan2.1-t2v-14b", frames=81, height=720, width=1280, method="full")
     with pytest.raises(VplanError, match="does not fit") as raised:
@@ -272,3 +285,26 @@ def test_a_plan_that_no_mixed_precision_helps_is_exported_as_it_was() -> None:
 def test_a_trainer_of_one_family_refuses_the_others() -> None:
     with pytest.raises(VplanError, match="its scripts build EasyAnimate's own transformer"):
         export(plan(), "easyanimate", True)
+
+
+@pytest.mark.parametrize("target", ["sd-scripts", "diffusers", "easyanimate", "latentsync"])
+def test_a_trainer_of_other_models_names_those_that_can_write_the_plan(target: str) -> None:
+    asked = plan(gradient_checkpointing="partial", checkpointed_blocks=25)
+    with pytest.raises(VplanError, match="model 'wan") as raised:
+        export(asked, target)
+    exact, near = able(asked)
+    assert raised.value.fix == (
+        "--to accelerate, slurm can write this plan; "
+        "--to ai-toolkit, diffsynth, diffusion-pipe, musubi-tuner, videox-fun one near it (--nearest)"
+    )
+    assert "gradient_checkpointing" not in raised.value.message  # of another model it does not matter
+    for name in (*exact, *near):
+        assert export(asked, name, take_nearest=name in near).files
+
+
+def test_a_trainer_of_another_method_names_the_option_to_change() -> None:
+    asked = plan(job=Job(model="flux.1-dev", frames=1, height=1024, width=1024, method="full"), gpu="h200")
+    with pytest.raises(VplanError, match="method 'full'") as raised:
+        export(asked, "ai-toolkit")
+    assert raised.value.fix.startswith("use --method lora; --to accelerate, ")
+    assert "ai-toolkit" not in raised.value.fix and "diffusion-pipe" in raised.value.fix

@@ -13,7 +13,7 @@ from planner.spec.plan import (
     plan_from_toml,
     plan_to_toml,
 )
-from planner.spec.rules import resolve
+from planner.spec.rules import DEPENDENTS, left_behind, resolve
 
 JOB = {"model": "wan2.1-t2v-1.3b", "frames": 81, "height": 480, "width": 832}
 ONE = Machine(gpu="rtx4090")
@@ -141,3 +141,11 @@ def test_the_sharding_of_a_resolved_plan_survives_the_file() -> None:
     settled = resolve(job(), Strategy(), FOUR)
     plan = Plan(job=job(), strategy=settled, machine=FOUR)
     check(Configuration.of(job(), plan_from_toml(plan_to_toml(plan)).strategy, FOUR))
+
+
+@pytest.mark.parametrize("row", DEPENDENTS, ids=lambda row: row.field)
+def test_a_field_goes_with_the_value_that_it_says_more_about(row: Any) -> None:
+    said = {"checkpointed_blocks": 3, "nested_checkpointing": True, "group_offload_stream": True, "fsdp_replicas": 2}
+    fields = {row.field: said[row.field], row.of: next(iter(row.beside))}
+    assert left_behind(fields) == {} == left_behind({row.field: said[row.field]})
+    assert left_behind(fields | {row.of: "none"}) == {row.field: Strategy.model_fields[row.field].get_default()}

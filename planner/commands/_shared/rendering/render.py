@@ -52,7 +52,7 @@ def counted(machine: Machine) -> str:
 
 def print_answer(console: Console, question: Question, found: Estimate) -> None:
     """Prints the first two lines of an answer: the verdict on what was asked, as it was understood, and the bar."""
-    words = in_words(question.model, found.job).removesuffix(", batch 1").removeprefix("1 frames of ")
+    words = in_words(question.model, found.job).removesuffix(", batch 1")
     print_verdict(console, found, f"{_trained(question.model.title, found)}, {words}", question.gpu)
     if taken := [note for note in found.assumptions if _is_reading(note)]:
         console.print("; ".join(taken), style="yellow")
@@ -202,7 +202,7 @@ def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
         many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
         console.print(f"{model.title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB usable")
         return
-    words = in_words(model, found.job).removesuffix(", batch 1").removeprefix("1 frames of ")
+    words = in_words(model, found.job).removesuffix(", batch 1")
     print_verdict(console, found, f"{_trained(model.title, found)}, {words}", card)
     console.print(f"plan: {ways(found)}", style="bold")
 
