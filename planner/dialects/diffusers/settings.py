@@ -285,17 +285,16 @@ def _write_validation(fields: Fields) -> Settings:
 
 def _text_encoder_dtype(settings: Settings) -> Fields:
     """It has the mixed precision's format, which is fp32 without one; one that is trained stays in fp32
-    (train_dreambooth.py ``text_encoder.to(accelerator.device, dtype=weight_dtype)``)."""
-    whole = _trains_text_encoder(settings)
-    plain = str(settings["script"]).endswith(DREAMBOOTH) and _half_precision(settings) == "fp32"
-    return {"text_encoder_dtype": "fp32" if whole or plain else "bf16"}
+    (``text_encoder.to(accelerator.device, dtype=weight_dtype)``)."""
+    in_fp32 = _trains_text_encoder(settings) or _half_precision(settings) == "fp32"
+    return {"text_encoder_dtype": "fp32" if in_fp32 else "bf16"}
 
 
 def _write_text_encoder_dtype(fields: Fields) -> Settings:
     in_fp32 = fields["autocast"] == "none" or WHOLE_TEXT_ENCODER in str(fields.get("version") or "")
-    if fields["text_encoder_dtype"] not in ("bf16", *(["fp32"] if in_fp32 else [])):
-        why = "text encoders have --mixed_precision"
-        raise InexpressibleError(UnsupportedValue("text_encoder_dtype", fields["text_encoder_dtype"], "bf16", why))
+    if fields["text_encoder_dtype"] != (has := "fp32" if in_fp32 else "bf16"):
+        why = "text encoders have --mixed_precision, and fp32 without one"
+        raise InexpressibleError(UnsupportedValue("text_encoder_dtype", fields["text_encoder_dtype"], has, why))
     return {}
 
 
@@ -435,7 +434,7 @@ DIALECT = Dialect(
             (),
             _text_encoder_dtype,
             _write_text_encoder_dtype,
-            {"text_encoder_dtype": "bf16; fp32 where it is trained"},
+            {"text_encoder_dtype": "bf16; fp32 where it is trained, or without mixed precision"},
         ),
         *our_defaults("validation", "compute_dtype", "checkpointed_blocks", "swap_blocks"),
         FunctionPair(
