@@ -147,12 +147,12 @@ class Suggester:
             there = replace(plan.configuration, machine=question.machine.replace(gpu=card.name))
             if card.capability < BF16_ATTENTION_FROM:
                 there = replace(there, strategy=in_fp16(there.strategy))
+            # Most cards of a class allocate the very same: the replay of the one before is used again.
             try:
                 facts = load_facts(there, question.model, card, self._library)
+                assessment = assess(there, facts, self.trainer, self.screen.run_cache.lay_out, like=assessment)
             except NotEstimatedError:  # it runs another kernel, which the answer for that card by name says
                 continue
-            # Most cards of a class allocate the very same: the replay of the one before is used again.
-            assessment = assess(there, facts, self.trainer, self.screen.run_cache.lay_out, like=assessment)
             if assessment.estimate.verdict != plan.verdict:
                 others.append(assessment.estimate)
         return tuple(others)

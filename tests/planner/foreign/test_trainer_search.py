@@ -103,3 +103,9 @@ def test_swapped_blocks_are_no_more_than_the_ram_holds_as_the_trainer_pins_them(
     assert plan.host_ram_bytes <= 26 << 30 and plan.peak.device_bytes <= narrower.estimate.peak.device_bytes
     wishes = found._suggestion.relaxed
     assert any(not wish.plan.lossy for wish in wishes), "what fits without a quantised base is told too"
+
+
+def test_a_card_of_the_class_that_cannot_run_a_plan_does_not_hide_it() -> None:
+    """Of the cards sold as 16 GB the T4 has no bf16, in which the adapters' layers are recorded."""
+    plan = run("suggest", "qwen-image", "--gpu", "16GB", "--for", "diffusion-pipe", "--host-ram", "26GiB")["plan"]
+    assert (plan["verdict"], plan["strategy"]["weights_dtype"]) == ("fits", "fp8")
