@@ -24,6 +24,7 @@ from planner.search.question import Question, Relaxed, Suggestion
 from planner.search.run_cache import RunCache
 from planner.search.screening import Screen
 from planner.search.search import Search
+from planner.search.unrecorded import unrecorded
 from planner.spec.configuration import Configuration
 from planner.spec.plan import Estimate
 from planner.units import GIB
@@ -73,6 +74,7 @@ class Suggester:
     def short(self, search: Search, suggestion: Suggestion) -> Suggestion:
         """A suggestion that does not fit, with what would: one wish less, or else how far all together reach."""
         plan = suggestion.plan
+        suggestion = suggestion._replace(unrecorded=unrecorded(search, plan))
         relax = relaxed(search, search.question.job)
         if relax:
             return suggestion._replace(relaxed=relax)
