@@ -387,6 +387,12 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
 MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+    Move(
+        {"version": ONE_TIME},
+        "one time embedding for all tokens, which are of one time (docs/wan.md: no effect seen)",
+        words_for=lambda settings: ["--force_v2_1_time_embedding"],
+        when=lambda fields: lookup.model(fields["model"]).trained_with("musubi-tuner", "time-per-token"),
+    ),
     Move({"grad_buckets": "view"}, "free"),
     Move(
         {"swap_blocks": 8},

@@ -10,12 +10,13 @@ from planner import dialects
 from planner.catalog.shapes import grid
 from planner.dialects.base.script import from_file
 from planner.foreign.case import Case, settle
-from planner.foreign.check import Pricing
+from planner.foreign.check import Pricing, check_case, moves_of
 from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.layout.trainer_terms import kohya_lora
+from planner.layout.trainer_terms.musubi_tuner import ONE_TIME
 from planner.units import GIB
 
 COMMAND = """accelerate launch --mixed_precision bf16 src/musubi_tuner/{} --sdpa --gradient_checkpointing \\
@@ -160,3 +161,16 @@ def test_all_datasets_count_each_with_its_own_batch(tmp_path: Path) -> None:
     buckets = {(each["frames"], each["height"], each["batch_size"]) for each in job["buckets"]}  # type: ignore[attr-defined,index]
     assert buckets == {(1, 1024, 4), (1, 480, 1), (25, 480, 1), (81, 480, 1)}
     assert (job["frames"], job["height"], job["batch_size"]) == (81, 480, 1)
+
+
+def test_one_time_embedding_for_all_tokens_is_among_the_changes(tmp_path: Path) -> None:
+    """No option was found to be enough for what the flag and block swap together bring onto a 24 GB card."""
+    words = "--task t2v-A14B --fp8_base --fp8_scaled --optimizer_type adamw8bit"
+    case = case_of(tmp_path, "wan_train_network.py", 32, words, (81, 544, 960), "rtx4090")
+    (fix, *_) = check_case(case).fixes
+    assert "--force_v2_1_time_embedding" in fix.change and not fix.lossy
+    assert fix.case.version == ONE_TIME and fix.outcome.estimate.verdict == "fits"
+    older = case_of(tmp_path, "wan_train_network.py", 32, "--task t2v-14B", (81, 544, 960), "rtx4090")
+    assert all(move.changes != {"version": ONE_TIME} for move in moves_of(older)), "Wan 2.1 has one anyway"
+    flagged = case_of(tmp_path, "wan_train_network.py", 32, f"{words} --force_v2_1_time_embedding", (81, 544, 960))
+    assert all(move.changes != {"version": ONE_TIME} for move in moves_of(flagged))
