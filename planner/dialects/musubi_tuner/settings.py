@@ -111,6 +111,10 @@ def _step_of(settings: Settings) -> Fields:
 
 
 def _write_step(fields: Fields) -> Settings:
+    """``--fused_backward_pass`` patches Adafactor alone (qwen_image_train.py:363, modules/adafactor_fused.py)."""
+    if fields["optimizer_step"] == "backward" and fields["method"] == "full":
+        patched: Settings = {} if fields["optimizer"] == "adafactor" else {"--optimizer_type": "adafactor"}
+        return {"--fused_backward_pass": True, **patched}
     return STEPS.to_settings(fields)
 
 

@@ -121,13 +121,21 @@ def test_lines_of_flags_belong_to_the_command_above() -> None:
     )
 
 
+QWEN_SWAP = (
+    "accelerate launch --mixed_precision bf16 qwen_image_train.py --dit qwen.safetensors --sdpa"
+    " --gradient_checkpointing --full_bf16 --blocks_to_swap 30 --optimizer_type adamw8bit\n"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "fault", "fix"),
     [
         (SD.replace('--mixed_precision="fp16" ', "").replace("text_to_image.py", "text_to_image_lora.py"),
          "without mixed precision", "add --mixed_precision bf16"),
         (FULL_SWAP,
-         "contradicts itself", "add --blockwise_fused_optimizers"),
+         "contradicts itself", "add --blockwise_fused_optimizers, or leave out --blocks_to_swap"),
+        (QWEN_SWAP,
+         "contradicts itself", "add --fused_backward_pass --optimizer_type adafactor, or leave out --blocks_to_swap"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_told_in_the_trainers_words(text: str, fault: str, fix: str, tmp_path: Path) -> None:
