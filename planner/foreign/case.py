@@ -14,7 +14,7 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
-from planner.dialects.base.dialect import Dialect, Invocation, Translation, translate
+from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
 from planner.spec.combinations.contradictions import check
@@ -43,6 +43,11 @@ class Case:
     def trainer(self) -> str:
         """The name of the trainer's memory terms, with the version where one is set: "diffsynth@2025"."""
         return f"{self.dialect.name}@{self.version}" if self.version else self.dialect.name
+
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        """Its options that are not priced and may need less than the estimate without them."""
+        return tuple(note.removesuffix(MAY_NEED_LESS) for note in self.notes if note.endswith(MAY_NEED_LESS))
 
     @property
     def fields(self) -> Fields:

@@ -11,6 +11,7 @@ from planner.units import format_gib, format_seconds, gib
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from planner.foreign.case import Case
     from planner.foreign.check import Fix
     from planner.foreign.rehearsed_command import CheckedRehearsal
     from planner.spec.plan import Estimate
@@ -34,6 +35,12 @@ def print_helps(console: Console, helps: Iterable[Fix]) -> None:
         console.print(
             f"helps, but not enough by itself: {' '.join(fix.change)} ({fix.cost})", style="dim", markup=False
         )
+
+
+def print_unpriced(console: Console, case: Case, verdict: str) -> None:
+    """Says of a command that does not fit which of its options are not counted and may need less."""
+    if case.unpriced and verdict == "no":
+        console.print(f"that is without {', '.join(case.unpriced)}: not estimated, and may need less", style="bold")
 
 
 def print_least(console: Console, least: Fix | None) -> None:
