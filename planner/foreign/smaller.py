@@ -4,6 +4,7 @@ reach.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Move
 from planner.errors import NotRecordedError
 from planner.foreign.case import Case
-from planner.foreign.check import Checked, Fix, Pricing, changed_words, move_words, moves_of
+from planner.foreign.check import Checked, Fix, Pricing, changed_words, cost_words, move_words, moves_of
 from planner.search import objectives
 
 WORTH = 100 << 20
@@ -54,12 +55,12 @@ def least(case: Case, moves: Sequence[Move], pricing: Pricing) -> Fix | None:
     if not chosen:
         return None
     try:
-        words = tuple(word for move in chosen for word in move_words(case, other, move))
+        words = [tuple(move_words(case, other, move)) for move in chosen]
         outcome = pricing.outcome(other)
     except (InexpressibleError, NotRecordedError):
         return None
-    cost = "; ".join(dict.fromkeys(move.cost for move in chosen if move.cost))
-    return Fix(words, cost, bool(set(outcome.estimate.lossy) & changes.keys()), other, outcome)
+    cost = cost_words(chosen, words)
+    return Fix(tuple(itertools.chain(*words)), cost, bool(set(outcome.estimate.lossy) & changes.keys()), other, outcome)
 
 
 def _device_bytes(case: Case, pricing: Pricing) -> int | None:

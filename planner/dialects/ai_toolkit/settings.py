@@ -348,7 +348,7 @@ MOVES = (
          words_for=lambda settings: [LOW_VRAM], when=_two_on_gpu),
     Move({"swap_blocks": 8}, "slower, and host RAM for the layers", values=(8, 16, 20, 26, 29, 32, 39, 56)),
     Move({"optimizer": "adamw-8bit"}),
-    Move({"weights_dtype": "fp8"}),
+    Move({"weights_dtype": "fp8"}, when=lambda fields: fields["weights_dtype"] not in QUANTISED),
 )  # fmt: skip
 
 

@@ -393,7 +393,7 @@ MOVES = (
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
     Move(
         {"version": ONE_TIME},
-        "one time embedding for all tokens, which are of one time (docs/wan.md: no effect seen)",
+        "one time embedding for all tokens, as they are of one time: docs/wan.md saw no effect",
         words_for=lambda settings: ["--force_v2_1_time_embedding"],
         when=lambda fields: lookup.model(fields["model"]).trained_with("musubi-tuner", "time-per-token"),
     ),

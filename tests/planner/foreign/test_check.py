@@ -14,7 +14,7 @@ from planner.dialects.base.shell import join_continued_lines
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import assess
 from planner.foreign.case import settle
-from planner.foreign.check import Pricing, check_case, smaller_batches
+from planner.foreign.check import Pricing, changed_words, check_case, moves_of, smaller_batches
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 
 
@@ -230,3 +230,14 @@ def test_a_length_that_is_told_is_that_of_every_bucket(tmp_path: Path) -> None:
     assert [(shape.frames, shape.height, shape.width) for shape in told.job.shapes] == [(17, 544, 960)]
     with pytest.raises(VplanError, match=r"^frames 18 is not 4n\+1"):
         settle(dialect, given, {"frames": 18}, {"gpu": "rtx4090"})
+
+
+def test_a_4_bit_base_is_not_offered_8_bits_and_what_is_set_is_not_said_again(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(TOOLKIT % f"{A14B}, low_vram: true, qtype: 'uint4|ostris/x.safetensors'")
+    dialect, given = dialects.read_script(from_file(tmp_path / "c.yaml"))
+    case = settle(dialect, given, {}, {"gpu": "16GB"})
+    assert case.strategy.weights_dtype == "nf4"
+    assert not any("weights_dtype" in move.changes for move in moves_of(case))
+    eight = case.changed({"weights_dtype": "fp8"})
+    words = list(changed_words(case, eight.fields, frozenset({"weights_dtype"})))
+    assert any("model.qtype" in word for word in words) and not any("model.quantize:" in word for word in words), words

@@ -8,9 +8,10 @@ import pytest
 
 from planner import dialects
 from planner.catalog.shapes import grid
+from planner.dialects.base.dialect import Move
 from planner.dialects.base.script import from_file
 from planner.foreign.case import Case, settle
-from planner.foreign.check import Pricing, check_case, moves_of
+from planner.foreign.check import Pricing, check_case, cost_words, moves_of
 from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
@@ -174,3 +175,16 @@ def test_one_time_embedding_for_all_tokens_is_among_the_changes(tmp_path: Path) 
     assert all(move.changes != {"version": ONE_TIME} for move in moves_of(older)), "Wan 2.1 has one anyway"
     flagged = case_of(tmp_path, "wan_train_network.py", 32, f"{words} --force_v2_1_time_embedding", (81, 544, 960))
     assert all(move.changes != {"version": ONE_TIME} for move in moves_of(flagged))
+
+
+def test_each_cost_stands_with_its_option_and_none_is_called_slower_that_is_not(tmp_path: Path) -> None:
+    words = "--task t2v-A14B --fp8_base --fp8_scaled --optimizer_type adamw8bit"
+    case = case_of(tmp_path, "wan_train_network.py", 32, words, (81, 544, 960), "rtx4090")
+    found = check_case(case)
+    (fix, *_) = found.fixes
+    assert fix.outcome.estimate.step_seconds < found.outcome.estimate.step_seconds and "slower" not in fix.cost
+    assert "--blocks_to_swap 32 (host RAM for the blocks)" in fix.cost
+    assert "--gradient_checkpointing_cpu_offload (host RAM for the checkpoints)" in fix.cost
+    free, paid = Move({"expandable_segments": True}, "free"), Move({"swap_blocks": 8}, "slower, and host RAM")
+    assert cost_words([free, paid], [("A",), ("B",)]) == "B (slower, and host RAM)"
+    assert (cost_words([free], [("A",)]), cost_words([paid], [("B",)], faster=True)) == ("free", "host RAM")
