@@ -12,7 +12,14 @@ import click
 from planner import dialects
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
-from planner.commands._shared.fixes import print_fixes, print_helps, print_least, print_smaller, print_unpriced
+from planner.commands._shared.fixes import (
+    print_fixes,
+    print_helps,
+    print_larger_card,
+    print_least,
+    print_smaller,
+    print_unpriced,
+)
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.rendering.render import print_verdict, print_windows
@@ -176,5 +183,6 @@ def _print_fixes(console: Console, found: Checked) -> None:
         console.print(f"no {priced}option of this trainer makes it fit", style="bold", markup=False)
         print_least(console, found.least)
         print_smaller(console, found.smaller)
+        print_larger_card(console, found.larger_card)
     print_fixes(console, estimate, found.fixes)
     print_helps(console, found.helps)

@@ -77,6 +77,8 @@ class Checked:
     """where no option is enough: those that together need least"""
     smaller: tuple[Fix, ...] = ()
     """where no option is enough: a shorter clip and a smaller size that fit"""
+    larger_card: CheckedEstimate | None = None
+    """where no option is enough: the command as it is on the smallest class of card that it fits"""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -102,6 +104,7 @@ class Checked:
             "fixes": [_fix_json(fix) for fix in self.fixes],
             "least": _fix_json(self.least) if self.least else None,
             "smaller": [_fix_json(fix) for fix in self.smaller],
+            **({"larger_card": self.larger_card.estimate.machine.gpu} if self.larger_card else {}),
             "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
             **({"today": self.today} if self.today else {}),
         }

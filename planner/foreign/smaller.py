@@ -9,11 +9,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from planner.catalog import card_lookup
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Move
 from planner.errors import NotRecordedError
 from planner.foreign.case import Case
-from planner.foreign.check import Checked, Fix, Pricing, changed_words, cost_words, move_words, moves_of
+from planner.foreign.check import (
+    Checked,
+    CheckedEstimate,
+    Fix,
+    Pricing,
+    changed_words,
+    cost_words,
+    move_words,
+    moves_of,
+)
 from planner.search import objectives
 
 WORTH = 100 << 20
@@ -30,7 +40,25 @@ def with_smaller(found: Checked) -> Checked:
     together = least(found.case, moves_of(found.case), pricing)
     if together is not None and together.outcome.estimate.verdict == "fits":  # of more parts than are tried
         return replace(found, fixes=(together,))
-    return replace(found, least=together, smaller=tuple(shapes(found.case, pricing, together)))
+    smaller = tuple(shapes(found.case, pricing, together))
+    return replace(found, least=together, smaller=smaller, larger_card=larger_card(found))
+
+
+def larger_card(found: Checked) -> CheckedEstimate | None:
+    """The command as it is on the smallest class of card that it fits; None where the card is not what is short, or it
+    fits none."""
+    estimate = found.outcome.estimate
+    if estimate.limit != "gpu" or found.case.gpu.unified:
+        return None
+    for group in card_lookup.gpu_classes():
+        card = card_lookup.gpu(group.name)
+        if card.unified or card.allocatable_bytes <= estimate.budget_bytes:
+            continue
+        case = replace(found.case, gpu=card, machine=found.case.machine.replace(gpu=group.name, unified=False))
+        pricing = Pricing(case)
+        if pricing.may_be("fits", case) and (outcome := pricing.outcome(case)).estimate.verdict == "fits":
+            return outcome
+    return None
 
 
 def least(case: Case, moves: Sequence[Move], pricing: Pricing) -> Fix | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from planner.foreign.case import Case
-    from planner.foreign.check import Fix
+    from planner.foreign.check import CheckedEstimate, Fix
     from planner.foreign.rehearsed_command import CheckedRehearsal
     from planner.spec.plan import Estimate
 
@@ -62,6 +62,14 @@ def print_smaller(console: Console, smaller: Iterable[Fix]) -> None:
         low, high = gib(found.low_bytes), gib(found.high_bytes)
         need = f"{gib(found.peak.device_bytes):.1f} GiB ({low:.1f} to {high:.1f})"
         console.print(f"    fits, {need}, {format_seconds(found.step_seconds)} a step", markup=False)
+
+
+def print_larger_card(console: Console, larger: CheckedEstimate | None) -> None:
+    """The smallest class of card that a command fits as it is."""
+    if larger is not None:
+        found = larger.estimate
+        need = f"{gib(found.peak.device_bytes):.1f} of {gib(found.budget_bytes):.1f} GiB"
+        console.print(f"unchanged it fits --gpu {found.machine.gpu} ({need})", markup=False)
 
 
 def _effect(before: Estimate, fix: Fix) -> str:

@@ -15,6 +15,7 @@ from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import assess
 from planner.foreign.case import settle
 from planner.foreign.check import Pricing, changed_words, check_case, moves_of, smaller_batches
+from planner.foreign.smaller import with_smaller
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 
 
@@ -241,3 +242,21 @@ def test_a_4_bit_base_is_not_offered_8_bits_and_what_is_set_is_not_said_again(tm
     eight = case.changed({"weights_dtype": "fp8"})
     words = list(changed_words(case, eight.fields, frozenset({"weights_dtype"})))
     assert any("model.qtype" in word for word in words) and not any("model.quantize:" in word for word in words), words
+
+
+FULL_FLUX = (
+    "accelerate launch --mixed_precision bf16 train_dreambooth_flux.py --instance_data_dir data --instance_prompt sks"
+    " --pretrained_model_name_or_path black-forest-labs/FLUX.1-dev --gradient_checkpointing --use_8bit_adam\n"
+)
+
+
+def test_where_no_option_is_enough_the_card_that_is_stands_there(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(FULL_FLUX)
+    dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
+    found = with_smaller(check_case(settle(dialect, given, {}, {"gpu": "24GB"})))
+    assert not found.fixes and found.larger_card is not None
+    there = found.larger_card.estimate
+    again = check_case(settle(dialect, given, {}, {"gpu": there.machine.gpu}), search=False)
+    assert there.verdict == "fits" and again.outcome.estimate.peak == there.peak
+    smaller = check_case(settle(dialect, given, {}, {"gpu": "96GB"}), search=False)
+    assert smaller.outcome.estimate.verdict == "no" and found.to_json()["larger_card"] == there.machine.gpu
