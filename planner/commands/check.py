@@ -13,6 +13,7 @@ from planner import dialects
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
 from planner.commands._shared.fixes import (
+    print_as_lora,
     print_fixes,
     print_helps,
     print_larger_card,
@@ -183,6 +184,7 @@ def _print_fixes(console: Console, found: Checked) -> None:
         console.print(f"no {priced}option of this trainer makes it fit", style="bold", markup=False)
         print_least(console, found.least)
         print_smaller(console, found.smaller)
+        print_as_lora(console, found.as_lora)
         print_larger_card(console, found.larger_card)
     print_fixes(console, estimate, found.fixes)
     print_helps(console, found.helps)

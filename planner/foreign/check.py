@@ -79,6 +79,8 @@ class Checked:
     """where no option is enough: a shorter clip and a smaller size that fit"""
     larger_card: CheckedEstimate | None = None
     """where no option is enough: the command as it is on the smallest class of card that it fits"""
+    as_lora: tuple[str, Estimate] | None = None
+    """where no option is enough for full training: the question that answers with a LoRA, and what it needs"""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -105,6 +107,7 @@ class Checked:
             "least": _fix_json(self.least) if self.least else None,
             "smaller": [_fix_json(fix) for fix in self.smaller],
             **({"larger_card": self.larger_card.estimate.machine.gpu} if self.larger_card else {}),
+            **({"as_lora": self.as_lora[1].to_json()} if self.as_lora else {}),
             "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
             **({"today": self.today} if self.today else {}),
         }

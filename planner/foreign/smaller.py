@@ -4,15 +4,16 @@ reach.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from planner.catalog import card_lookup
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Move
-from planner.errors import NotRecordedError
+from planner.errors import NotRecordedError, VplanError
 from planner.foreign.case import Case
 from planner.foreign.check import (
     Checked,
@@ -24,7 +25,12 @@ from planner.foreign.check import (
     move_words,
     moves_of,
 )
+from planner.foreign.trainer_search import suggest_for
 from planner.search import objectives
+from planner.search.question import Question, Suggestion
+from planner.search.suggester import Suggester
+from planner.spec.job import Job, Strategy
+from planner.spec.plan import Estimate
 
 WORTH = 100 << 20
 """Bytes that one more change must save to be part of the least."""
@@ -41,7 +47,29 @@ def with_smaller(found: Checked) -> Checked:
     if together is not None and together.outcome.estimate.verdict == "fits":  # of more parts than are tried
         return replace(found, fixes=(together,))
     smaller = tuple(shapes(found.case, pricing, together))
-    return replace(found, least=together, smaller=smaller, larger_card=larger_card(found))
+    return replace(found, least=together, smaller=smaller, larger_card=larger_card(found), as_lora=as_lora(found))
+
+
+def as_lora(found: Checked) -> tuple[str, Estimate] | None:
+    """A LoRA of the same model at the same size that fits the card, by the same trainer, else by ours; with the words
+    that ask for it. None of what is one already, or where none fits."""
+    case, job = found.case, found.case.job
+    if job.method != "full" or job.buckets or case.machine.world > 1:
+        return None
+    wanted = Job(model=job.model, method="lora", frames=job.frames, height=job.height, width=job.width)
+    question = Question(wanted, Strategy(), case.machine, case.model, case.gpu)
+    frames = f"--frames {job.frames} " if case.model.kind == "video" else ""
+    size = f"{frames}--resolution {job.height}x{job.width}"
+    searches: dict[str, Callable[[], Suggestion]] = {
+        f" --for {case.dialect.name}": lambda: suggest_for(question, case.dialect.name)[1],
+        "": lambda: Suggester().suggest(question),
+    }
+    for words, search in searches.items():
+        with contextlib.suppress(VplanError):  # that trainer does not, or nothing writes its files
+            plan = search().plan
+            if plan.verdict == "fits":
+                return f"vplan suggest {job.model} --gpu {case.machine.gpu} {size}{words}", plan
+    return None
 
 
 def larger_card(found: Checked) -> CheckedEstimate | None:

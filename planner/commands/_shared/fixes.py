@@ -72,6 +72,14 @@ def print_larger_card(console: Console, larger: CheckedEstimate | None) -> None:
         console.print(f"unchanged it fits --gpu {found.machine.gpu} ({need})", markup=False)
 
 
+def print_as_lora(console: Console, lora: tuple[str, Estimate] | None) -> None:
+    """The LoRA that fits where full training does not, and how to ask for it."""
+    if lora is not None:
+        words, plan = lora
+        need = f"{gib(plan.peak.device_bytes):.1f} GiB{', lossy' if plan.lossy else ''}"
+        console.print(f"a LoRA fits ({need}): {words}", markup=False, soft_wrap=True)
+
+
 def _effect(before: Estimate, fix: Fix) -> str:
     after = fix.outcome.estimate
     words = [f"{VERDICTS[after.verdict][0]}, {gib(after.peak.device_bytes):.1f} GiB ({gib(after.low_bytes):.1f} to "]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import vplan
 from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
@@ -259,4 +260,25 @@ def test_where_no_option_is_enough_the_card_that_is_stands_there(tmp_path: Path)
     again = check_case(settle(dialect, given, {}, {"gpu": there.machine.gpu}), search=False)
     assert there.verdict == "fits" and again.outcome.estimate.peak == there.peak
     smaller = check_case(settle(dialect, given, {}, {"gpu": "96GB"}), search=False)
+    assert (
+        found.as_lora is not None and found.as_lora[0] == "vplan suggest flux.1-dev --gpu 24GB --resolution 512x512"
+    ), "its own LoRA does not fit"
     assert smaller.outcome.estimate.verdict == "no" and found.to_json()["larger_card"] == there.machine.gpu
+
+
+def test_where_full_training_does_not_fit_a_lora_that_does_is_priced(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(SDXL_FULL)
+    dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
+    found = with_smaller(check_case(settle(dialect, given, {}, {"gpu": "12GB"})))
+    assert not found.fixes and found.as_lora is not None
+    words, plan = found.as_lora
+    assert words == "vplan suggest sdxl --gpu 12GB --resolution 1024x1024 --for diffusers"
+    again = vplan.suggest("sdxl", gpu="12GB", resolution="1024x1024", trainer="diffusers").estimate
+    assert plan.verdict == "fits" and again.peak == plan.peak
+
+
+SDXL_FULL = (
+    "accelerate launch --mixed_precision bf16 train_text_to_image_sdxl.py --train_data_dir data --train_batch_size 1"
+    " --pretrained_model_name_or_path stabilityai/stable-diffusion-xl-base-1.0 --resolution 1024 --use_8bit_adam"
+    " --gradient_checkpointing\n"
+)
