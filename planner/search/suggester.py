@@ -12,7 +12,7 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.card_limits import BF16_ATTENTION_FROM, in_fp16
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
-from planner.errors import NotEstimatedError, VplanError
+from planner.errors import NotEstimatedError, NotRecordedError, VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
@@ -20,11 +20,11 @@ from planner.layout.inputs import Library, load_facts
 from planner.layout.run import Facts
 from planner.search.objectives import chosen_objective, frames, largest, least, one_gpu, other_kind, relaxed
 from planner.search.policy import Policy
-from planner.search.question import Question, Relaxed, Suggestion
+from planner.search.question import Question, Relaxed, Suggestion, Unrecorded
 from planner.search.run_cache import RunCache
 from planner.search.screening import Screen
 from planner.search.search import Search
-from planner.search.unrecorded import unrecorded
+from planner.spec.combinations.contradictions import contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.plan import Estimate
 from planner.units import GIB
@@ -176,3 +176,33 @@ def _tightest(search: Search) -> Estimate:
     if plan is None:
         raise search.missing or VplanError("no valid strategy left", "remove some options")
     return plan
+
+
+LESS_MEMORY: tuple[dict[str, object], ...] = (
+    {"gradient_checkpointing": "full"},
+    {"nested_checkpointing": True},
+    {"adapter_inputs": "shared"},
+)
+"""Options that keep less on the card and each have a recording of their own: the first of every model of a user's own
+that was recorded in part, the others over a base in 16 bits alone (`planner.tape.variants`, ``on_request``)."""
+
+
+def unrecorded(search: Search, plan: Estimate) -> Unrecorded | None:
+    """The first option that would make a plan which does not fit the card smaller, or may, and has no recording."""
+    strategy, question = plan.configuration.strategy, search.question
+    if plan.verdict != "no" or plan.limit != "gpu" or plan.job.method == "sample":
+        return None
+    for changes in LESS_MEMORY:
+        ((field, value),) = changes.items()
+        held = field in question.fixed or getattr(strategy, field) not in ("none", "cast", False)
+        other = Configuration.of(plan.job, strategy.replace(**changes), question.machine)
+        if held or next(contradictions(other), None) or not search.policy.candidates(plan.job, [other.strategy]):
+            continue
+        try:
+            search.screen.facts(other)
+        except NotRecordedError as error:
+            if "vplan record" in error.fix:
+                return Unrecorded(field, value, error.fix.partition(": ")[2])
+        except NotEstimatedError:
+            continue
+    return None
