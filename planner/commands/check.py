@@ -13,7 +13,15 @@ import click
 from planner import dialects
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
-from planner.commands._shared.fixes import print_fixes, print_helps, print_least, print_smaller
+from planner.commands._shared.fixes import (
+    print_as_lora,
+    print_fixes,
+    print_helps,
+    print_larger_card,
+    print_least,
+    print_smaller,
+    print_unpriced,
+)
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.rendering.render import print_verdict, print_windows
@@ -169,6 +177,7 @@ def print_checked(console: Console, found: Checked) -> None:
         console.print(f"does not start: {flag} is {why}", style="bold red", markup=False)
     job = in_words(case.model, case.job).removesuffix(", batch 1")
     print_verdict(console, estimate, f"{case.model.title}, {case.job.method}, {job}", case.gpu)
+    print_unpriced(console, case, estimate.verdict)
     console.print(f"trainer: {case.dialect.title}", markup=False)
     word = "ends in" if estimate.verdict == "no" else "decided in"
     console.print(f"{word} {found.outcome.phase}: {found.outcome.moment}", markup=False)
@@ -209,8 +218,11 @@ def _print_fixes(console: Console, found: Checked) -> None:
     if estimate.verdict == "fits" or not found.searched:
         return
     if not found.fixes:
-        console.print("no option of this trainer makes it fit", style="bold", markup=False)
+        priced = "priced " if found.case.unpriced else ""
+        console.print(f"no {priced}option of this trainer makes it fit", style="bold", markup=False)
         print_least(console, found.least)
         print_smaller(console, found.smaller)
+        print_as_lora(console, found.as_lora)
+        print_larger_card(console, found.larger_card)
     print_fixes(console, estimate, found.fixes)
     print_helps(console, found.helps)

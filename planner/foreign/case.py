@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
-from planner.dialects.base.dialect import Dialect, Invocation, Translation, translate
+from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
 from planner.spec.combinations.contradictions import check
@@ -42,6 +43,11 @@ class Case:
     def trainer(self) -> str:
         """The name of the trainer's memory terms, with the version where one is set: "diffsynth@2025"."""
         return f"{self.dialect.name}@{self.version}" if self.version else self.dialect.name
+
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        """Its options that are not priced and may need less than the estimate without them."""
+        return tuple(note.removesuffix(MAY_NEED_LESS) for note in self.notes if note.endswith(MAY_NEED_LESS))
 
     @property
     def fields(self) -> Fields:
@@ -117,20 +123,56 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     return Case(dialect, invocation, reading, job, strategy, where, profile, card, words, reading.version)
 
 
-_ASKED = re.compile(r"--([a-z][a-z-]*) ([a-z0-9-]+)")
+_ASKED = re.compile(r"(leave out |without )?--(no-)?([a-z][a-z-]*)(?: ([a-z0-9-]+))?")
 
 
 def _its_words(dialect: Dialect, fields: Fields, fix: str) -> str:
-    """The first of our flags in a fix that the trainer has words for, in these; empty where it has none."""
-    for flag, value in _ASKED.findall(fix):
+    """What a fix asks for by our flags that the trainer has words for, in these; empty where it has none."""
+    ways = (_in_flags(dialect, fields, change) for change in _changes(fix))
+    return ", or ".join(dict.fromkeys(words for words in ways if words))
+
+
+def _changes(fix: str) -> Iterator[Fields]:
+    """The fields that a fix names, each with the value that it asks for."""
+    default = Strategy()
+    for left_out, no, flag, value in _ASKED.findall(fix):
         field = flag.replace("-", "_")
-        for binding in (each for each in dialect.bindings if field in each.fields and field in Strategy.model_fields):
-            with contextlib.suppress(InexpressibleError):
-                settings = binding.to_settings(fields | {field: int(value) if value.isdigit() else value})
-                words = (name if value is True else f"{name} {value}" for name, value in settings.items())
-                if typed := " ".join(word.removeprefix("launch:") for word in words):
-                    return f"add {typed}"
+        if field not in Strategy.model_fields:
+            continue
+        if left_out:
+            yield {field: getattr(default, field)}
+        elif isinstance(getattr(default, field), bool):
+            yield {field: not no}
+        elif value:
+            with contextlib.suppress(VplanError):  # what follows the flag is a word of the sentence
+                yield {field: getattr(Strategy.read({field: int(value) if value.isdigit() else value}), field)}
+
+
+def _in_flags(dialect: Dialect, fields: Fields, change: Fields) -> str:
+    """How a trainer's user makes this change: the settings to add, else those to leave out."""
+    for binding in (each for each in dialect.bindings if change.keys() & set(each.fields)):
+        old: Settings = {}
+        with contextlib.suppress(InexpressibleError):  # it came about by itself
+            old = binding.to_settings(fields)
+        try:
+            new = binding.to_settings(fields | change)
+        except InexpressibleError:
+            continue
+        added = (_setting(dialect, name, value) for name, value in new.items() if old.get(name) != value)
+        if words := " ".join(added):
+            return f"add {words}"
+        if gone := [name.rpartition(":")[2] for name in old if name not in new]:
+            return f"leave out {' '.join(gone)}"
     return ""
+
+
+def _setting(dialect: Dialect, name: str, value: object) -> str:
+    """A setting as it is typed: of a flag or of the launcher, or a line of a file."""
+    where, _, key = name.rpartition(":")
+    if where and where != "launch":
+        return f"{key}{dialect.assigns}{json.dumps(value, ensure_ascii=False)}"
+    values = [] if value is True else value if isinstance(value, list | tuple) else [value]
+    return " ".join([key, *map(str, values)])
 
 
 def _with_mixed_precision(dialect: Dialect, configuration: Configuration, error: NotRecordedError) -> NotRecordedError:

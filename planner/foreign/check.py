@@ -77,6 +77,10 @@ class Checked:
     """where no option is enough: those that together need least"""
     smaller: tuple[Fix, ...] = ()
     """where no option is enough: a shorter clip and a smaller size that fit"""
+    larger_card: CheckedEstimate | None = None
+    """where no option is enough: the command as it is on the smallest class of card that it fits"""
+    as_lora: tuple[str, Estimate] | None = None
+    """where no option is enough for full training: the question that answers with a LoRA, and what it needs"""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -103,6 +107,8 @@ class Checked:
             "fixes": [_fix_json(fix) for fix in self.fixes],
             "least": _fix_json(self.least) if self.least else None,
             "smaller": [_fix_json(fix) for fix in self.smaller],
+            **({"larger_card": self.larger_card.estimate.machine.gpu} if self.larger_card else {}),
+            **({"as_lora": self.as_lora[1].to_json()} if self.as_lora else {}),
             "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
             **({"today": self.today} if self.today else {}),
         }
@@ -312,13 +318,28 @@ def _tried(case: Case, base: CheckedEstimate, moves: list[Move], pricing: Pricin
             continue
         rounds = any(move.lossy for move in moves) or bool(set(outcome.estimate.lossy) & changes.keys())
         lossy = rounds or _global_batch(other) != _global_batch(case)
-        cost = "; ".join(dict.fromkeys(move.cost for move in moves if move.cost))
         try:
-            words = tuple(word for move in moves for word in move_words(case, other, move))
+            words = [tuple(move_words(case, other, move)) for move in moves]
         except InexpressibleError:  # this script of the trainer has no word for it
             return None
-        return Fix(words, cost, lossy, other, outcome)
+        faster = outcome.estimate.step_seconds < base.estimate.step_seconds
+        costs = cost_words(moves, words, faster)
+        return Fix(tuple(itertools.chain(*words)), costs, lossy, other, outcome)
     return None
+
+
+SLOWER = "slower, and "
+
+
+def cost_words(moves: Sequence[Move], words: Sequence[tuple[str, ...]], faster: bool = False) -> str:
+    """What changes cost, each with the option that it is of where there are several; what is free is not told of beside
+    what is not. ``faster``: that the step is, so that none of them is called slower."""
+    costs = {" ".join(typed): move.cost for move, typed in zip(moves, words, strict=True) if move.cost}
+    told = {typed: cost for typed, cost in costs.items() if cost != "free"} or costs
+    told = {typed: cost.removeprefix(SLOWER) if faster else cost for typed, cost in told.items()}
+    if len(moves) == 1 or set(told.values()) == {"free"}:
+        return next(iter(told.values()), "")
+    return "; ".join(f"{typed} ({cost})" for typed, cost in told.items())
 
 
 def _global_batch(case: Case) -> int:
@@ -381,7 +402,7 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
     typed = {
         name: _typed(_where(name, case.given.settings), value, case.dialect.assigns)
         for name, value in new.items()
-        if old.get(name) != value
+        if old.get(name) != value and case.given.settings.get(_where(name, case.given.settings)) != value
     }
     launcher = [words for name, words in typed.items() if name.startswith("launch:")]
     if launcher:

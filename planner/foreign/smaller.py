@@ -4,16 +4,33 @@ reach.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from planner.catalog import card_lookup
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Move
-from planner.errors import NotRecordedError
+from planner.errors import NotRecordedError, VplanError
 from planner.foreign.case import Case
-from planner.foreign.check import Checked, Fix, Pricing, changed_words, move_words, moves_of
+from planner.foreign.check import (
+    Checked,
+    CheckedEstimate,
+    Fix,
+    Pricing,
+    changed_words,
+    cost_words,
+    move_words,
+    moves_of,
+)
+from planner.foreign.trainer_search import suggest_for
 from planner.search import objectives
+from planner.search.question import Question, Suggestion
+from planner.search.suggester import Suggester
+from planner.spec.job import Job, Strategy
+from planner.spec.plan import Estimate
 
 WORTH = 100 << 20
 """Bytes that one more change must save to be part of the least."""
@@ -29,7 +46,47 @@ def with_smaller(found: Checked) -> Checked:
     together = least(found.case, moves_of(found.case), pricing)
     if together is not None and together.outcome.estimate.verdict == "fits":  # of more parts than are tried
         return replace(found, fixes=(together,))
-    return replace(found, least=together, smaller=tuple(shapes(found.case, pricing, together)))
+    smaller = tuple(shapes(found.case, pricing, together))
+    return replace(found, least=together, smaller=smaller, larger_card=larger_card(found), as_lora=as_lora(found))
+
+
+def as_lora(found: Checked) -> tuple[str, Estimate] | None:
+    """A LoRA of the same model at the same size that fits the card, by the same trainer, else by ours; with the words
+    that ask for it. None of what is one already, or where none fits."""
+    case, job = found.case, found.case.job
+    if job.method != "full" or job.buckets or case.machine.world > 1:
+        return None
+    wanted = Job(model=job.model, method="lora", frames=job.frames, height=job.height, width=job.width)
+    question = Question(wanted, Strategy(), case.machine, case.model, case.gpu)
+    frames = f"--frames {job.frames} " if case.model.kind == "video" else ""
+    size = f"{frames}--resolution {job.height}x{job.width}"
+    searches: dict[str, Callable[[], Suggestion]] = {
+        f" --for {case.dialect.name}": lambda: suggest_for(question, case.dialect.name)[1],
+        "": lambda: Suggester().suggest(question),
+    }
+    for words, search in searches.items():
+        with contextlib.suppress(VplanError):  # that trainer does not, or nothing writes its files
+            plan = search().plan
+            if plan.verdict == "fits":
+                return f"vplan suggest {job.model} --gpu {case.machine.gpu} {size}{words}", plan
+    return None
+
+
+def larger_card(found: Checked) -> CheckedEstimate | None:
+    """The command as it is on the smallest class of card that it fits; None where the card is not what is short, or it
+    fits none."""
+    estimate = found.outcome.estimate
+    if estimate.limit != "gpu" or found.case.gpu.unified:
+        return None
+    for group in card_lookup.gpu_classes():
+        card = card_lookup.gpu(group.name)
+        if card.unified or card.allocatable_bytes <= estimate.budget_bytes:
+            continue
+        case = replace(found.case, gpu=card, machine=found.case.machine.replace(gpu=group.name, unified=False))
+        pricing = Pricing(case)
+        if pricing.may_be("fits", case) and (outcome := pricing.outcome(case)).estimate.verdict == "fits":
+            return outcome
+    return None
 
 
 def least(case: Case, moves: Sequence[Move], pricing: Pricing) -> Fix | None:
@@ -54,12 +111,12 @@ def least(case: Case, moves: Sequence[Move], pricing: Pricing) -> Fix | None:
     if not chosen:
         return None
     try:
-        words = tuple(word for move in chosen for word in move_words(case, other, move))
+        words = [tuple(move_words(case, other, move)) for move in chosen]
         outcome = pricing.outcome(other)
     except (InexpressibleError, NotRecordedError):
         return None
-    cost = "; ".join(dict.fromkeys(move.cost for move in chosen if move.cost))
-    return Fix(words, cost, bool(set(outcome.estimate.lossy) & changes.keys()), other, outcome)
+    cost = cost_words(chosen, words)
+    return Fix(tuple(itertools.chain(*words)), cost, bool(set(outcome.estimate.lossy) & changes.keys()), other, outcome)
 
 
 def _device_bytes(case: Case, pricing: Pricing) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,13 +14,14 @@ from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
 from planner.errors import ContradictionError, VplanError
 from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, nearest, priced, said_by
+from planner.search.cost import WORTH_LOSS
 from planner.search.policy import EstimatePolicy
 from planner.search.question import Question, Suggestion, Switch
 from planner.search.space import Space, searched
 from planner.search.suggester import Suggester
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
-from planner.spec.plan import Plan
+from planner.spec.plan import Estimate, Plan
 from planner.spec.rules import ResolvedStrategy, resolve
 
 OURS = "vplan"
@@ -111,9 +113,20 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
             if other.plan.verdict != "no":
                 told = Switch("weights_dtype", question.strategy.weights(question.job.method), dtype, 0, 0.0)
                 return smaller._replace(fixed=question.fixed), other._replace(switches=(told, *other.switches))
-            if not found.relaxed and other.plan.peak.device_bytes < found.plan.peak.device_bytes:
-                asked, found = smaller._replace(fixed=question.fixed), other
+            if _needs_less(other.plan, found.plan):
+                lossless = tuple(wish for wish in found.relaxed if not wish.plan.lossy)
+                asked = smaller._replace(fixed=question.fixed)
+                found = other._replace(relaxed=(*lossless, *(wish for wish in other.relaxed if wish.plan.lossy)))
     return asked, found
+
+
+def _needs_less(other: Estimate, found: Estimate) -> bool:
+    """Whether one of two plans that do not fit is called the smaller: host RAM is a limit like the card's memory, and
+    what is rounded once more must be worth it (`planner.search.cost.WORTH_LOSS`)."""
+    lacks_ram = [plan.host_ram_bytes > (plan.machine.host_ram or math.inf) for plan in (other, found)]
+    if lacks_ram[0] != lacks_ram[1]:
+        return lacks_ram[1]
+    return other.peak.device_bytes * WORTH_LOSS < found.peak.device_bytes
 
 
 QUANTISED = ("fp8", "int8", "nf4")

@@ -90,6 +90,15 @@ class Relaxed(NamedTuple):
         return {"field": self.field, "from": self.before, "to": self.after, "lossy": list(self.plan.lossy)}
 
 
+class Unrecorded(NamedTuple):
+    """One option beside a plan's own that was not searched."""
+
+    field: str
+    value: object
+    record: str
+    """how to record it"""
+
+
 class Suggestion(NamedTuple):
     """The answer of a search. `plan` fits or is tight, or else is the plan that needs least memory."""
 
@@ -106,6 +115,8 @@ class Suggestion(NamedTuple):
     """where no single wish is enough: the plan on the smallest class of card that it fits"""
     smaller_cards: tuple[Estimate, ...] = ()
     """the plan on the smaller cards of its class, where the verdict is another"""
+    unrecorded: Unrecorded | None = None
+    """where nothing fits: an option that may need less, and was not searched as nothing is recorded of it"""
 
     def to_plan(self, trainer: str = "vplan") -> Plan:
         """The plan's file: below it the ones to step down to when it runs out of memory after all."""
@@ -113,10 +124,12 @@ class Suggestion(NamedTuple):
         return Plan.of(self.plan, tuple(sorted(lower, key=lambda other: other.step_seconds)), trainer)
 
     def _beyond(self) -> dict[str, Any]:
-        """What is left where no single wish is enough: only there has the answer these keys."""
+        """What is left where nothing fits: only there has the answer these keys."""
         found: dict[str, Any] = {}
         if self.least is not None:
             found["least"] = self.least.to_json()
+        if self.unrecorded is not None:
+            found["unrecorded"] = self.unrecorded._asdict()
         if self.larger_card is not None:
             found["larger_card"] = {"gpu": self.larger_card.machine.gpu, "verdict": self.larger_card.verdict}
         return found

@@ -212,8 +212,10 @@ class Screen:
         return self.facts(configuration).measurements.past_outcome(configuration, self.trainer)
 
     def host_ram_bytes(self, configuration: Configuration) -> int:
-        """Host RAM in bytes per node at the worst of the job's shapes; faster than a quick estimate."""
-        if configuration.strategy.context_parallel > 1:  # what waits there is divided once it is laid out
+        """Host RAM in bytes per node at the worst of the job's shapes; of our own trainer faster than a quick
+        estimate."""
+        # What waits there is divided by a layout of several GPUs, and another trainer's terms pin, round or copy it.
+        if configuration.strategy.context_parallel > 1 or self.trainer != "vplan":
             return self.quick_estimate(configuration).host_ram_bytes
         facts = self.facts(configuration)
         runs = (

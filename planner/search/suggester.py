@@ -12,7 +12,7 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.card_limits import BF16_ATTENTION_FROM, in_fp16
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
-from planner.errors import NotEstimatedError, VplanError
+from planner.errors import NotEstimatedError, NotRecordedError, VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
@@ -20,10 +20,11 @@ from planner.layout.inputs import Library, load_facts
 from planner.layout.run import Facts
 from planner.search.objectives import chosen_objective, frames, largest, least, one_gpu, other_kind, relaxed
 from planner.search.policy import Policy
-from planner.search.question import Question, Relaxed, Suggestion
+from planner.search.question import Question, Relaxed, Suggestion, Unrecorded
 from planner.search.run_cache import RunCache
 from planner.search.screening import Screen
 from planner.search.search import Search
+from planner.spec.combinations.contradictions import contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.plan import Estimate
 from planner.units import GIB
@@ -73,6 +74,7 @@ class Suggester:
     def short(self, search: Search, suggestion: Suggestion) -> Suggestion:
         """A suggestion that does not fit, with what would: one wish less, or else how far all together reach."""
         plan = suggestion.plan
+        suggestion = suggestion._replace(unrecorded=unrecorded(search, plan))
         relax = relaxed(search, search.question.job)
         if relax:
             return suggestion._replace(relaxed=relax)
@@ -147,12 +149,12 @@ class Suggester:
             there = replace(plan.configuration, machine=question.machine.replace(gpu=card.name))
             if card.capability < BF16_ATTENTION_FROM:
                 there = replace(there, strategy=in_fp16(there.strategy))
+            # Most cards of a class allocate the very same: the replay of the one before is used again.
             try:
                 facts = load_facts(there, question.model, card, self._library)
+                assessment = assess(there, facts, self.trainer, self.screen.run_cache.lay_out, like=assessment)
             except NotEstimatedError:  # it runs another kernel, which the answer for that card by name says
                 continue
-            # Most cards of a class allocate the very same: the replay of the one before is used again.
-            assessment = assess(there, facts, self.trainer, self.screen.run_cache.lay_out, like=assessment)
             if assessment.estimate.verdict != plan.verdict:
                 others.append(assessment.estimate)
         return tuple(others)
@@ -174,3 +176,33 @@ def _tightest(search: Search) -> Estimate:
     if plan is None:
         raise search.missing or VplanError("no valid strategy left", "remove some options")
     return plan
+
+
+LESS_MEMORY: tuple[dict[str, object], ...] = (
+    {"gradient_checkpointing": "full"},
+    {"nested_checkpointing": True},
+    {"adapter_inputs": "shared"},
+)
+"""Options that keep less on the card and each have a recording of their own: the first of every model of a user's own
+that was recorded in part, the others over a base in 16 bits alone (`planner.tape.variants`, ``on_request``)."""
+
+
+def unrecorded(search: Search, plan: Estimate) -> Unrecorded | None:
+    """The first option that would make a plan which does not fit the card smaller, or may, and has no recording."""
+    strategy, question = plan.configuration.strategy, search.question
+    if plan.verdict != "no" or plan.limit != "gpu" or plan.job.method == "sample":
+        return None
+    for changes in LESS_MEMORY:
+        ((field, value),) = changes.items()
+        held = field in question.fixed or getattr(strategy, field) not in ("none", "cast", False)
+        other = Configuration.of(plan.job, strategy.replace(**changes), question.machine)
+        if held or next(contradictions(other), None) or not search.policy.candidates(plan.job, [other.strategy]):
+            continue
+        try:
+            search.screen.facts(other)
+        except NotRecordedError as error:
+            if "vplan record" in error.fix:
+                return Unrecorded(field, value, error.fix.partition(": ")[2])
+        except NotEstimatedError:
+            continue
+    return None

@@ -11,7 +11,8 @@ from planner.units import format_gib, format_seconds, gib
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.foreign.check import Fix
+    from planner.foreign.case import Case
+    from planner.foreign.check import CheckedEstimate, Fix
     from planner.foreign.rehearsed_command import CheckedRehearsal
     from planner.spec.plan import Estimate
 
@@ -45,6 +46,12 @@ def print_helps(console: Console, helps: Iterable[Fix]) -> None:
         )
 
 
+def print_unpriced(console: Console, case: Case, verdict: str) -> None:
+    """Says of a command that does not fit which of its options are not counted and may need less."""
+    if case.unpriced and verdict == "no":
+        console.print(f"that is without {', '.join(case.unpriced)}: not estimated, and may need less", style="bold")
+
+
 def print_least(console: Console, least: Fix | None) -> None:
     """What all options together come to, where that is not enough."""
     if least is not None:
@@ -62,6 +69,22 @@ def print_smaller(console: Console, smaller: Iterable[Fix]) -> None:
         low, high = gib(found.low_bytes), gib(found.high_bytes)
         need = f"{gib(found.peak.device_bytes):.1f} GiB ({low:.1f} to {high:.1f})"
         console.print(f"    fits, {need}, {format_seconds(found.step_seconds)} a step", markup=False)
+
+
+def print_larger_card(console: Console, larger: CheckedEstimate | None) -> None:
+    """The smallest class of card that a command fits as it is."""
+    if larger is not None:
+        found = larger.estimate
+        need = f"{gib(found.peak.device_bytes):.1f} of {gib(found.budget_bytes):.1f} GiB"
+        console.print(f"unchanged it fits --gpu {found.machine.gpu} ({need})", markup=False)
+
+
+def print_as_lora(console: Console, lora: tuple[str, Estimate] | None) -> None:
+    """The LoRA that fits where full training does not, and how to ask for it."""
+    if lora is not None:
+        words, plan = lora
+        need = f"{gib(plan.peak.device_bytes):.1f} GiB{', lossy' if plan.lossy else ''}"
+        console.print(f"a LoRA fits ({need}): {words}", markup=False, soft_wrap=True)
 
 
 def _effect(before: Estimate, fix: Fix) -> str:

@@ -37,7 +37,7 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
     When,
 )
-from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, one_of, our_defaults, refused_flags, word_for
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
@@ -321,7 +321,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if fields["swap_blocks"]:
         yield "layer_offloading is estimated as that share of the blocks; below 1.0 it draws the layers by chance"
     elif settings.get(f"{MODEL}layer_offloading") and fields["gradient_checkpointing"] == "none":
-        yield "layer_offloading without gradient_checkpointing is not estimated: this is the estimate without it"
+        yield f"layer_offloading without gradient_checkpointing{MAY_NEED_LESS}"
     if fields["weights_dtype"] == "nf4":
         yield f"{settings.get(f'{MODEL}qtype')} is estimated as nf4, without what an accuracy recovery adapter takes"
     if fields["text_encoder"] == "resident":
@@ -351,7 +351,7 @@ MOVES = (
          words_for=lambda settings: [LOW_VRAM], when=_two_on_gpu),
     Move({"swap_blocks": 8}, "slower, and host RAM for the layers", values=(8, 16, 20, 26, 29, 32, 39, 56)),
     Move({"optimizer": "adamw-8bit"}),
-    Move({"weights_dtype": "fp8"}),
+    Move({"weights_dtype": "fp8"}, when=lambda fields: fields["weights_dtype"] not in QUANTISED),
 )  # fmt: skip
 
 

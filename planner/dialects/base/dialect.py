@@ -29,6 +29,10 @@ def _binding(entry: Binding | When) -> Binding:
     return entry.binding if isinstance(entry, When) else entry
 
 
+MAY_NEED_LESS = " is not estimated, and may need less: this is the estimate without it"
+"""Behind an option in a note, of one that takes nothing more: no verdict without it is firm."""
+
+
 @dataclass(frozen=True)
 class Move:
     """A change to try that saves memory: fields and their new values. Its settings are those that its bindings

@@ -18,7 +18,7 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
-from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,
@@ -297,7 +297,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         names = ", ".join(encoder.name for encoder in profile.text_encoders)
         yield f"{names} and VAE ({format_gib(2 * parameters)}) stay on the GPU beside the model in task sft"
     if settings.get("--enable_optimizer_cpu_offload"):
-        yield "--enable_optimizer_cpu_offload is not estimated: this is the estimate without it"
+        yield f"--enable_optimizer_cpu_offload{MAY_NEED_LESS}"
     yield "one sample per step: there is no batch-size flag"
     if not _is_wan(profile.name) and fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"

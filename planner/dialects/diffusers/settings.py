@@ -17,7 +17,7 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
     Value,
 )
-from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,
@@ -33,8 +33,11 @@ from planner.dialects.base.launchers import (
     script_head,
 )
 from planner.dialects.base.script import Script
+from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised_base
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
+from planner.layout.trainer_terms.diffusers import SCALES_IN_FP32
+from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
@@ -55,7 +58,11 @@ def read_script(script: Script) -> Invocation | None:
         if word == "--optimizer" and at + 1 < len(words):
             words[at + 1] = words[at + 1].lower()
     program = replace(programs[-1], arguments=tuple(words))
-    return parse_program("diffusers", program, launch, [*script.notes, *notes])
+    invocation = parse_program("diffusers", program, launch, [*script.notes, *notes])
+    if path := invocation.settings.get(BNB):
+        base = quantised_base(script.document(str(path)), str(path))
+        return replace(invocation, settings={**invocation.settings, **base})
+    return invocation
 
 
 def _is_video(settings: Settings) -> bool:
@@ -102,7 +109,8 @@ def _trains_text_encoder(settings: Settings) -> bool:
 def _version(settings: Settings, fields: Fields) -> str:
     """Of the terms in `planner.layout.trainer_terms.diffusers`, and what a batch is written by."""
     text = WHOLE_TEXT_ENCODER if _trains_text_encoder(settings) else ""
-    return "-".join(filter(None, [text, PRIOR if _has_prior(settings) else ""]))
+    scales = SCALES_IN_FP32 if settings.get(BASE) and not settings.get(DOUBLE) else ""
+    return "-".join(filter(None, [text, scales, PRIOR if _has_prior(settings) else ""]))
 
 
 def _write_batch(fields: Fields) -> int:
@@ -155,6 +163,8 @@ def _plain(settings: Settings) -> Fields:
     weights are fp32. Mixed precision is autocast (`cast_training_params`, `accelerator.prepare`)."""
     half = _half_precision(settings)
     full = "lora" not in str(settings["script"])
+    if base := settings.get(BASE):  # peft keeps adapters of a quantised layer in fp32
+        return {"weights_dtype": base, "adapter_dtype": "fp32", "autocast": half if half != "fp32" else "none"}
     return {
         "weights_dtype": "fp32" if full else half,
         "adapter_dtype": "bf16" if half == "bf16" and not full else "fp32",
@@ -163,6 +173,9 @@ def _plain(settings: Settings) -> Fields:
 
 
 def _write_plain(fields: Fields) -> Settings:
+    if fields["weights_dtype"] in QUANTISED:
+        why = "its examples quantise a base by a file that is not written here"
+        raise InexpressibleError(UnsupportedValue("weights_dtype", fields["weights_dtype"], "bf16", why))
     return {"--mixed_precision": fields["autocast"]} if fields["autocast"] != "none" else {}
 
 
@@ -335,9 +348,11 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"the text encoder is trained whole ({AT} train_dreambooth.py)"
     elif settings.get("--train_text_encoder"):
         yield "--train_text_encoder is not estimated: this is the estimate without it"
-    for flag in ("--do_fp8_training", "--bnb_quantization_config_path", "--fsdp_text_encoder"):
+    if settings.get(BASE):
+        yield f"the base is NF4, by {settings[BNB]} ({AT})"
+    for flag in ("--do_fp8_training", "--fsdp_text_encoder"):
         if settings.get(flag):
-            yield f"{flag} is not estimated: this is the estimate without it"
+            yield f"{flag}{MAY_NEED_LESS}"
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:

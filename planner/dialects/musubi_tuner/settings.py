@@ -111,6 +111,10 @@ def _step_of(settings: Settings) -> Fields:
 
 
 def _write_step(fields: Fields) -> Settings:
+    """``--fused_backward_pass`` patches Adafactor alone (qwen_image_train.py:363, modules/adafactor_fused.py)."""
+    if fields["optimizer_step"] == "backward" and fields["method"] == "full":
+        patched: Settings = {} if fields["optimizer"] == "adafactor" else {"--optimizer_type": "adafactor"}
+        return {"--fused_backward_pass": True, **patched}
     return STEPS.to_settings(fields)
 
 
@@ -389,6 +393,12 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
 MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+    Move(
+        {"version": ONE_TIME},
+        "one time embedding for all tokens, as they are of one time: docs/wan.md saw no effect",
+        words_for=lambda settings: ["--force_v2_1_time_embedding"],
+        when=lambda fields: lookup.model(fields["model"]).trained_with("musubi-tuner", "time-per-token"),
+    ),
     Move({"grad_buckets": "view"}, "free"),
     Move(
         {"swap_blocks": 8},

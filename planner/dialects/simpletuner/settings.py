@@ -11,7 +11,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Remark, Settings, Value, When
-from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
@@ -284,6 +284,11 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
         yield Remark("data_backend_config", why)
 
 
+TEXT_ENCODERS = tuple(f"text_encoder_{number}_precision" for number in range(1, 5))
+"""Quantise text encoders before they encode what is cached (helpers/training/trainer.py ``init_precision`` with
+``preprocessing_models_only``); priced are encoders in 16 bits. Then they are gone, whatever it is."""
+
+
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     whose = "the largest set's" if SAMPLES in settings else "the config's"
     yield f"a square of {whose} resolution: buckets have its pixels"
@@ -294,6 +299,9 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "LoRA estimated on the model's usual layers"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":
         yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
+    for precision in TEXT_ENCODERS:
+        if _on(_of(settings, precision)) and _of(settings, precision) != "no_change":
+            yield f"{precision}{MAY_NEED_LESS}"
     if _version(settings, fields) in (QUANTISED_WHOLE, QUANTO_WHOLE):
         yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
 

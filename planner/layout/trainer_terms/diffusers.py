@@ -258,11 +258,32 @@ def final_norm_of_both(run: Run) -> None:
     ]
 
 
+SCALES_IN_FP32 = "nf4-scales-in-fp32"
+"""The version of memory terms of a base in NF4 whose blocks' scales are not quantised once more."""
+
+
+def scales_in_fp32(run: Run) -> None:
+    """transformers' BitsAndBytesConfig leaves ``bnb_4bit_use_double_quant`` off: the scale of each block of weights is
+    fp32, where recorded are 8 bits, with scales of their own that are not there then."""
+    for name, buffer in run.named("weight").items():
+        if name.endswith((".nested.absmax", ".nested.code", ".absmax.code")):
+            run.resize(buffer, 0)
+        elif name.endswith(".absmax"):
+            run.resize(buffer, FP32 * run.sizes[buffer])
+
+
+FP32 = 4
+
 _2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in_fp32, final_norm_of_both)
 
 OLDER: dict[str, tuple[Transform, ...]] = {
-    "2024-10": _2024_10, "2024-10-one-step": (*_2024_10, one_step),
-    "prior": (), "whole-te": (text_encoders_whole,), "whole-te-prior": (text_encoders_whole,),
+    "2024-10": _2024_10,
+    "2024-10-one-step": (*_2024_10, one_step),
+    "prior": (),
+    SCALES_IN_FP32: (scales_in_fp32,),
+    f"{SCALES_IN_FP32}-prior": (scales_in_fp32,),
+    "whole-te": (text_encoders_whole,),
+    "whole-te-prior": (text_encoders_whole,),
 }
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), and its runs of one step.
 Their ZeRO is priced without `share_comes_back_in_fp32`: with it a full CogVideoX-5B would hold 20.9 GiB, and 19.998 are

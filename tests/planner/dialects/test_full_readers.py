@@ -3,17 +3,21 @@ text encoders."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from planner import dialects
+from planner.commands import cli
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, Translation, translate
 from planner.dialects.base.script import from_file
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
 from planner.dialects.diffusers.settings import DIALECT as DIFFUSERS
+from planner.errors import VplanError
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
 
@@ -96,3 +100,61 @@ def test_prompts_of_t5_are_as_long_as_the_script_pads_them(
     assert PROMPT_LENGTH.to_settings({**told, "text_tokens": tokens}) == (
         {"--max_sequence_length": int(flag.split()[1])} if flag and "Qwen" not in model else {}
     )
+
+
+NF4 = (
+    "accelerate launch --mixed_precision bf16 train_dreambooth_lora_qwen_image.py --gradient_checkpointing"
+    " --pretrained_model_name_or_path Qwen/Qwen-Image --instance_data_dir data --instance_prompt sks --cache_latents"
+    " --offload --bnb_quantization_config_path bnb.json\n"
+)
+
+
+def nf4(folder: Path, **config: Any) -> Checked:
+    (folder / "a.sh").write_text(NF4)
+    (folder / "bnb.json").write_text(json.dumps(config))
+    dialect, given = dialects.read_script(from_file(folder / "a.sh"))
+    return check_case(settle(dialect, given, {}, {"gpu": "24GB"}), search=False)
+
+
+def test_a_base_is_quantised_as_the_file_says(tmp_path: Path) -> None:
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    plain, twice = nf4(tmp_path, **four), nf4(tmp_path, **four, bnb_4bit_use_double_quant=True)
+    strategy = plain.outcome.estimate.strategy
+    assert (strategy.weights_dtype, strategy.adapter_dtype, strategy.autocast) == ("nf4", "fp32", "bf16")
+    peaks = [found.outcome.estimate.phases["load"].allocated_bytes for found in (plain, twice)]
+    # Of 20.4 billion weights in blocks of 64 a scale in 4 bytes, or in one byte and 4 bytes more for 256 of them; the
+    # allocator leaves up to 1 MiB of a large block unsplit.
+    assert peaks[0] - peaks[1] == pytest.approx(20.4e9 / 64 * (3 - 4 / 256), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"load_in_8bit": True}, "load_in_8bit = True"),
+        ({"load_in_4bit": True}, "bnb_4bit_quant_type = 'fp4'"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["a"]}, "llm_int8_skip_modules"),
+        ({"load_in_4bit": "yes"}, "load_in_4bit = 'yes'"),
+        ({}, "load_in_4bit = None"),
+    ],
+)
+def test_what_a_quantisation_file_asks_for_and_is_not_priced_is_named(
+    config: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(VplanError, match="is not estimated") as caught:
+        nf4(tmp_path, **config)
+    assert named in caught.value.message
+
+
+def test_without_the_quantisation_file_there_is_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(NF4.replace("bnb.json", "nowhere-at-all.json"))
+    with pytest.raises(VplanError, match=r"'nowhere-at-all\.json' is not here") as caught:
+        dialects.read_script(from_file(tmp_path / "a.sh"))
+    assert "pass the file" in caught.value.fix
+
+
+def test_an_option_that_may_need_less_and_is_not_priced_stands_in_the_first_lines(tmp_path: Path) -> None:
+    words = NF4.replace("lora_qwen_image", "lora_flux2").replace("Qwen/Qwen-Image", "black-forest-labs/FLUX.2-dev")
+    (tmp_path / "a.sh").write_text(words.replace("--bnb_quantization_config_path bnb.json", "--do_fp8_training"))
+    done = CliRunner().invoke(cli, ["check", str(tmp_path / "a.sh"), "--gpu", "24GB"])
+    assert "that is without --do_fp8_training: not estimated, and may need less" in done.stdout.splitlines()[2]
+    assert "no priced option of this trainer makes it fit" in done.stdout

@@ -13,6 +13,7 @@ from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.dialects.onetrainer.settings import DIALECT as ONETRAINERS
 from planner.errors import VplanError
+from planner.foreign.case import settle
 
 ONETRAINER: dict[str, Any] = {
     "training_method": "LORA",
@@ -180,6 +181,15 @@ def test_a_config_of_simpletuner(tmp_path: Path) -> None:
         "gradient_checkpointing": "full",
     }
     assert {name: found[name] for name in expected} == expected
+
+
+def test_the_precision_of_simpletuners_text_encoders_is_read_and_not_priced(tmp_path: Path) -> None:
+    """As its quickstarts have it: T5 quantised, CLIP left alone."""
+    precisions = {"--text_encoder_1_precision": "no_change", "--text_encoder_2_precision": "int8-quanto"}
+    (tmp_path / "config.json").write_text(json.dumps(SIMPLETUNER | precisions))
+    dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
+    case = settle(dialect, given, {}, {"gpu": "24GB"})
+    assert not given.unknown and case.unpriced == ("text_encoder_2_precision",)
 
 
 WAN = SIMPLETUNER | {"--model_family": "wan", "--model_flavour": "t2v-480p-14b-2.1", "--resolution": 480}

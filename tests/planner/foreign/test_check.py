@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import vplan
 from planner import dialects
 from planner.commands import cli
 from planner.dialects.base.dialect import Translation, translate
@@ -18,7 +19,8 @@ from planner.dialects.base.shell import join_continued_lines
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import assess
 from planner.foreign.case import settle
-from planner.foreign.check import Pricing, check_case, smaller_batches
+from planner.foreign.check import Pricing, changed_words, check_case, moves_of, smaller_batches
+from planner.foreign.smaller import with_smaller
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 
 
@@ -125,13 +127,21 @@ def test_lines_of_flags_belong_to_the_command_above() -> None:
     )
 
 
+QWEN_SWAP = (
+    "accelerate launch --mixed_precision bf16 qwen_image_train.py --dit qwen.safetensors --sdpa"
+    " --gradient_checkpointing --full_bf16 --blocks_to_swap 30 --optimizer_type adamw8bit\n"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "fault", "fix"),
     [
         (SD.replace('--mixed_precision="fp16" ', "").replace("text_to_image.py", "text_to_image_lora.py"),
          "without mixed precision", "add --mixed_precision bf16"),
         (FULL_SWAP,
-         "contradicts itself", "add --blockwise_fused_optimizers"),
+         "contradicts itself", "add --blockwise_fused_optimizers, or leave out --blocks_to_swap"),
+        (QWEN_SWAP,
+         "contradicts itself", "add --fused_backward_pass --optimizer_type adafactor, or leave out --blocks_to_swap"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_told_in_the_trainers_words(text: str, fault: str, fix: str, tmp_path: Path) -> None:
@@ -281,7 +291,7 @@ def test_configs_and_their_scripts_refuse_options_alike(tmp_path: Path) -> None:
     assert given.refused[0].why.endswith("did you mean --recover?")
 
 
-TOOLKIT = """config:
+WAN_TOOLKIT = """config:
   process:
   - type: sd_trainer
     network: {type: lora, linear: 16, linear_alpha: 16}
@@ -293,7 +303,7 @@ TOOLKIT = """config:
 
 def test_a_change_of_a_config_has_one_key_a_line(tmp_path: Path) -> None:
     config = tmp_path / "train.yaml"
-    config.write_text(TOOLKIT)
+    config.write_text(WAN_TOOLKIT)
     words = ["check", "--gpu", "24GB", str(config)]
     told = CliRunner().invoke(cli, words)
     shown = told.stdout.split("smallest change:\n")[1].split("    fits")[0].splitlines()
@@ -313,9 +323,59 @@ def test_flags_of_one_change_stay_on_one_line() -> None:
 
 def test_an_arch_that_is_not_known_names_those_that_can_be_typed(tmp_path: Path) -> None:
     config = tmp_path / "train.yaml"
-    named = TOOLKIT.replace("ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b", "x/y, arch: hidream")
+    named = WAN_TOOLKIT.replace("ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b", "x/y, arch: hidream")
     config.write_text(named)
     with pytest.raises(VplanError, match=r"model\.arch 'hidream' is not supported") as raised:
         read(tmp_path, "train.yaml", named)
     arches = raised.value.fix.removeprefix("model.arch can be ").split(", ")
     assert {"wan21", "wan22_14b", "flux", "qwen_image"} < set(arches) and "wan2.1-t2v-1.3b" not in arches
+
+
+def test_a_4_bit_base_is_not_offered_8_bits_and_what_is_set_is_not_said_again(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(TOOLKIT % f"{A14B}, low_vram: true, qtype: 'uint4|ostris/x.safetensors'")
+    dialect, given = dialects.read_script(from_file(tmp_path / "c.yaml"))
+    case = settle(dialect, given, {}, {"gpu": "16GB"})
+    assert case.strategy.weights_dtype == "nf4"
+    assert not any("weights_dtype" in move.changes for move in moves_of(case))
+    eight = case.changed({"weights_dtype": "fp8"})
+    words = list(changed_words(case, eight.fields, frozenset({"weights_dtype"})))
+    assert any("model.qtype" in word for word in words) and not any("model.quantize:" in word for word in words), words
+
+
+FULL_FLUX = (
+    "accelerate launch --mixed_precision bf16 train_dreambooth_flux.py --instance_data_dir data --instance_prompt sks"
+    " --pretrained_model_name_or_path black-forest-labs/FLUX.1-dev --gradient_checkpointing --use_8bit_adam\n"
+)
+
+
+def test_where_no_option_is_enough_the_card_that_is_stands_there(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(FULL_FLUX)
+    dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
+    found = with_smaller(check_case(settle(dialect, given, {}, {"gpu": "24GB"})))
+    assert not found.fixes and found.larger_card is not None
+    there = found.larger_card.estimate
+    again = check_case(settle(dialect, given, {}, {"gpu": there.machine.gpu}), search=False)
+    assert there.verdict == "fits" and again.outcome.estimate.peak == there.peak
+    smaller = check_case(settle(dialect, given, {}, {"gpu": "96GB"}), search=False)
+    assert (
+        found.as_lora is not None and found.as_lora[0] == "vplan suggest flux.1-dev --gpu 24GB --resolution 512x512"
+    ), "its own LoRA does not fit"
+    assert smaller.outcome.estimate.verdict == "no" and found.to_json()["larger_card"] == there.machine.gpu
+
+
+def test_where_full_training_does_not_fit_a_lora_that_does_is_priced(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(SDXL_FULL)
+    dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
+    found = with_smaller(check_case(settle(dialect, given, {}, {"gpu": "12GB"})))
+    assert not found.fixes and found.as_lora is not None
+    words, plan = found.as_lora
+    assert words == "vplan suggest sdxl --gpu 12GB --resolution 1024x1024 --for diffusers"
+    again = vplan.suggest("sdxl", gpu="12GB", resolution="1024x1024", trainer="diffusers").estimate
+    assert plan.verdict == "fits" and again.peak == plan.peak
+
+
+SDXL_FULL = (
+    "accelerate launch --mixed_precision bf16 train_text_to_image_sdxl.py --train_data_dir data --train_batch_size 1"
+    " --pretrained_model_name_or_path stabilityai/stable-diffusion-xl-base-1.0 --resolution 1024 --use_8bit_adam"
+    " --gradient_checkpointing\n"
+)

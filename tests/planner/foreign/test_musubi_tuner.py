@@ -8,14 +8,16 @@ import pytest
 
 from planner import dialects
 from planner.catalog.shapes import grid
+from planner.dialects.base.dialect import Move
 from planner.dialects.base.script import from_file
 from planner.foreign.case import Case, settle
-from planner.foreign.check import Pricing
+from planner.foreign.check import Pricing, check_case, cost_words, moves_of
 from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.layout.trainer_terms import kohya_lora
+from planner.layout.trainer_terms.musubi_tuner import ONE_TIME
 from planner.units import GIB
 
 COMMAND = """accelerate launch --mixed_precision bf16 src/musubi_tuner/{} --sdpa --gradient_checkpointing \\
@@ -160,3 +162,29 @@ def test_all_datasets_count_each_with_its_own_batch(tmp_path: Path) -> None:
     buckets = {(each["frames"], each["height"], each["batch_size"]) for each in job["buckets"]}  # type: ignore[attr-defined,index]
     assert buckets == {(1, 1024, 4), (1, 480, 1), (25, 480, 1), (81, 480, 1)}
     assert (job["frames"], job["height"], job["batch_size"]) == (81, 480, 1)
+
+
+def test_one_time_embedding_for_all_tokens_is_among_the_changes(tmp_path: Path) -> None:
+    """No option was found to be enough for what the flag and block swap together bring onto a 24 GB card."""
+    words = "--task t2v-A14B --fp8_base --fp8_scaled --optimizer_type adamw8bit"
+    case = case_of(tmp_path, "wan_train_network.py", 32, words, (81, 544, 960), "rtx4090")
+    (fix, *_) = check_case(case).fixes
+    assert "--force_v2_1_time_embedding" in fix.change and not fix.lossy
+    assert fix.case.version == ONE_TIME and fix.outcome.estimate.verdict == "fits"
+    older = case_of(tmp_path, "wan_train_network.py", 32, "--task t2v-14B", (81, 544, 960), "rtx4090")
+    assert all(move.changes != {"version": ONE_TIME} for move in moves_of(older)), "Wan 2.1 has one anyway"
+    flagged = case_of(tmp_path, "wan_train_network.py", 32, f"{words} --force_v2_1_time_embedding", (81, 544, 960))
+    assert all(move.changes != {"version": ONE_TIME} for move in moves_of(flagged))
+
+
+def test_each_cost_stands_with_its_option_and_none_is_called_slower_that_is_not(tmp_path: Path) -> None:
+    words = "--task t2v-A14B --fp8_base --fp8_scaled --optimizer_type adamw8bit"
+    case = case_of(tmp_path, "wan_train_network.py", 32, words, (81, 544, 960), "rtx4090")
+    found = check_case(case)
+    (fix, *_) = found.fixes
+    assert fix.outcome.estimate.step_seconds < found.outcome.estimate.step_seconds and "slower" not in fix.cost
+    assert "--blocks_to_swap 32 (host RAM for the blocks)" in fix.cost
+    assert "--gradient_checkpointing_cpu_offload (host RAM for the checkpoints)" in fix.cost
+    free, paid = Move({"expandable_segments": True}, "free"), Move({"swap_blocks": 8}, "slower, and host RAM")
+    assert cost_words([free, paid], [("A",), ("B",)]) == "B (slower, and host RAM)"
+    assert (cost_words([free], [("A",)]), cost_words([paid], [("B",)], faster=True)) == ("free", "host RAM")

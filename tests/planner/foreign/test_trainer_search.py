@@ -90,3 +90,22 @@ def test_a_number_of_swapped_blocks_is_one_that_the_trainer_can_do(tmp_path: Pat
     found = run("suggest", "flux.2-klein-9b", "--gpu", "8GB", "--for", "musubi-tuner", "-o", str(out))
     assert found["plan"]["verdict"] == "fits" and "--blocks_to_swap 14" in (out / "train.sh").read_text()
     assert found["plan"]["strategy"]["swap_blocks"] == 24
+
+
+def test_swapped_blocks_are_no_more_than_the_ram_holds_as_the_trainer_pins_them() -> None:
+    """diffusion-pipe's swapped blocks are pinned, in powers of two. Swapping as many as our own trainer's copies leave
+    room for, every plan with swapped blocks lacked RAM, and one without checkpointing was called the smallest."""
+    found = vplan.suggest("wan2.1-t2v-14b", gpu="24GB", trainer="diffusion-pipe", host_ram="26GiB")
+    typed = {"weights_dtype": "fp8", "gradient_checkpointing": "full", "host_ram": "26GiB"}
+    narrower = vplan.suggest("wan2.1-t2v-14b", gpu="24GB", trainer="diffusion-pipe", **typed)
+    plan = found.estimate
+    assert plan.verdict == narrower.estimate.verdict == "no"
+    assert plan.host_ram_bytes <= 26 << 30 and plan.peak.device_bytes <= narrower.estimate.peak.device_bytes
+    wishes = found._suggestion.relaxed
+    assert any(not wish.plan.lossy for wish in wishes), "what fits without a quantised base is told too"
+
+
+def test_a_card_of_the_class_that_cannot_run_a_plan_does_not_hide_it() -> None:
+    """Of the cards sold as 16 GB the T4 has no bf16, in which the adapters' layers are recorded."""
+    plan = run("suggest", "qwen-image", "--gpu", "16GB", "--for", "diffusion-pipe", "--host-ram", "26GiB")["plan"]
+    assert (plan["verdict"], plan["strategy"]["weights_dtype"]) == ("fits", "fp8")

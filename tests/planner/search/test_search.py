@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import vplan
 from planner.catalog import card_lookup, lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_shape, grid
@@ -507,3 +508,14 @@ def test_a_plan_on_another_card_of_its_class_is_told_from_one_replay_as_from_its
     configuration = replace(configuration, job=larger)
     other = assess(configuration, load_facts(configuration), like=first)
     assert first is not None and reused_replay(other.run, first.played) == []
+
+
+def test_an_option_that_is_not_recorded_and_may_need_less_is_named() -> None:
+    """Nested checkpoints are recorded over a base in 16 bits alone."""
+    found = vplan.suggest("wan2.1-t2v-14b", gpu="RTX 4090 Laptop", host_ram="26GiB")._suggestion
+    assert (found.plan.verdict, found.plan.strategy.weights_dtype) == ("no", "fp8")
+    missing = found.unrecorded
+    assert (missing.field, missing.value) == ("nested_checkpointing", True)
+    assert missing.record == "vplan record wan2.1-t2v-14b --variant step-lora-fp8-fp32-autocast-nested-one"
+    nested = vplan.suggest("wan2.1-t2v-14b", gpu="8GB", host_ram="26GiB", weights_dtype="bf16")._suggestion
+    assert nested.plan.verdict == "no" and nested.unrecorded is None, "which is recorded, and was searched"

@@ -256,7 +256,7 @@ def runners_up(plans: Iterable[Estimate]) -> Table:
 def print_flags(console: Console, switches: Iterable[Switch]) -> None:
     """Prints the options that give `vplan estimate` the same plan, broken between options as a shell reads them."""
     lines: list[str] = []
-    for flag in map(_flag, switches):
+    for flag in (_flag(switch.field, switch.after) for switch in switches):
         if lines and len(INDENT) + len(lines[-1]) + len(flag) + 3 <= console.width:
             lines[-1] += f" {flag}"
         else:
@@ -265,16 +265,19 @@ def print_flags(console: Console, switches: Iterable[Switch]) -> None:
         console.print(INDENT + line + (" \\" if place < len(lines) - 1 else ""), markup=False, soft_wrap=True)
 
 
-def _flag(switch: Switch) -> str:
-    name = switch.field.replace("_", "-")
-    if isinstance(switch.after, bool):
-        return f"--{name}" if switch.after else f"--no-{name}"
-    return f"--{name} {switch.after}"
+def _flag(field: str, value: object) -> str:
+    name = field.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {value}"
 
 
 def _print_relaxed(console: Console, found: Suggestion) -> None:
     plan, relax = found.plan, found.relaxed
     console.print(f"this is the smallest plan found{_short_of(plan, relax)}")
+    if (missing := found.unrecorded) is not None:
+        flags = _flag(missing.field, missing.value)
+        console.print(f"not recorded, so not searched, and may need less: {flags} ({missing.record}, and add it)")
     if not relax:
         console.print("no single change makes it fit", style="bold")
         for line in _beyond(found):
