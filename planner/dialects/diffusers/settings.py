@@ -304,7 +304,8 @@ def _text_encoder_dtype(settings: Settings) -> Fields:
 
 
 def _write_text_encoder_dtype(fields: Fields) -> Settings:
-    in_fp32 = fields["autocast"] == "none" or WHOLE_TEXT_ENCODER in str(fields.get("version") or "")
+    plain = fields["autocast"] == "none" and not str(fields["sharding"]).startswith("zero-")  # which is in bf16
+    in_fp32 = plain or WHOLE_TEXT_ENCODER in str(fields.get("version") or "")
     if fields["text_encoder_dtype"] != (has := "fp32" if in_fp32 else "bf16"):
         why = "text encoders have --mixed_precision, and fp32 without one"
         raise InexpressibleError(UnsupportedValue("text_encoder_dtype", fields["text_encoder_dtype"], has, why))
