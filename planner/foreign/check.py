@@ -9,8 +9,8 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner import dialects
@@ -48,6 +48,10 @@ class CheckedEstimate:
     moment: str
 
 
+Costs = Mapping[tuple[str, ...], str]
+"""What each option of a change costs, by how it is typed."""
+
+
 @dataclass(frozen=True)
 class Fix:
     """A change of the command that is enough, of which nothing can be left out."""
@@ -58,6 +62,8 @@ class Fix:
     lossy: bool
     case: Case
     outcome: CheckedEstimate
+    costs: Costs = field(default_factory=dict)
+    """the same by option"""
 
 
 @dataclass(frozen=True)
@@ -323,23 +329,28 @@ def _tried(case: Case, base: CheckedEstimate, moves: list[Move], pricing: Pricin
         except InexpressibleError:  # this script of the trainer has no word for it
             return None
         faster = outcome.estimate.step_seconds < base.estimate.step_seconds
-        costs = cost_words(moves, words, faster)
-        return Fix(tuple(itertools.chain(*words)), costs, lossy, other, outcome)
+        costs = costs_of(moves, words, faster)
+        change = tuple(itertools.chain(*words))
+        return Fix(change, cost_words(costs, len(moves) > 1), lossy, other, outcome, costs)
     return None
 
 
 SLOWER = "slower, and "
 
 
-def cost_words(moves: Sequence[Move], words: Sequence[tuple[str, ...]], faster: bool = False) -> str:
-    """What changes cost, each with the option that it is of where there are several; what is free is not told of beside
-    what is not. ``faster``: that the step is, so that none of them is called slower."""
-    costs = {" ".join(typed): move.cost for move, typed in zip(moves, words, strict=True) if move.cost}
+def costs_of(moves: Sequence[Move], words: Sequence[tuple[str, ...]], faster: bool = False) -> Costs:
+    """What each of several changes costs; what is free is not told of beside what is not. ``faster``: that the step is,
+    so that none of them is called slower."""
+    costs = {typed: move.cost for move, typed in zip(moves, words, strict=True) if move.cost}
     told = {typed: cost for typed, cost in costs.items() if cost != "free"} or costs
-    told = {typed: cost.removeprefix(SLOWER) if faster else cost for typed, cost in told.items()}
-    if len(moves) == 1 or set(told.values()) == {"free"}:
-        return next(iter(told.values()), "")
-    return "; ".join(f"{typed} ({cost})" for typed, cost in told.items())
+    return {typed: cost.removeprefix(SLOWER) if faster else cost for typed, cost in told.items()}
+
+
+def cost_words(costs: Costs, several: bool) -> str:
+    """The costs of a change in one line, each with its option where there are ``several``."""
+    if not several or set(costs.values()) == {"free"}:
+        return next(iter(costs.values()), "")
+    return "; ".join(f"{' '.join(typed)} ({cost})" for typed, cost in costs.items())
 
 
 def _global_batch(case: Case) -> int:

@@ -22,6 +22,7 @@ from planner.foreign.check import (
     Pricing,
     changed_words,
     cost_words,
+    costs_of,
     move_words,
     moves_of,
 )
@@ -115,7 +116,7 @@ def least(case: Case, moves: Sequence[Move], pricing: Pricing) -> Fix | None:
         outcome = pricing.outcome(other)
     except (InexpressibleError, NotRecordedError):
         return None
-    cost = cost_words(chosen, words)
+    cost = cost_words(costs_of(chosen, words), len(chosen) > 1)
     return Fix(tuple(itertools.chain(*words)), cost, bool(set(outcome.estimate.lossy) & changes.keys()), other, outcome)
 
 

@@ -29,9 +29,12 @@ def print_fixes(console: Console, before: Estimate, fixes: Iterable[Fix], mark: 
 
 
 def _print_change(console: Console, fix: Fix) -> None:
-    """The flags and lines of a change, each once: two parts may need the same."""
+    """The flags and lines of a change, each once, as two parts may need the same; behind each part what it costs."""
+    costs = {typed[-1].splitlines()[-1]: cost for typed, cost in fix.costs.items()} if len(fix.costs) > 1 else {}
     for line in dict.fromkeys(line for part in fix.change for line in part.splitlines()):
         console.print(f"  {line}", markup=False, soft_wrap=True)
+        if line in costs:
+            console.print(f"      {costs[line]}", style="dim", markup=False)
 
 
 def _in_a_line(change: Iterable[str]) -> str:
@@ -100,7 +103,7 @@ def _effect(before: Estimate, fix: Fix) -> str:
     if abs(ram) >= 1 << 29:
         words.append(f"host RAM {gib(ram):+.1f} GiB")
     words.append("lossy" if fix.lossy else "lossless")
-    return ", ".join(words) + (f": {fix.cost}" if fix.cost else "")
+    return ", ".join(words) + (f": {fix.cost}" if fix.cost and len(fix.costs) < 2 else "")
 
 
 def print_checked(console: Console, checked: CheckedRehearsal | str) -> None:

@@ -11,7 +11,7 @@ from planner.catalog.shapes import grid
 from planner.dialects.base.dialect import Move
 from planner.dialects.base.script import from_file
 from planner.foreign.case import Case, settle
-from planner.foreign.check import Pricing, check_case, cost_words, moves_of
+from planner.foreign.check import Pricing, check_case, cost_words, costs_of, moves_of
 from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
@@ -186,5 +186,6 @@ def test_each_cost_stands_with_its_option_and_none_is_called_slower_that_is_not(
     assert "--blocks_to_swap 32 (host RAM for the blocks)" in fix.cost
     assert "--gradient_checkpointing_cpu_offload (host RAM for the checkpoints)" in fix.cost
     free, paid = Move({"expandable_segments": True}, "free"), Move({"swap_blocks": 8}, "slower, and host RAM")
-    assert cost_words([free, paid], [("A",), ("B",)]) == "B (slower, and host RAM)"
-    assert (cost_words([free], [("A",)]), cost_words([paid], [("B",)], faster=True)) == ("free", "host RAM")
+    assert cost_words(costs_of([free, paid], [("A",), ("B",)]), several=True) == "B (slower, and host RAM)"
+    for moves, words, faster, told in (([free], [("A",)], False, "free"), ([paid], [("B",)], True, "host RAM")):
+        assert cost_words(costs_of(moves, words, faster), several=False) == told
