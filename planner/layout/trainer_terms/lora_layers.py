@@ -153,11 +153,15 @@ def adapters_on_linear_layers(of_blocks: bool) -> Transform:
 
 def _adapted_sizes(run: Run, of_blocks: bool) -> int:
     """The sum of out + in over all linear layers and convolutions of the model, or of its blocks."""
-    table = parameters(run.facts.model.name)
     strategy = Strategy.read({"weights_dtype": "bf16", "adapter_dtype": "fp32", "gradient_checkpointing": "full"})
     configuration = Configuration.of(run.job.replace(lora_targets=None), strategy, run.machine)
+    return _sizes_in_16_bits(configuration, tuple(run.grid.items()), of_blocks)
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes_in_16_bits(configuration: Configuration, shape: tuple[tuple[str, int], ...], of_blocks: bool) -> int:
     recorded = recorded_step(configuration, load_facts(configuration))
-    sizes = recorded.program.bytes_of(dict(run.grid))
+    table, sizes = parameters(recorded.facts.model.name), recorded.program.bytes_of(dict(shape))
     total = 0
     for name, buffer in recorded.named("weight").items():
         is_matrix = name.endswith(".weight") and ".lora_" not in name and table.is_parameter(name)
