@@ -60,6 +60,9 @@ PHASE_MOMENTS = {
 }
 """Phases whose moment needs no other name."""
 
+OPTIMIZER_MOMENT = "optimizer step"
+"""Of the phase, and of an optimizer step within the first step."""
+
 SAMPLING_MOMENTS = {"denoise": "denoising", "decode": "decoding the samples"}
 """The same where sampling is all there is."""
 
@@ -394,7 +397,7 @@ def describe_moment(played: ReplayedStage, strategy: Strategy) -> str:
     if what == "backward" and (every or (moment.module_list, moment.block) in played.run.checkpointed):
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
-        return "optimizer step"
+        return OPTIMIZER_MOMENT
     if played.stage is played.run.phases.unload:  # all is still there that was loaded
         return PHASE_MOMENTS["load"]
     if played.run.samples_only and played.phase in SAMPLING_MOMENTS:

@@ -18,7 +18,7 @@ from planner.catalog.shapes import check_blocks
 from planner.dialects.base.bindings import EDIT, Fields, Fixed, InexpressibleError, Remark, Settings, is_edit
 from planner.dialects.base.dialect import Dialect, Move, nearest_fields, settings_for
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate.estimate import PHASE_MOMENTS, assess, describe_moment, outside_bytes
+from planner.estimate.estimate import OPTIMIZER_MOMENT, PHASE_MOMENTS, assess, describe_moment, outside_bytes
 from planner.foreign.case import Case, settle
 from planner.layout import margin
 from planner.layout.inputs import Library, load_facts
@@ -184,10 +184,12 @@ class Pricing:
 
 
 def _phase(phase: str, moment: str) -> str:
-    """The phase as people count: the first step's own are training and its optimizer step."""
-    if phase != "first_step" or moment == PHASE_MOMENTS["load"]:
-        return "load" if moment == PHASE_MOMENTS["load"] else phase
-    return "optimizer" if "optimizer" in moment else "train"
+    """The phase as people count: the first step's own are loading, training and its optimizer step."""
+    if moment == PHASE_MOMENTS["load"]:
+        return "load"
+    if phase != "first_step":
+        return phase
+    return "optimizer" if moment == OPTIMIZER_MOMENT else "train"
 
 
 # ---- the smallest change
