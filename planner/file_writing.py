@@ -18,11 +18,11 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def write_file(path: Path, content: str | bytes, *, executable: bool = False) -> None:
-    """Gives a file this content, synced to the disk. Raises an OSError when it cannot, and nothing is left of it then.
+    """Writes a file and syncs it to the disk. Raises an OSError when it cannot, and then leaves nothing behind.
 
-    The temporary file has a name that nobody can foresee and is created by this call alone, so a link that somebody
-    planted is never written through; one at `path` itself is replaced. A file that was there keeps its permissions.
-    What is no file, as /dev/stdout or a pipe, is written to.
+    The content goes to a temporary file with an unpredictable name, created exclusively, so that a planted link is never
+    followed; then it replaces ``path``, link or file, and keeps the file's permissions. A device or a pipe (/dev/stdout)
+    is written to directly.
     """
     data = content.encode() if isinstance(content, str) else content
     mode = _mode(path)

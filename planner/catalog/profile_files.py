@@ -11,7 +11,7 @@ from planner.schema import Record
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 LONGEST_NAME = 200
-"""Characters. A longer text is no name, and file systems refuse it with an error of their own."""
+"""Characters. Most file systems refuse names much longer than this, each with an error of its own."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from planner.spec.plan import Verdict
 RECORDED = (0.02, 0.04)
 """(below, above) as shares of the prediction, when only recordings speak.
 
-Beyond what holes make of the reserved peak (`planner.estimate.fragmentation`): of 74 published peaks 70 lie within it,
-with which in sight it was chosen: no held-out row has judged it. Misses lean to one side, because what a recording does
-not know of (encoding on the fly, a library's buffers) only adds. Rows of our own trainer will replace it.
+Beyond what holes make of the reserved peak (`planner.estimate.fragmentation`): 70 of 74 published peaks lie within
+it. It was chosen with these peaks in sight, so they do not test it. Misses lean to one side, because what a recording
+cannot show (encoding on the fly, a library's buffers) only adds. Rows of our own trainer will replace it.
 """
 
 

@@ -1,9 +1,9 @@
-"""Really computes what is small, so that masks, schedules, lengths and seeds on the card are what they would be.
+"""Computes the values of small tensors, so that masks, schedules, lengths and seeds are what they are on a real card.
 
-Memory of the virtual card is host memory: after torch has run an operator the usual way, with all its allocations, the
-same operator runs on CPU tensors over the same bytes, where every tensor is small. What comes of a large one is taken
-to come of zeros, so that a sum is 0 and no gradient is infinite; that is unknown, as is all that depends on it, and
-reading it is told. What is unknown is always finite: 0/0 of missing values is no NaN of the program.
+The virtual card's memory is host memory. After torch has run an operator as usual, with all its allocations, the same
+operator runs on CPU tensors over the same bytes, if all of its tensors are small. Large tensors have no values: they
+count as zeros, so that a sum is 0 and no gradient is infinite. What is computed from them is marked unknown, and the
+answer names the lines that read it. An unknown value is always finite: 0/0 of missing values must not end a run as NaN.
 """
 
 from __future__ import annotations
