@@ -20,9 +20,9 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def write_file(path: Path, content: str | bytes, *, executable: bool = False) -> None:
     """Writes a file and syncs it to the disk. Raises an OSError when it cannot, and then leaves nothing behind.
 
-    The content goes to a temporary file with an unpredictable name, created exclusively, so that a planted link is never
-    followed; then it replaces ``path``, link or file, and keeps the file's permissions. A device or a pipe (/dev/stdout)
-    is written to directly.
+    The content goes to a temporary file with an unpredictable name, created exclusively, so that a planted link is
+    never followed. That file then replaces ``path``, link or file, and keeps the old file's permissions. A device or a
+    pipe (/dev/stdout) is written to directly.
     """
     data = content.encode() if isinstance(content, str) else content
     mode = _mode(path)

@@ -33,9 +33,9 @@ def unpriced_layers_note(profile: ModelProfile, targets: object) -> str | None:
     targets are given."""
     if targets is not None:
         return None
-    what = f"it adapts every linear layer of the blocks, priced on {profile.title}'s usual ones"
-    wide = profile.lora.wide and profile.traits.wide_is_all_linear
-    return f"{what} and what more of them take over a base in 16 bits" if wide else what
+    if profile.lora.wide and profile.traits.wide_is_all_linear:
+        return "every linear layer of the blocks has an adapter: the unusual ones are priced as over a base in 16 bits"
+    return f"every linear layer of the blocks has an adapter: only {profile.title}'s usual layers are priced"
 
 
 HALF_ADAPTERS = "half-adapters"
