@@ -15,17 +15,10 @@ from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Move
 from planner.errors import NotRecordedError, VplanError
 from planner.foreign.case import Case
-from planner.foreign.check import (
-    Checked,
-    CheckedEstimate,
-    Fix,
-    Pricing,
-    changed_words,
-    cost_words,
-    costs_of,
-    move_words,
-    moves_of,
-)
+from planner.foreign.change_words import changed_words, cost_words, costs_of, move_words
+from planner.foreign.check import Checked
+from planner.foreign.pricing import CheckedEstimate, Pricing
+from planner.foreign.smallest_change import Fix, moves_of
 from planner.foreign.trainer_search import suggest_for
 from planner.search import objectives
 from planner.search.question import Question, Suggestion

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from planner import dialects
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.check import settle
+from planner.foreign.case import settle
 
 
 class Repository(NamedTuple):

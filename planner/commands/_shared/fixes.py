@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from planner.foreign.case import Case
-    from planner.foreign.check import CheckedEstimate, Fix
+    from planner.foreign.pricing import CheckedEstimate
     from planner.foreign.rehearsed_command import CheckedRehearsal
+    from planner.foreign.smallest_change import Fix
     from planner.spec.plan import Estimate
 
 MOST_FIXES = 3

@@ -12,7 +12,7 @@ from planner import dialects
 from planner.dialects.base.script import Script
 from planner.errors import VplanError
 from planner.estimate.estimate import replay
-from planner.foreign.check import settle
+from planner.foreign.case import settle
 from planner.foreign.oom_cause import Explanation, explain
 from planner.foreign.oom_formats import ON_HOST
 from planner.foreign.oom_message import LONGEST, parse

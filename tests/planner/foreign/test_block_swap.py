@@ -15,8 +15,8 @@ from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 from planner.foreign.case import Case, settle
-from planner.foreign.check import Pricing
 from planner.foreign.export import export
+from planner.foreign.pricing import Pricing
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.units import GIB

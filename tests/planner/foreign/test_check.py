@@ -19,8 +19,11 @@ from planner.dialects.base.shell import join_continued_lines
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import assess
 from planner.foreign.case import settle
-from planner.foreign.check import Pricing, changed_words, check_case, moves_of, smaller_batches
+from planner.foreign.change_words import changed_words
+from planner.foreign.check import check_case
+from planner.foreign.pricing import Pricing
 from planner.foreign.smaller import with_smaller
+from planner.foreign.smallest_change import moves_of, smaller_batches
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 
 

@@ -11,7 +11,10 @@ from planner.catalog.shapes import grid
 from planner.dialects.base.dialect import Move
 from planner.dialects.base.script import from_file
 from planner.foreign.case import Case, settle
-from planner.foreign.check import Pricing, check_case, cost_words, costs_of, moves_of
+from planner.foreign.change_words import cost_words, costs_of
+from planner.foreign.check import check_case
+from planner.foreign.pricing import Pricing
+from planner.foreign.smallest_change import moves_of
 from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out

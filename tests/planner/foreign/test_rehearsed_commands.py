@@ -15,7 +15,8 @@ import pytest
 import profiles
 from planner import dialects
 from planner.dialects.base.script import from_file
-from planner.foreign.check import check_case, settle
+from planner.foreign.case import settle
+from planner.foreign.check import check_case
 
 TRAINERS = ("diffusers", "musubi-tuner", "onetrainer", "sd-scripts")
 FILES = [profiles.REHEARSALS / "commands" / f"{trainer}.jsonl" for trainer in TRAINERS]

@@ -1,0 +1,90 @@
+"""Estimates of a command and its changes, with the phase and moment at which each ends if it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.catalog.shapes import check_blocks
+from planner.errors import VplanError
+from planner.estimate.estimate import OPTIMIZER_MOMENT, PHASE_MOMENTS, assess, describe_moment, outside_bytes
+from planner.foreign.case import Case
+from planner.layout import margin
+from planner.layout.inputs import Library, load_facts
+from planner.layout.run import Facts
+from planner.search.screening import QuickEstimate, Screen
+from planner.spec.combinations.contradictions import check
+from planner.spec.configuration import Configuration
+from planner.spec.plan import Estimate
+
+
+@dataclass(frozen=True)
+class CheckedEstimate:
+    """The estimate of a command, with the phase and moment that decide its verdict."""
+
+    estimate: Estimate
+    phase: str
+    moment: str
+
+
+class Pricing:
+    """Estimates of one case and its changes; what they share is looked up once."""
+
+    def __init__(self, case: Case) -> None:
+        self.model, self.gpu = case.model, case.gpu
+        self.library = Library()
+        self.screens: dict[str, Screen] = {}
+
+    def facts(self, configuration: Configuration) -> Facts:
+        """The facts (tapes, model, card, measurements) for an estimate."""
+        return load_facts(configuration, self.model, self.gpu, self.library)
+
+    def may_be(self, verdict: str, case: Case) -> bool:
+        """Whether, by a quick estimate, a replay could still reach the verdict ("fits" or "tight"); False when there is
+        no quick estimate."""
+        quick = self.quick_estimate(case)
+        if quick is None:
+            return False
+        budget = self.gpu.allocatable_bytes - case.machine.reserve
+        held = case.machine.host_ram is None or quick.host_ram_bytes <= case.machine.host_ram
+        low, high = margin.interval(quick.device_bytes)
+        return held and (high if verdict == "fits" else low) <= budget
+
+    def quick_estimate(self, case: Case) -> QuickEstimate | None:
+        """What a case needs, without a replay; None where it contradicts itself, or nothing was recorded of it."""
+        screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
+        try:
+            configuration = case.configuration
+            check(configuration)
+            check_blocks(case.model, case.strategy)
+            return screen.quick_estimate(configuration)
+        except VplanError:
+            return None
+
+    def outcome(self, case: Case) -> CheckedEstimate:
+        """The estimate of a case, with the phase and moment at which it ends if it does not fit."""
+        configuration = case.configuration
+        run, played, estimate, kept = assess(configuration, self.facts(configuration), case.trainer)
+        if kept:
+            return CheckedEstimate(estimate, _phase(estimate.peak.phase, estimate.peak.moment), estimate.peak.moment)
+        if estimate.verdict == "no" and estimate.limit == "host" and estimate.host:
+            return CheckedEstimate(estimate, estimate.host.phase, "host RAM")
+        room = estimate.budget_bytes - outside_bytes(run)
+        over = (entry for entry in played if entry.replayed.reserved_peak_bytes > room)
+        ended = next(over, None) if estimate.verdict != "fits" else None
+        if ended is None:
+            return CheckedEstimate(estimate, _phase(estimate.peak.phase, estimate.peak.moment), estimate.peak.moment)
+        moment = describe_moment(ended, estimate.strategy)
+        phase = _phase(ended.phase, moment)
+        first = next(entry for entry in played if entry.phase == phase) if phase == "encode" else ended
+        if first is not ended:  # it had room before there were gradients and states beside it
+            return CheckedEstimate(estimate, "train", "encoding the next batch beside gradients and optimizer states")
+        return CheckedEstimate(estimate, phase, moment)
+
+
+def _phase(phase: str, moment: str) -> str:
+    """The phase as people count: the first step's own are loading, training and its optimizer step."""
+    if moment == PHASE_MOMENTS["load"]:
+        return "load"
+    if phase != "first_step":
+        return phase
+    return "optimizer" if moment == OPTIMIZER_MOMENT else "train"

@@ -1,0 +1,160 @@
+"""The smallest changes of a command that fit: its trainer's moves, alone and together."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.dialects.base.bindings import Fields, Fixed, InexpressibleError
+from planner.dialects.base.dialect import Dialect, Move
+from planner.errors import NotRecordedError
+from planner.foreign.case import Case
+from planner.foreign.change_words import Costs, cost_words, costs_of, move_words
+from planner.foreign.pricing import CheckedEstimate, Pricing
+
+MOST_PARTS = 3
+"""Changes of more parts are another way of training, not a small change."""
+
+
+WORTH = 100 << 20
+"""Bytes that a change must save to be told of when it is not enough."""
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change of the command that is enough, of which nothing can be left out."""
+
+    change: tuple[str, ...]
+    """flags or lines; what belongs together is one entry"""
+    cost: str
+    lossy: bool
+    case: Case
+    outcome: CheckedEstimate
+    costs: Costs = field(default_factory=dict)
+    """the same by option"""
+
+
+def smallest_changes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
+    """Changes that are enough, smallest first; and single ones that help where it ends and are not enough.
+
+    Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
+    """
+    moves = moves_of(case)
+    enough: dict[frozenset[int], Fix] = {}
+    tight: dict[frozenset[int], Fix] = {}
+    helps: list[Fix] = []
+    for size in range(1, MOST_PARTS + 1):
+        for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
+            if any(done <= chosen for done in enough):  # a part of it does
+                continue
+            fix = _tried(case, base, [moves[at] for at in sorted(chosen)], pricing)
+            verdict = fix.outcome.estimate.verdict if fix else ""
+            if fix is None or verdict == "no":
+                helps += [fix] if fix and size == 1 and _saved(base, fix) >= WORTH else []
+            elif verdict == "fits":
+                enough[chosen] = fix
+            elif base.estimate.verdict == "no" and not any(done <= chosen for done in tight):
+                tight[chosen] = fix
+        if any(not fix.lossy for fix in enough.values()):
+            break
+    useful = _without_idle(enough or tight)
+    order = {id(fix): at for at, fix in enumerate(useful.values())}
+    fixes = sorted(useful.values(), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
+    return tuple(fixes), tuple(helps)
+
+
+def _without_idle(fixes: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]:
+    """Without those that say all that another one says, and more: the rest of it is idle."""
+    words = {chosen: frozenset(_flags(fix)) for chosen, fix in fixes.items()}
+    return {chosen: fix for chosen, fix in fixes.items() if not any(other < words[chosen] for other in words.values())}
+
+
+def _flags(fix: Fix) -> list[str]:
+    """A change as single flags with their values, and lines."""
+    return [flag for part in fix.change for flag in re.split(r"\s(?=--)|\n", part)]
+
+
+def _saved(base: CheckedEstimate, fix: Fix) -> int:
+    """Bytes less allocated where it ends."""
+    phases = (each.estimate.phases for each in (base, fix.outcome))
+    before, after = (peaks.get(base.phase) for peaks in phases)  # type: ignore[call-overload]  # any text may be asked
+    return before.allocated_bytes - after.allocated_bytes if before and after else 0
+
+
+def _size(fix: Fix) -> int:
+    """How much there is to type: flags, and lines of code."""
+    return sum(flag.startswith("--") for flag in _flags(fix)) or len(fix.change)
+
+
+def moves_of(case: Case) -> list[Move]:
+    """The changes that its trainer knows and that change something of a case."""
+    return [move for move in (*case.dialect.moves, *smaller_batches(case.dialect)) if _is_change(case, move)]
+
+
+def _is_change(case: Case, move: Move) -> bool:
+    fields = case.fields
+    changed = any(fields.get(name) != value for step in move.steps(fields) for name, value in step.items())
+    return move.when(fields) and changed
+
+
+def _tried(case: Case, base: CheckedEstimate, moves: list[Move], pricing: Pricing) -> Fix | None:
+    """The fix that these moves together are, or None."""
+    changes: dict[str, Any] = {}
+    for move in moves:
+        if any(changes.get(name, value) != value for name, value in move.changes.items()):
+            return None
+        changes |= {} if move.counts else move.changes
+    counted = [move for move in moves if move.counts]
+    together = list(itertools.product(*(move.steps(case.fields) for move in counted)))
+    for at, steps in enumerate(together):
+        for step in steps:
+            changes |= step
+        other = case.changed(changes)
+        if not pricing.may_be("tight" if len(moves) == 1 and not counted else "fits", other):
+            continue
+        try:
+            outcome = pricing.outcome(other)
+        except NotRecordedError:
+            return None
+        if outcome.estimate.verdict != "fits" and at < len(together) - 1:
+            continue
+        rounds = any(move.lossy for move in moves) or bool(set(outcome.estimate.lossy) & changes.keys())
+        lossy = rounds or _global_batch(other) != _global_batch(case)
+        try:
+            words = [tuple(move_words(case, other, move)) for move in moves]
+        except InexpressibleError:  # this script of the trainer has no word for it
+            return None
+        faster = outcome.estimate.step_seconds < base.estimate.step_seconds
+        costs = costs_of(moves, words, faster)
+        change = tuple(itertools.chain(*words))
+        return Fix(change, cost_words(costs, len(moves) > 1), lossy, other, outcome, costs)
+    return None
+
+
+def _global_batch(case: Case) -> int:
+    """Samples of one GPU in one optimizer step."""
+    return case.job.batch_size * case.strategy.gradient_accumulation
+
+
+def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
+    """Fewer samples in one pass, and as many more passes before the optimizer steps: the same mean gradient. Of a
+    trainer that does not accumulate, fewer samples, which is another training."""
+    settable = {name for binding in dialect.bindings if not isinstance(binding, Fixed) for name in binding.fields}
+    if "batch_size" not in settable:
+        return ()
+    accumulates = "gradient_accumulation" in settable
+
+    def parts(fields: Fields) -> tuple[Fields, ...]:
+        batch, passes = int(fields["batch_size"]), int(fields["gradient_accumulation"])
+        changes = []
+        for part in range(batch - 1, 0, -1):
+            if batch % part == 0:
+                more = {"gradient_accumulation": passes * batch // part} if accumulates else {}
+                changes.append({"batch_size": part, **more})
+        return tuple(changes)
+
+    cost = "same samples per step, in several passes" if accumulates else "fewer samples per step: changes training"
+    fields = ("batch_size", "gradient_accumulation") if accumulates else ("batch_size",)
+    return (Move(dict.fromkeys(fields), cost, by_fields=parts),)
