@@ -149,21 +149,25 @@ def _changes(fix: str) -> Iterator[Fields]:
 
 
 def _in_flags(dialect: Dialect, fields: Fields, change: Fields) -> str:
-    """How a trainer's user makes this change: the settings to add, else those to leave out."""
+    """How a trainer's user makes this change, alone or in a change that the trainer makes of it: the settings to add,
+    else those to leave out."""
+    moves = (move.changes for move in dialect.moves if change.items() <= move.changes.items() and move.when(fields))
+    return next(filter(None, (_settings_of(dialect, fields, changes) for changes in (change, *moves))), "")
+
+
+def _settings_of(dialect: Dialect, fields: Fields, change: Mapping[str, Any]) -> str:
+    added, gone = [], []
     for binding in (each for each in dialect.bindings if change.keys() & set(each.fields)):
         old: Settings = {}
         with contextlib.suppress(InexpressibleError):  # it came about by itself
             old = binding.to_settings(fields)
         try:
-            new = binding.to_settings(fields | change)
+            new = binding.to_settings({**fields, **change})
         except InexpressibleError:
-            continue
-        added = (_setting(dialect, name, value) for name, value in new.items() if old.get(name) != value)
-        if words := " ".join(added):
-            return f"add {words}"
-        if gone := [name.rpartition(":")[2] for name in old if name not in new]:
-            return f"leave out {' '.join(gone)}"
-    return ""
+            return ""
+        added += [_setting(dialect, name, value) for name, value in new.items() if old.get(name) != value]
+        gone += [name.rpartition(":")[2] for name in old if name not in new]
+    return f"add {' '.join(added)}" if added else f"leave out {' '.join(gone)}" if gone else ""
 
 
 def _setting(dialect: Dialect, name: str, value: object) -> str:

@@ -112,9 +112,8 @@ def _step_of(settings: Settings) -> Fields:
 
 def _write_step(fields: Fields) -> Settings:
     """``--fused_backward_pass`` patches Adafactor alone (qwen_image_train.py:363, modules/adafactor_fused.py)."""
-    if fields["optimizer_step"] == "backward" and fields["method"] == "full":
-        patched: Settings = {} if fields["optimizer"] == "adafactor" else {"--optimizer_type": "adafactor"}
-        return {"--fused_backward_pass": True, **patched}
+    if fields["optimizer_step"] == "backward" and fields["method"] == "full" and fields["optimizer"] == "adafactor":
+        return {"--fused_backward_pass": True}
     return STEPS.to_settings(fields)
 
 
@@ -407,6 +406,11 @@ MOVES = (
     ),
     Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
     Move({"optimizer": "adamw-8bit"}),
+    Move(
+        {"optimizer": "adafactor", "optimizer_step": "backward"},
+        "second moments are row and column sums; the step runs inside backward, so nothing accumulates",
+        when=lambda fields: fields["method"] == "full" and fields["gradient_accumulation"] == 1,
+    ),
     Move({"weights_dtype": "fp8"}, when=lambda fields: fields["method"] == "lora"),
 )
 

@@ -144,7 +144,7 @@ QWEN_SWAP = (
         (FULL_SWAP,
          "contradicts itself", "add --blockwise_fused_optimizers, or leave out --blocks_to_swap"),
         (QWEN_SWAP,
-         "contradicts itself", "add --fused_backward_pass --optimizer_type adafactor, or leave out --blocks_to_swap"),
+         "contradicts itself", "add --optimizer_type Adafactor --fused_backward_pass, or leave out --blocks_to_swap"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_told_in_the_trainers_words(text: str, fault: str, fix: str, tmp_path: Path) -> None:
