@@ -46,8 +46,9 @@ def layers_in_buffers(run: Run) -> None:
     rings = [buffer for buffer, op in enumerate(run.program.op) if op == "swap ring"]
     weights = set(itertools.chain.from_iterable(layers))
     run.drop(run.load, (*rings, *weights))
-    if anew := weights & run.shared(weights_made_anew):  # the buffers hold them
-        run.drop(run.step, anew)
+    anew = weights & run.shared(weights_made_anew)  # the buffers hold them
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        run.drop(stage, anew)
     for _ in range(buffers):
         run.add(run.load, math.ceil(loaded / buffers) + largest + ALIGNMENT, "buckets", "buffer of layers")
 
