@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from planner.dialects.base.bindings import EDIT, Fields, InexpressibleError, Settings, is_edit
+from planner.dialects.base.bindings import EDIT, Fields, InexpressibleError, Settings, Value, is_edit
 from planner.dialects.base.dialect import Move
 from planner.foreign.case import Case
 
@@ -62,6 +62,8 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
         with contextlib.suppress(InexpressibleError):  # what it is now has no word: it came about by itself
             old |= binding.to_settings(case.fields)
         new |= binding.to_settings(after)
+        if isinstance(binding, Value) and binding.setting in old and binding.setting not in new:
+            new[binding.setting] = binding.write(after[binding.field])  # the trainer's default, where another is typed
     typed = {
         name: _typed(_where(name, case.given.settings), value, case.dialect.assigns)
         for name, value in new.items()

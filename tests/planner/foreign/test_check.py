@@ -383,3 +383,16 @@ SDXL_FULL = (
     " --pretrained_model_name_or_path stabilityai/stable-diffusion-xl-base-1.0 --resolution 1024 --use_8bit_adam"
     " --gradient_checkpointing\n"
 )
+
+
+def test_a_change_back_to_the_trainers_default_is_said(tmp_path: Path) -> None:
+    """A batch of one is sd-scripts' default; where four is typed, leaving it out of the change would leave four."""
+    words = "sdxl_train_network.py --network_module networks.lora --mixed_precision bf16 --gradient_checkpointing"
+    (tmp_path / "a.sh").write_text(
+        f"{words} --resolution 1024,1024 --network_dim 64 --train_batch_size 4 --pretrained_model_name_or_path a\n"
+    )
+    dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
+    case = settle(dialect, given, {}, {"gpu": "12GB"})
+    other = case.changed({"batch_size": 1, "gradient_accumulation": 4})
+    changed = list(changed_words(case, other.fields, frozenset({"batch_size", "gradient_accumulation"})))
+    assert changed == ["--train_batch_size 1", "--gradient_accumulation_steps 4"]
