@@ -12,6 +12,7 @@ from planner import dialects
 from planner.catalog.shapes import grid
 from planner.dialects.base.script import from_file
 from planner.foreign.case import settle
+from planner.foreign.check import check_case
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
@@ -89,3 +90,13 @@ def test_the_text_keeps_what_offloading_sends_away_of_single_blocks(tmp_path: Pa
     name = "text and image of a block"
     kept = [run.sizes[event] for event in run.step.ops if event >= 0 and run.program.op[event] == name]
     assert kept == [2 * 3072 * tokens] * 37
+
+
+@pytest.mark.parametrize("gpu", ["8GB", "24GB", "80GB"])
+def test_weights_that_are_cast_anew_lie_in_the_buffers_in_every_stage(tmp_path: Path, gpu: str) -> None:
+    """On some cards the first step is a stage of its own."""
+    part = {"weight_dtype": "FLOAT_8", "offload_fraction": 0.7, "activation_offloading": True}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"transformer": part}))
+    dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
+    found = check_case(settle(dialect, given, {}, {"gpu": gpu}), search=False)
+    assert found.outcome.estimate.peak.allocated_bytes < 8 << 30
