@@ -99,4 +99,4 @@ def test_weights_that_are_cast_anew_lie_in_the_buffers_in_every_stage(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"transformer": part}))
     dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
     found = check_case(settle(dialect, given, {}, {"gpu": gpu}), search=False)
-    assert found.outcome.estimate.peak.allocated_bytes < 8 << 30
+    assert found.outcome.estimate.phases["train"].allocated_bytes < 8 << 30
