@@ -92,11 +92,12 @@ def test_the_text_keeps_what_offloading_sends_away_of_single_blocks(tmp_path: Pa
     assert kept == [2 * 3072 * tokens] * 37
 
 
-@pytest.mark.parametrize("gpu", ["8GB", "24GB", "80GB"])
-def test_weights_that_are_cast_anew_lie_in_the_buffers_in_every_stage(tmp_path: Path, gpu: str) -> None:
-    """On some cards the first step is a stage of its own."""
+@pytest.mark.parametrize("passes", [1, 2])
+def test_weights_that_are_cast_anew_lie_in_the_buffers_in_every_stage(tmp_path: Path, passes: int) -> None:
+    """A further pass before the optimizer steps is a stage of its own."""
     part = {"weight_dtype": "FLOAT_8", "offload_fraction": 0.7, "activation_offloading": True}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"transformer": part}))
+    config = CONFIG | {"transformer": part, "gradient_accumulation_steps": passes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
-    found = check_case(settle(dialect, given, {}, {"gpu": gpu}), search=False)
+    found = check_case(settle(dialect, given, {}, {"gpu": "80GB"}), search=False)
     assert found.outcome.estimate.phases["train"].allocated_bytes < 8 << 30
