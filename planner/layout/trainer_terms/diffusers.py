@@ -6,15 +6,13 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 from __future__ import annotations
 
 from planner.layout.encoders_vae import ComponentPass, alive_after, encoders, load_component, run_component
-from planner.layout.phases import take_sizes, weights_on_gpu
+from planner.layout.phases import RGB, take_sizes, weights_on_gpu
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins
 from planner.layout.stored_positions import table_in_half
-from planner.layout.trainer_terms.shared import cache_kept_while_sampling
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling, clip_pixels
 from planner.layout.trainer_terms.trained_text_encoders import text_encoders_whole
 from planner.tape.program import Moment, Stage
-
-RGB = 3
 
 
 def cast_on_the_gpu(run: Run) -> None:
@@ -83,11 +81,7 @@ def clip_as_loaded(run: Run) -> None:
     """
     if run.phases.encode is None or run.strategy.vae == "cached":
         return
-    model, grid = run.facts.model, run.grid
-    patch, vae = model.shape.patch, model.vae
-    frames = (grid["F"] * patch[0] - 1) * vae.temporal + 1
-    pixels = grid["H"] * patch[1] * grid["W"] * patch[2] * vae.spatial**2
-    nbytes = 4 * RGB * grid["B"] * frames * pixels
+    nbytes = 4 * RGB * clip_pixels(run)
     clip = run.add(run.phases.encode, nbytes, "batch", "pixels as loaded", at=0)
     coming = run.add(run.optimizer_first, nbytes, "batch", "pixels of the next batch")
     run.leftovers = [*run.leftovers, clip]  # not in place: a search's runs share the list

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from planner.layout.encoders_vae import component_bytes
+from planner.layout.phases import RGB
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins, share_comes_back_in_fp32
-from planner.layout.trainer_terms.shared import cache_kept_while_sampling
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling, clip_pixels, steps_by_itself
 
 
 def all_at_start(run: Run) -> None:
@@ -19,6 +20,42 @@ def all_at_start(run: Run) -> None:
 def cache_emptied_between_swaps(run: Run) -> None:
     """``--low_vram`` empties the allocator's cache before and behind each encoder's turn."""
     run.empty_cache.around_encode = "swapped" in (run.strategy.text_encoder, run.strategy.vae)
+
+
+def clips_kept(run: Run) -> None:
+    """Clips lie on the GPU as they were loaded, in fp32, and in 16 bits, which the VAE encodes: both are variables of
+    the loop that stay until it takes the next batch (``batch["pixel_values"].to(weight_dtype)``). A model that sees
+    its first image is given the masked clip and the mask as well (``mask_pixel_values``, ``mask``)."""
+    if run.phases.encode is None or run.strategy.vae == "cached":
+        return
+    model = run.facts.model
+    shown = RGB + (RGB + 1 if model.config["in_channels"] > model.vae.latent_channels else 0)
+    values = shown * clip_pixels(run)
+    clips = [
+        run.add(run.phases.encode, nbytes * values, "batch", name, at=at)
+        for at, (nbytes, name) in enumerate(((4, "clips as loaded"), (2, "clips in 16 bits")))
+    ]
+    run.leftovers = [*run.leftovers, *clips]  # not in place: a search's runs share the list
+    for stage in (run.optimizer_first, run.optimizer):
+        run.free(stage, clips)
+
+
+def gradients_in_a_list(run: Run) -> None:
+    """Gradients are listed before they are clipped, and the list is a variable of the loop: ``zero_grad`` frees none,
+    and each lives until the next backward pass has made its own beside it (``trainable_params_grads``; not with
+    DeepSpeed or FSDP)."""
+    if not steps_by_itself(run):
+        return
+    gradients = list(run.named("gradient").items())
+    names = {buffer: name for name, buffer in gradients}
+    listed = {buffer: run.new(run.sizes[buffer], "gradient", f"listed {name}") for buffer, name in names.items()}
+    for stage in (run.optimizer_first, run.optimizer):
+        # Its number is that of the next step's gradient, so it goes on under another, in the same place.
+        stage.stretches = [
+            (moment, [each for event in events for each in ((event, listed[~event]) if ~event in listed else (event,))])
+            for moment, events in stage.stretches
+        ]
+    run.free(run.optimizer, listed.values(), at=0)
 
 
 def second_transformer(run: Run) -> None:
@@ -36,6 +73,8 @@ def second_transformer(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     all_at_start,
+    clips_kept,
+    gradients_in_a_list,
     cache_emptied_between_swaps,
     second_transformer,
     cache_kept_while_sampling,

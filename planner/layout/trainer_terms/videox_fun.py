@@ -5,10 +5,27 @@ Encoders start in host RAM, and validation uses the live transformer.
 
 from __future__ import annotations
 
-from planner.layout.run import Transform
+from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins
-from planner.layout.trainer_terms.easyanimate import cache_emptied_between_swaps
+from planner.layout.trainer_terms.easyanimate import (
+    cache_emptied_between_swaps,
+    clips_kept,
+    gradients_in_a_list,
+)
 from planner.layout.trainer_terms.shared import cache_kept_while_sampling
 
-TERMS: tuple[Transform, ...] = (cache_emptied_between_swaps, cache_kept_while_sampling, bucket_as_backward_begins)
+
+def gradients_of_full_training(run: Run) -> None:
+    """Its `train.py` lists gradients as EasyAnimate's does, and `train_lora.py` does not."""
+    if run.job.method == "full":
+        gradients_in_a_list(run)
+
+
+TERMS: tuple[Transform, ...] = (
+    cache_emptied_between_swaps,
+    clips_kept,
+    gradients_of_full_training,
+    cache_kept_while_sampling,
+    bucket_as_backward_begins,
+)
 """The last: scripts/*/README_TRAIN.md install DeepSpeed 0.17.0."""

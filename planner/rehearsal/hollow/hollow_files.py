@@ -128,6 +128,8 @@ def _plan_repository(root: Path, repository: hub.HollowRepository, work: _Work, 
     for file, name in repository.files.items():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         work.files.append((root / file, published_checkpoints()[name].tensors()))
+    for file, config in repository.configs.items():
+        hub.write_json(root / file, config)
     for folder, kind in repository.tokenizers.items():
         (root / folder).mkdir(parents=True, exist_ok=True)
         write_tokenizer(root / folder, kind)

@@ -35,6 +35,8 @@ class HollowRepository(Record):
     """file to a published checkpoint"""
     models: dict[str, str] = {}
     """folder to `denoiser`, `vae`, or the name of an encoder"""
+    configs: dict[str, dict[str, Any]] = {}
+    """JSON file to what it says"""
     tokenizers: dict[str, TokenizerKind] = {}
     absent: tuple[str, ...] = ()
     """parts that the pipeline's class asks for, and that are left out"""
@@ -107,14 +109,15 @@ def write_pipeline_files(root: Path, repository: HollowRepository) -> None:
     index |= {folder: ["transformers", classes[kind]] for folder, kind in repository.tokenizers.items()}
     index |= {part: [None, None] for part in repository.absent}
     index["scheduler"] = ["diffusers", repository.scheduler["_class_name"]]
-    _write_json(root / "scheduler" / "scheduler_config.json", repository.scheduler)
+    write_json(root / "scheduler" / "scheduler_config.json", repository.scheduler)
     if repository.image_processor:
         index[repository.image_processor] = ["transformers", "CLIPImageProcessor"]
         processor = {"image_processor_type": "CLIPImageProcessor"}  # and its defaults, which are CLIP's
-        _write_json(root / repository.image_processor / "preprocessor_config.json", processor)
-    _write_json(root / "model_index.json", index)
+        write_json(root / repository.image_processor / "preprocessor_config.json", processor)
+    write_json(root / "model_index.json", index)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A small file of a repository; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2), encoding="utf-8")

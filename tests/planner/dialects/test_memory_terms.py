@@ -24,6 +24,7 @@ from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, lora_layers, musubi_tuner
+from planner.layout.trainer_terms.shared import clip_pixels
 from planner.layout.trainer_terms.simpletuner import QUANTO
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
@@ -175,6 +176,29 @@ def test_easyanimate_validates_with_a_second_transformer() -> None:
     more = found["denoise"].replayed.allocated_peak_bytes - LOADED - STATES - weights
     assert 0 <= more - component_bytes(run, "cached") < 512
     assert found["decode"].allocated_after_bytes == LOADED + STATES
+
+
+def test_easyanimate_lists_gradients_until_the_next_backward_pass_is_over() -> None:
+    plain, listed = laid_out(), laid_out()
+    easyanimate.gradients_in_a_list(listed)
+    before, behind = peaks(plain), peaks(listed)
+    assert behind["step"] == before["step"] + GRADIENTS
+    assert behind["optimizer_first"] == before["optimizer_first"]
+    shared = laid_out(sharding="zero-2", optimizer_step="foreach")
+    easyanimate.gradients_in_a_list(shared)
+    assert peaks(shared) == peaks(laid_out(sharding="zero-2", optimizer_step="foreach"))
+
+
+def test_easyanimate_keeps_clips_in_both_formats() -> None:
+    run, cached = done_by("easyanimate", text_encoder="swapped", vae="swapped"), done_by("easyanimate")
+    pixels = clip_pixels(run)
+    batch = [run.sizes[buffer] for buffer in run.leftovers if buffer not in cached.leftovers]
+    assert batch == [4 * 3 * pixels, 2 * 3 * pixels]
+    assert all(~buffer in run.optimizer.ops for buffer in run.leftovers)
+
+
+def test_a_lora_of_videox_fun_lists_no_gradients() -> None:
+    assert peaks(done_by("videox-fun"))["step"] == peaks(laid_out())["step"]
 
 
 # ---- cogvideox-factory

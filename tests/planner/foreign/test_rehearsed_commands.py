@@ -18,7 +18,7 @@ from planner.dialects.base.script import from_file
 from planner.foreign.case import settle
 from planner.foreign.check import check_case
 
-TRAINERS = ("diffusers", "musubi-tuner", "onetrainer", "sd-scripts")
+TRAINERS = ("cogvideo", "diffusers", "musubi-tuner", "onetrainer", "sd-scripts", "videox-fun")
 FILES = [profiles.REHEARSALS / "commands" / f"{trainer}.jsonl" for trainer in TRAINERS]
 ROWS = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
 ALLOCATED, DEVICE = 0.02, 0.05
@@ -30,11 +30,14 @@ FURTHER = {
     "onetrainer-flux1-full-adafactor-offload-0.5": (0.025, DEVICE),
     "onetrainer-sd1.5-lora-b4": (0.07, 0.055),
     "diffusers-sd3.5-medium-full-8bit": (ALLOCATED, 0.07),
+    "videox-fun-wan1.3b-lora-b4": (0.025, DEVICE),
+    "videox-fun-flux1-lora": (0.05, 0.08),
 }
 """sd-scripts, four samples without checkpointing: one bf16 tensor of each transformer block is not found yet, of every
 sample. OneTrainer over nf4 goes on in bf16 where bitsandbytes' own layer, which is recorded, gives fp32 back for what a
 norm made under autocast: too high, with the samples. Of SD 1.5 it checkpoints the transformer blocks alone and not what
-is around them, which is not recorded: too low. The others are not explained."""
+is around them, which is not recorded: too low. VideoX-Fun's adapters are priced on the model's usual layers and not on
+those of ``--target_name``: more in FLUX.1, fewer in Wan. The others are not explained."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["id"] for row in ROWS])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.rehearsal.hollow.hollow_files import hollow_files
 from planner.rehearsal.hollow.hollow_request import parse_request
@@ -140,3 +141,13 @@ def test_a_folder_with_weights_is_left_alone(here: Path) -> None:
     ):
         pass
     assert (here / "model" / "diffusion_pytorch_model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_repository_comes_with_its_config(here: Path) -> None:
+    with hollow_files([parse_request("models/Wan=Wan-AI/Wan2.1-T2V-1.3B")], sys.executable, here / "run", os.environ):
+        config = json.loads((here / "models/Wan/config.json").read_text())
+    profile = lookup.model("wan2.1-t2v-1.3b").config
+    assert config["dim"] == profile["num_attention_heads"] * profile["attention_head_dim"]
+    assert config["num_layers"] == profile["num_layers"]
+    assert config["ffn_dim"] == profile["ffn_dim"]
+    assert not (here / "models/Wan/config.json").exists()
