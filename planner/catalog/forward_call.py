@@ -24,6 +24,13 @@ class LengthSum(Record):
     products: tuple[Text, ...]
 
 
+class RoundedLength(Record):
+    """A length that a model fills up to a multiple: a product of sizes in units, rounded up."""
+
+    product: Text
+    unit: Count
+
+
 class ForwardCall(Record):
     """The arguments of `forward`, and what of its output the loss compares."""
 
@@ -43,6 +50,8 @@ class ForwardCall(Record):
     """sizes that cannot vary"""
     sums: dict[str, LengthSum] = {}
     """lengths in the model that are sums"""
+    rounded: dict[str, RoundedLength] = {}
+    """lengths in the model that are rounded up, which sums may have beside products"""
     short_sides: Flag = False
     """tables of positions end before the rows and columns that tapes are usually recorded at"""
     idle: tuple[Text, ...] = ()

@@ -5,9 +5,11 @@
     encoder_attention_mask = "B T ones"   # a mask that leaves nothing out
     num_frames = "number F"               # no tensor
     img_shapes = { samples = [["number F", "number H", "number W"]] }   # a list with one entry per sample
+    text_encoder_layers = { blocks = "B T 2048" }   # a list with one entry per block
     guidance = "none"                     # an optional argument that is not given
 
-A dimension is a whole number, a product of sizes (`2H`, `FHW`) or a sum of those (`FHW+T`). The sizes are letters of
+A dimension is a whole number, a product of sizes (`2H`, `FHW`) or a sum of those (`FHW+T`), of which a number may be
+taken away (`4F-3`). The sizes are letters of
 `planner.tape.format.ATOMS`: B samples, F frames, H rows and W columns of the patch grid, T text tokens, E others.
 Brackets make a tuple; a list where they hold others.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from planner.errors import VplanError, did_you_mean, quoted
@@ -31,6 +33,8 @@ UNKNOWN = "?"
 """In place of a width that a layer of the model asks for: dry runs find it out."""
 SAMPLES = "samples"
 """The only key of a table that stands for a list with one entry per sample."""
+BLOCKS = "blocks"
+"""The only key of a table that stands for a list with one entry per block of the model."""
 _TERM = re.compile(rf"(\d*)\*?([{LETTERS}]*)", re.ASCII)
 _MOST_ENTRIES = 200
 _DEEPEST = 4
@@ -100,8 +104,11 @@ def parse(text: object, where: str) -> Argument:
 
 
 def _dimension(word: str, where: str) -> tuple[Term, ...]:
-    terms = []
-    for part in word.split("+"):
+    terms: list[Term] = []
+    for part in re.sub(r"(?<=.)-(?=\d+(\+|-|$))", "+-", word, flags=re.ASCII).split("+"):
+        if terms and re.fullmatch(r"-\d{1,6}", part, re.ASCII):
+            terms.append(Term(int(part), ""))
+            continue
         match = _TERM.fullmatch(part)
         if match is None or not part or len(part) > 12:
             fix = f"a size is a whole number, or a product of {', '.join(LETTERS)} such as 2H or FHW+T"
@@ -113,14 +120,17 @@ def _dimension(word: str, where: str) -> tuple[Term, ...]:
 _MOST_PRODUCTS = 200
 
 
-def length(text: str, where: str) -> tuple[int, tuple[str, ...]]:
-    """(constant, products) of a sum such as `16FHW+T+1`, each product as often as its coefficient says. Raises a
-    VplanError for what is none."""
-    terms = _dimension(text, where)
+def length(text: str, where: str, names: Collection[str] = ()) -> tuple[int, tuple[str, ...]]:
+    """(constant, products) of a sum such as `16FHW+T+1`, each product as often as its coefficient says. ``names``: of
+    lengths that are rounded up, which may stand for a product. Raises a VplanError for what is none."""
+    parts = text.split("+")
+    rounded = tuple(part for part in parts if part in names)
+    plain = "+".join(part for part in parts if part not in names)
+    terms = _dimension(plain, where) if plain else ()
     products = [letters for count, letters in terms if letters for _ in range(min(count, _MOST_PRODUCTS + 1))]
     if len(products) > _MOST_PRODUCTS:
         raise VplanError(f"{where}: {quoted(text)} adds up too much", f"{_MOST_PRODUCTS} at most, coefficients counted")
-    return sum(count for count, letters in terms if not letters), tuple(products)
+    return sum(count for count, letters in terms if not letters), (*products, *rounded)
 
 
 def leaves(tree: object, name: str) -> Iterator[tuple[str, Argument, bool]]:
@@ -132,8 +142,9 @@ def _leaves(tree: object, name: str, per_sample: bool, depth: int) -> Iterator[t
     if depth > _DEEPEST:
         raise VplanError(f"{name} is nested too deeply", "four levels at most")
     if isinstance(tree, dict):
-        if SAMPLES in tree and len(tree) > 1:
-            raise VplanError(f"{name}: {SAMPLES!r} stands beside other keys", "it is a list's only key")
+        for only in (SAMPLES, BLOCKS):
+            if only in tree and len(tree) > 1:
+                raise VplanError(f"{name}: {only!r} stands beside other keys", "it is a list's only key")
         for key, inner in tree.items():
             yield from _leaves(
                 inner, name if key == SAMPLES else f"{name}.{key}", per_sample or key == SAMPLES, depth + 1

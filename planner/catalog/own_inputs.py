@@ -6,6 +6,7 @@
     lora_targets = ["to_q", "to_v"]       # layers that an adapter is put on
     vae = { spatial = 8, temporal = 4 }   # by how much it shrinks a clip
     lengths = ["16FHW+40HW+T"]            # tokens that the model joins, where several have a coefficient
+    rounded.P = { product = "HW", unit = 32 }  # a length that the model fills up to a multiple, for lengths = ["P+T"]
     inputs.hidden_states = "B 16 F 2H 2W" # an argument of forward, see planner.catalog.forward_inputs
 
 Every line is optional.
@@ -13,10 +14,14 @@ Every line is optional.
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
 
 import profiles
-from planner.catalog.forward_inputs import check, length
+from planner.catalog.forward_call import RoundedLength
+from planner.catalog.forward_inputs import check, length, parse
+from planner.errors import VplanError
 from planner.schema import Count, Record, Text
 from planner.untrusted import read_document
 
@@ -37,6 +42,7 @@ class OwnInputs(Record):
     lora_targets: tuple[Text, ...] = ()
     vae: Shrinkage | None = None
     lengths: tuple[Text, ...] = ()
+    rounded: dict[Annotated[str, Field(pattern="^[CDGPQ]$")], RoundedLength] = {}
     inputs: dict[str, Any] = {}
 
     @classmethod
@@ -58,5 +64,8 @@ class OwnInputs(Record):
         if found.inputs:
             check(found.inputs, path.name)
         for text in found.lengths:
-            length(text, path.name)
+            length(text, path.name, found.rounded)
+        for name, entry in found.rounded.items():
+            if parse(entry.product, f"{path.name}: rounded.{name}").numbers != 1:
+                raise VplanError(f"{path.name}: rounded.{name} is no product", 'write product = "HW"')
         return found

@@ -48,7 +48,8 @@ def plain_kernel(machine: Machine, gpu: GpuProfile) -> str:
 def workspaces(name: str) -> tuple[str, ...]:
     """The tapes' workspace entries that hold for a kernel that runs where flash was recorded.
 
-    FlashAttention-2, cuDNN and memory-efficient attention all accumulate dq in fp32 for half-precision inputs.
+    FlashAttention-2, cuDNN and memory-efficient attention all accumulate dq in fp32 for half-precision inputs. Of how
+    many rows differs: `take_rows_as_they_are`.
     """
     return ("flash",) if name in ("flash", "cudnn", "efficient") else ()
 
@@ -73,6 +74,23 @@ def take_masks_as_they_are(run: Run) -> None:
         (moment, [later.get(event, event) for event in stretch if event not in dropped])
         for moment, stretch in run.step.stretches
     ]
+
+
+def take_rows_as_they_are(run: Run) -> None:
+    """Makes what attention's backward takes beside its outputs as long as the queries, as cuDNN does: flash rounds rows
+    up to 128 (NVIDIA/cudnn-frontend include/cudnn_frontend/node/scaled_dot_product_flash_attention.h: dQ_accum_size,
+    and softmax_sum likewise, of the backward; seen of UNetSpatioTemporalConditionModel on a virtual H200, whose
+    frames are 25 rows)."""
+    program, exact = run.program, dict[int, int]()
+    for buffer, name in program.kernel.items():
+        number = program.buffers[buffer]
+        size = program.sizes[number]
+        if name != "flash" or isinstance(size, int) or size[1].multiple <= 1:
+            continue
+        if number not in exact:
+            exact[number] = len(program.sizes)
+            program.sizes.append((size[0], size[1]._replace(multiple=1)))
+        program.buffers[buffer] = exact[number]
 
 
 def padded_masks(operators: Sequence[str]) -> list[tuple[int, int]]:

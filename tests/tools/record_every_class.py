@@ -79,11 +79,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_head_dim": 72, "caption_channels": 4096, "cross_attention_dim": 1152, "in_channels": 4,
         "norm_elementwise_affine": False, "norm_type": "ada_norm_single", "out_channels": 8, "patch_size": 2,
     },
-    "StableCascadeUNet": {
+    "StableCascadeUNet": {  # its prior's widths (huggingface.co/stabilityai/stable-cascade-prior, prior/config.json)
+        "clip_image_in_channels": 768, "clip_text_in_channels": 1280, "clip_text_pooled_in_channels": 1280,
         "down_num_layers_per_block": [1, 1], "up_num_layers_per_block": [1, 1],
         "down_blocks_repeat_mappers": [1, 1], "up_blocks_repeat_mappers": [1, 1],
     },
     "UNet1DModel": {"extra_in_channels": 64},
+    "WanAnimateTransformer3DModel": {"num_layers": 10},  # a face adapter behind each fifth: a multiple of five
     "WanVACETransformer3DModel": {"vace_layers": [0, 2, 4, 6]},
     "LuminaNextDiT2DModel": {"num_kv_heads": 8},
     "OmniGenTransformer2DModel": {"rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48}},
@@ -186,7 +188,8 @@ def page(rows: Sequence[dict[str, Any]], total: int) -> str:
         f"and full training, checkpointed and not where the class can: {alone} by dry runs alone, the others with",
         f"arguments that vplan knows of the class. The allocated peaks of {close} are within {CLOSE_PCT} % of a",
         f"recording at full depth and another shape, those of {exact} to the byte. Steps of LoRA and of full training",
-        f"were run on a virtual GPU too of {len(rehearsed)}, of which {near} within {CLOSE_PCT} % allocated.",
+        f"were run on a virtual GPU too of {len(rehearsed)}, of which {near} within {CLOSE_PCT} % allocated; of the",
+        f"other {len(recorded) - len(rehearsed)} that record, none was.",
         "",
         "| class | outcome | from full depth | from the virtual GPU |",
         "|---|---|---|---|",

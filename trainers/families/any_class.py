@@ -37,6 +37,7 @@ class AnyClass(Family):
         self.called = ForwardCall.read(profile.inputs)
         self.fixed = {**({"F": 1} if profile.kind == "image" else {}), **self.called.fixed}
         self.sums = {name: (entry.constant, entry.products) for name, entry in self.called.sums.items()}
+        self.rounded = {name: (entry.product, entry.unit) for name, entry in self.called.rounded.items()}
         self.short_sides = self.called.short_sides
         self.extra_tokens = self.called.uses("E")
         self.shared = frozenset(

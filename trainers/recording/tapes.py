@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -51,12 +51,24 @@ SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES = (71, 101, 103, 107), (73, 79, 83, 89
 for tables of positions that end before them."""
 
 
+class NoPrimeShape(VplanError):
+    """No shape shows all lengths of a model that are sums."""
+
+
+RARE_FRAMES, RARE_TIMES = (419,), 24
+"""Where no shape shows all sums: more frames (of which 2F + 5, F + 2 and 4F + 9 show), and up to so many times a prime.
+"""
+MOST_SHAPES = 20_000
+"""That are tried of each kind."""
+
+
 def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """(shape to record at, values of the sums there, atoms the tape holds fixed). ``batch`` None: any.
 
     The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
-    sizes too. What is counted in several and rounded up is a prime of any size: tables of positions keep texts short.
-    Raises a VplanError where a table of positions ends before the shortest of these lengths.
+    sizes too; where there is no such shape, up to `RARE_TIMES` one. What is counted in several and rounded up is a
+    prime of any size: tables of positions keep texts short. Raises a VplanError where a table of positions ends before
+    the shortest of these lengths, a NoPrimeShape where no shape shows all sums.
     """
     kind = family(profile)
     regime = {**kind.fixed, **({"B": batch} if batch else {})}
@@ -65,15 +77,28 @@ def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int]
         heights, widths, lengths = SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES
     texts = [PRIMES["T"], *filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))]
     extras = list(filter(_is_prime, range(PRIMES["E"], 2 * PRIMES["E"]))) if kind.extra_tokens else [PRIMES["E"]]
-    for height, extra, text, frames, width in itertools.product(heights, extras, texts, lengths, widths):
+    used = "".join(product for product, _ in kind.rounded.values())
+    used += "".join(product for _, products in kind.sums.values() for product in products)
+    choices = [
+        values if letter in used else values[:1]  # what no sum has changes nothing
+        for letter, values in (("H", heights), ("E", extras), ("T", texts), ("F", lengths), ("W", widths))
+    ]
+    usual = itertools.product((12,), *choices)
+    rare = itertools.product((RARE_TIMES,), *choices[:3], (*choices[3], *RARE_FRAMES), choices[4])
+    tried = (itertools.islice(shapes, MOST_SHAPES) for shapes in (usual, rare))
+    for most, height, extra, text, frames, width in itertools.chain.from_iterable(tried):
         grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
         sums = derived(grid, kind.rounded, kind.sums)
         aligned = kind.copies_masks and any(value % MASK_ALIGNMENT == 0 for value in sums.values())
-        shown = all(_shows(value) or (name in kind.rounded and _is_prime(value)) for name, value in sums.items())
+        shown = all(
+            _shows(value, most, grid.values()) or (name in kind.rounded and _is_prime(value))
+            for name, value in sums.items()
+        )
         if shown and not aligned:
             _check_positions(profile, kind.longest_side, max(grid["F"], grid["H"], grid["W"]))
             return grid, sums, regime
-    raise AssertionError(f"no prime shape for {profile.name}")
+    fault = f"{profile.name} has too many lengths that are sums: no shape shows them all"
+    raise NoPrimeShape(fault, "a larger cell may have fewer: write patch = [1, 16, 16] for --inputs")
 
 
 def _check_positions(profile: ModelProfile, longest: int | None, needed: int) -> None:
@@ -82,9 +107,13 @@ def _check_positions(profile: ModelProfile, longest: int | None, needed: int) ->
         raise VplanError(fault, f"record a copy of its config with a longer one: that of {profile.lent_by} will do")
 
 
-def _shows(value: int) -> bool:
-    """Whether a sum can be told from all else in a size: up to twelve times a prime above those of the models."""
-    return any(value % few == 0 and value // few > 128 and _is_prime(value // few) for few in range(1, 13))
+def _shows(value: int, most: int, sizes: Collection[int]) -> bool:
+    """Whether a sum can be told from all else in a size: up to ``most`` times a prime above those of the models, which
+    is none of the shape's ``sizes`` itself."""
+    return any(
+        value % few == 0 and value // few > 128 and value // few not in sizes and _is_prime(value // few)
+        for few in range(1, most + 1)
+    )
 
 
 def _is_prime(number: int) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 import profiles
 from planner.catalog.forward_call import ForwardCall
-from planner.catalog.forward_inputs import check, leaves, parse
+from planner.catalog.forward_inputs import check, leaves, length, parse
 from planner.catalog.own_inputs import OwnInputs
 from planner.errors import VplanError
 
@@ -27,6 +27,8 @@ GRID = {"B": 2, "F": 3, "H": 5, "W": 7, "T": 11, "E": 13}
         ("number 2H", (10,), "number"),
         ("number 25.0", (25,), "number"),
         ("FHW 3 fp32", (105, 3), "fp32"),
+        ("B 3 4F-3 512", (2, 3, 9, 512), "float"),
+        ("B 2F+HW-1", (2, 40), "float"),
     ],
 )
 def test_a_description_is_a_shape(text: str, shape: tuple[int, ...], kind: str) -> None:
@@ -39,6 +41,7 @@ def test_a_description_is_a_shape(text: str, shape: tuple[int, ...], kind: str) 
     [
         ("B 16 X", "'X' is no size"),
         ("B 16 -3", "'-3' is no size"),
+        ("B 16 4F-H", "'4F-H' is no size"),
         ("B T onse", "'onse' is no kind of tensor"),
         ("", "is '', not a shape"),
         (7, "is 7, not a shape"),
@@ -60,6 +63,18 @@ def test_a_list_has_an_entry_for_each_sample() -> None:
         check({"x": {"samples": "T 4", "more": "T 4"}}, "file.toml")
 
 
+def test_a_list_has_an_entry_for_each_block() -> None:
+    assert check({"texts": {"blocks": "B T ?"}}, "file.toml")
+    with pytest.raises(VplanError, match="'blocks' stands beside other keys"):
+        check({"x": {"blocks": "T 4", "more": "T 4"}}, "file.toml")
+
+
+def test_a_length_may_be_one_that_is_rounded_up() -> None:
+    assert length("2F+P+T+5", "lengths", {"P"}) == (5, ("F", "F", "T", "P"))
+    with pytest.raises(VplanError, match=r"'T\+P' is no size"):
+        length("T+P", "lengths")
+
+
 def test_a_table_nested_without_end_is_refused() -> None:
     tree: object = "B 4"
     for _ in range(50):
@@ -78,6 +93,9 @@ def test_a_table_nested_without_end_is_refused() -> None:
         ("patch = [1, 2]", "patch"),
         ("vae = { spatial = -8 }", "spatial"),
         ("inputs.x = ", "file.toml"),
+        ('rounded.P = { product = "2HW", unit = 32 }', "rounded.P is no product"),
+        ('rounded.T = { product = "HW", unit = 32 }', "rounded"),
+        ('lengths = ["P+T"]', "'P+T' is no size"),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, text: str, complaint: str) -> None:

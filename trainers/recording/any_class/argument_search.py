@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from planner.catalog.forward_inputs import SAMPLES, parse
+from planner.catalog.forward_inputs import BLOCKS, SAMPLES, parse
 from trainers.recording.any_class import candidates
 from trainers.recording.any_class.candidates import IGNORED, MAIN, ClassFacts
 from trainers.recording.any_class.dry_run import (
@@ -72,7 +72,7 @@ class ArgumentSearch:
         parameters = [entry for entry in signature.parameters.values() if entry.kind not in plain]
         self.parameters = {entry.name: entry for entry in parameters if entry.name != "self"}
         self.doc = inspect.cleandoc(type(model.model).forward.__doc__ or "")
-        self.grid = {**GRID, **({"F": 1} if question.one_frame else {})}
+        self.grid = {**GRID, **({"F": 1} if question.one_frame else {}), BLOCKS: question.blocks}
         self.runs = 0
         self.last = ""
         """how the combination that came furthest failed, for messages"""
@@ -180,9 +180,7 @@ class ArgumentSearch:
             if not isinstance(outcome, Complaint):
                 if owners:
                     why = "any width runs, so that none can be told"
-                    self._note(
-                        [MissingArgument(name, why, self._example(name)) for name in set(owners.values())]
-                    )
+                    self._note([MissingArgument(name, why, self._example(name)) for name in set(owners.values())])
                     return None
                 sources = {name: "given" if name in self.question.given else "found" for name in table}
                 return FoundArguments(table, outcome, self.grid, sources)

@@ -50,6 +50,11 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
                 yield name, module
 
 
+def list_names(model: nn.Module) -> list[str]:
+    """The outermost module lists of a model that hold parameters."""
+    return [name for name, _ in _lists(model)]
+
+
 def block_lists(model_class: Any, config: Mapping[str, Any], model: nn.Module) -> list[BlockList]:
     """The lists of blocks of a model, in no order. A list is one when a config key counts it, or when it is called as
     the stages of a UNet are."""

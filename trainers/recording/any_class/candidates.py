@@ -56,6 +56,8 @@ class ClassFacts(NamedTuple):
     pipeline: PipelineFacts | None
     given: Mapping[str, Any]
     """arguments as the user described them"""
+    blocks: int
+    """of the model that is called"""
 
 
 def layouts(patch: Patch, one_frame: bool) -> list[str]:

@@ -16,7 +16,7 @@ from torch.nn import Linear, RMSNorm
 
 from planner.catalog.diffusers_folder import CONFIG, Config, Source, architecture
 from planner.catalog.forward_call import ANY, FAMILY, LAST, ForwardCall
-from planner.catalog.forward_inputs import SAMPLES, leaves, length
+from planner.catalog.forward_inputs import BLOCKS, SAMPLES, leaves, length
 from planner.catalog.own_code import is_own
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile, Stack
@@ -36,11 +36,12 @@ from trainers.recording.any_class.block_lists import (
     block_lists,
     built,
     in_running_order,
+    list_names,
     stand_for_all,
 )
 from trainers.recording.any_class.candidates import MAIN, ClassFacts, Patch
 from trainers.recording.any_class.dry_run import FakeModel
-from trainers.recording.any_class.length_sums import with_sums
+from trainers.recording.any_class.length_sums import NoRun, with_sums
 from trainers.recording.any_class.pipeline_source import PipelineFacts, is_video_class, pipelines_of
 from trainers.recording.any_class.vae import Latents, LatentSpace, latent_space
 
@@ -95,6 +96,7 @@ class _Description:
         self.assumed: list[str] = []
         model = built(model_class, config)
         self.lists = block_lists(model_class, config, model)
+        self.says_blocks = False
         self.is_video = self._is_video()
         self.answer = self._answer()
 
@@ -129,14 +131,23 @@ class _Description:
         for entry in self.lists:
             if isinstance(self.config.get(entry.depth_key), int):
                 shallow[entry.depth_key] = min(SHALLOW, self.config[entry.depth_key])
+        whole = built(self.model_class, self.config)
         try:
             model = built(self.model_class, shallow)
+            if list_names(model) != list_names(whole):  # such as adapters behind every fifth block
+                model = whole
         except own.REFUSALS:  # some keys must fit each other: then it is tried at its own depth
-            model = built(self.model_class, self.config)
+            model = whole
+        blocks = sum(len(list(model.get_submodule(entry.name).children())) for entry in self.lists)
         self.fake = FakeModel(model)
-        question = ClassFacts(self.config, self.patch, not self.is_video, self.pipeline, self.inputs.inputs)
+        question = ClassFacts(self.config, self.patch, not self.is_video, self.pipeline, self.inputs.inputs, blocks)
         found = ArgumentSearch(self.fake, question).find()
         if isinstance(found, FoundArguments):
+            every = sum(entry.blocks for entry in self.lists)
+            for name, tree in found.forward.items():
+                if isinstance(tree, dict) and BLOCKS in tree:
+                    found.forward[name] = [tree[BLOCKS]] * every
+                    self.says_blocks = True
             if looped := [letter for letter in found.varies if letter != "B"]:
                 words = {"F": "frames", "H": "rows", "T": "text tokens"}
                 fault = f"{self.source.class_name} loops over its {' and '.join(words[letter] for letter in looped)}"
@@ -153,13 +164,16 @@ class _Description:
         main = self._main_name()
         is_sequence = not re.search(r"\b\d*H\b", self._main_dims(main))
         latents = Latents(self._latent_channels(main), self.is_video, is_sequence)
-        space = latent_space(self.source, self.pipeline, self.inputs, latents)
+        space = latent_space(self.source, self.pipeline, self.inputs, latents, self.said)
         self.assumed += space.assumed
         profile = self._profile(name, parameters, main, space)
         for alike in (True, False) if self._can_be_shallow(profile) else (False,):
             stacks = tuple(stack if alike else stack.replace(alike=False) for stack in profile.stacks)
             try:
                 return with_sums(profile.replace(stacks=stacks, traits=profile.traits))
+            except NoRun:  # with few blocks: some classes count on a multiple
+                if not alike:
+                    raise
             except AssertionError:
                 if not alike:
                     raise VplanError(
@@ -169,7 +183,9 @@ class _Description:
 
     def _can_be_shallow(self, profile: ModelProfile) -> bool:
         """Whether the class can be built with fewer blocks that tell of all: a config may name them by number
-        (`vace_layers`)."""
+        (`vace_layers`), or something may be given to each."""
+        if self.says_blocks:
+            return False
         try:
             shallow = built(self.model_class, tapes.shallow_config(profile))
         except own.REFUSALS:
@@ -268,7 +284,8 @@ class _Description:
         is_list = isinstance(self.answer.output[0], list | tuple)
         out = [len(outputs), *outputs[0].shape] if is_list else list(outputs[0].shape)
         call: dict[str, Any] = {"forward": self.answer.forward, "main": main, "channel_axis": axis}
-        told = (length(text, "lengths") for text in self.inputs.lengths)
+        call["rounded"] = {name: entry.to_json() for name, entry in self.inputs.rounded.items()}
+        told = (length(text, "lengths", self.inputs.rounded) for text in self.inputs.lengths)
         call["sums"] = {
             f"S{number or ''}": {"constant": constant, "products": products}
             for number, (constant, products) in enumerate(told)
@@ -287,7 +304,7 @@ class _Description:
         for name, tree in self.answer.forward.items():
             known = "as is known of the class" if name in self.inputs.inputs else "found by dry runs"
             said = "as you said" if name in self.said.inputs else known
-            text = ", ".join(_shape_text(argument) for _, argument in _leaf_texts(tree, name))
+            text = _shapes_text([argument for _, argument in _leaf_texts(tree, name)])
             self.assumed.append(f"{name} is {text}, {said}")
         if self.answer.left_out:
             self.assumed.append(f"not given: {', '.join(self.answer.left_out)}")
@@ -429,8 +446,15 @@ def _leaf_texts(tree: Any, name: str) -> Iterator[tuple[str, str]]:
         yield name, tree
 
 
-def _shape_text(text: str) -> str:
-    return f"[{text}]"
+MOST_SHAPES = 4
+"""Like shapes that are named one by one."""
+
+
+def _shapes_text(texts: Sequence[str]) -> str:
+    """The shapes of an argument's tensors, in words."""
+    if len(texts) > MOST_SHAPES and len(set(texts)) == 1:
+        return f"{len(texts)} times [{texts[0]}]"
+    return ", ".join(f"[{text}]" for text in texts)
 
 
 def _all_texts(forward: Mapping[str, Any]) -> Iterator[str]:

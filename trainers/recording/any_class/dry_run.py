@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from planner.catalog.forward_inputs import SAMPLES, Argument, parse
+from planner.catalog.forward_inputs import BLOCKS, SAMPLES, Argument, parse
 from planner.garbage_collection import without_garbage_collection
 from trainers.recording import cuda_ops
 from trainers.recording.own import REFUSALS
@@ -129,7 +129,10 @@ class FakeModel:
 
 
 def value_of(tree: Any, grid: Mapping[str, int]) -> Any:
-    """The value of an argument's description at a shape, inside a fake mode."""
+    """The value of an argument's description at a shape, inside a fake mode. ``grid`` has the number of blocks too,
+    where something is given to each."""
+    if isinstance(tree, dict) and BLOCKS in tree:
+        return [value_of(tree[BLOCKS], grid) for _ in range(grid[BLOCKS])]
     if isinstance(tree, dict) and SAMPLES in tree:
         return [value_of(tree[SAMPLES], grid) for _ in range(grid["B"])]
     if isinstance(tree, dict):

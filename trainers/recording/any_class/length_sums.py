@@ -15,7 +15,7 @@ from typing import NamedTuple
 from planner.catalog.forward_call import ForwardCall, LengthSum
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
-from planner.tape.format import Sums, derived
+from planner.tape.format import RoundedUp, Sums, derived
 from planner.tape.variants import Precision, StepVariant
 from trainers.recording import tapes
 from trainers.recording.factoriser import Factoriser
@@ -35,6 +35,9 @@ size."""
 NEGLIGIBLE = 2**16
 """Bytes, at sides of hundreds of cells: a row of positions that is one longer than its side (F + 1). A tape keeps such
 a size as it was recorded."""
+NEGLIGIBLE_FILLING = 2**21
+"""The same where a model fills up a length to a multiple: rows behind it, and tables that have these twice, are at most
+twice as long as a text of two thousand tokens."""
 JOINED = {"S": LengthSum(constant=0, products=("FHW", "T"))}
 """Clip and text together, as most classes join them."""
 
@@ -44,6 +47,7 @@ def with_sums(profile: ModelProfile) -> ModelProfile:
     of positions need them. Raises a VplanError for a size that nothing explains, an AssertionError where blocks that
     are taken to be alike differ."""
     call = ForwardCall.read(profile.inputs)
+    failure: Exception | None = None
     for short in (False, True):
         tried = _with(profile, call.replace(short_sides=short))
         try:
@@ -52,12 +56,14 @@ def with_sums(profile: ModelProfile) -> ModelProfile:
             except ShapeDependence:  # a mask over all tokens is copied unless they are a multiple of 8
                 return _with_sums(_with(profile, call.replace(short_sides=short, sums=JOINED)))
         except REFUSALS as error:
-            if isinstance(error, AssertionError | VplanError):
+            lacks_shape = failure is not None and isinstance(error, tapes.NoPrimeShape)
+            if isinstance(error, AssertionError | VplanError) and not lacks_shape:
                 raise
-            if short:
-                fault = f"a training step of {profile.diffusers_class} does not run at any shape"
-                raise refusal(error, fault, "name its inputs with --inputs") from None
-    raise AssertionError("the last of both returns or raises")
+            failure = failure or error
+    assert failure is not None
+    fault = f"a training step of {profile.diffusers_class} does not run at any shape"
+    told = refusal(failure, fault, "name its inputs with --inputs")
+    raise NoRun(told.message, told.fix)
 
 
 def _with(profile: ModelProfile, call: ForwardCall) -> ModelProfile:
@@ -77,9 +83,14 @@ def _with_sums(profile: ModelProfile) -> ModelProfile:
         first = record_step(profile, job, strategy, grid, config)
         second = record_step(profile, job, strategy, other, config)
         known = {name: (entry.constant, entry.products) for name, entry in call.sums.items()}
-        found = mismatches(first, second, grid, other, known)
+        rounded = {name: (entry.product, entry.unit) for name, entry in call.rounded.items()}
+        found = mismatches(first, second, grid, other, known, rounded)
         if not found:
-            tapes.tape_of(profile, variant.name, first, grid, sums, regime, lengths=tapes.run_lengths(profile))
+            lengths = tapes.run_lengths(profile)
+            tapes.tape_of(profile, variant.name, first, grid, sums, regime, lengths=lengths)
+            for another in _others(profile, variant) if any(stack.alike for stack in profile.stacks) else ():
+                recording = record_step(profile, *another.records(profile), grid, config)
+                tapes.tape_of(profile, another.name, recording, grid, sums, regime, lengths=lengths)
             return profile
         more = new_sum(found, grid, other, known)
         if more == known:
@@ -89,6 +100,21 @@ def _with_sums(profile: ModelProfile) -> ModelProfile:
         entries = {name: LengthSum(constant=constant, products=products) for name, (constant, products) in more.items()}
         profile = _with(profile, call.replace(sums=entries))
     raise VplanError(f"{profile.diffusers_class} has more lengths that are sums than {MOST_SUMS}", "it needs a family")
+
+
+def _others(profile: ModelProfile, variant: StepVariant) -> Iterator[StepVariant]:
+    """Full training and checkpointing: blocks that are alike in one may differ in another, where gradients of what all
+    blocks are given add up."""
+    modes = ("none", "full") if profile.traits.checkpoints else ("none",)
+    for method, mode in itertools.product(("lora", "full"), modes):
+        precision = Precision("half", "half" if method == "lora" else "", autocast=False)
+        other = variant._replace(method=method, precision=precision, checkpointing=mode)
+        if other != variant:
+            yield other
+
+
+class NoRun(VplanError):
+    """A step that was found out raises at every shape, with as many blocks as it was given."""
 
 
 class ShapeDependence(VplanError):
@@ -110,7 +136,12 @@ def second_grid(grid: Mapping[str, int], regime: Mapping[str, int]) -> dict[str,
 
 
 def mismatches(
-    first: RawRecording, second: RawRecording, grid: Mapping[str, int], other: Mapping[str, int], sums: Sums
+    first: RawRecording,
+    second: RawRecording,
+    grid: Mapping[str, int],
+    other: Mapping[str, int],
+    sums: Sums,
+    rounded: RoundedUp,
 ) -> list[Mismatch]:
     """The sizes of a recording at ``grid`` that are something else at ``other`` than their product says. Raises a
     VplanError where what happens depends on the shape."""
@@ -124,14 +155,15 @@ def mismatches(
         fault = f"which operators run depends on the shape of a clip (first at allocation {position}, {op})"
         raise ShapeDependence(fault, "it cannot be recorded for all shapes; a family of its own can")
     # A batch of two would take the factor two of a length that is twice a prime.
-    atoms = {atom: size if size > FEW else 1 for atom, size in grid.items()} | derived(grid, {}, sums)
-    values = {**other, **derived(other, {}, sums)}
+    atoms = {atom: size if size > FEW else 1 for atom, size in grid.items()} | derived(grid, rounded, sums)
+    values = {**other, **derived(other, rounded, sums)}
     factoriser = Factoriser(atoms)
+    negligible = NEGLIGIBLE_FILLING if rounded else NEGLIGIBLE
     return [
         Mismatch(one.op, one.nbytes, two.nbytes)
         for one, two in zip(left, right, strict=True)
         if one.rounded is None
-        and max(one.nbytes, two.nbytes) > NEGLIGIBLE
+        and max(one.nbytes, two.nbytes) > negligible
         and not _agrees(factoriser, one, two, values)
     ]
 
@@ -149,7 +181,7 @@ def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[s
     constant what is left.
     """
     atoms = [atom for atom in "BFHWTE" if min(grid[atom], other[atom]) > FEW]
-    rests = {(_rest(entry.first, grid, atoms), _rest(entry.second, other, atoms)) for entry in found}
+    rests = {_rests(entry.first, grid, entry.second, other, atoms) for entry in found}
     fits = []
     for (left, right), products in itertools.product(rests, _combinations(grid)):
         one, two = (sum(math.prod(shape[atom] for atom in product) for product in products) for shape in (grid, other))
@@ -167,11 +199,15 @@ def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[s
     return {**known, f"S{len(known) or ''}": (constant, products)}
 
 
-def _rest(number: int, grid: Mapping[str, int], atoms: Sequence[str]) -> int:
+def _rests(
+    first: int, grid: Mapping[str, int], second: int, other: Mapping[str, int], atoms: Sequence[str]
+) -> tuple[int, int]:
+    """Two numbers without the sizes that both have as a factor, as often as both: a sum may be a multiple of a size at
+    one of two shapes."""
     for atom in atoms:
-        while number and number % grid[atom] == 0:
-            number //= grid[atom]
-    return number
+        while first and second and first % grid[atom] == 0 and second % other[atom] == 0:
+            first, second = first // grid[atom], second // other[atom]
+    return first, second
 
 
 def _combinations(grid: Mapping[str, int]) -> Iterator[tuple[str, ...]]:

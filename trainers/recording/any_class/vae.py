@@ -44,11 +44,12 @@ class Latents(NamedTuple):
 
 
 def latent_space(
-    source: Source, pipeline: PipelineFacts | None, inputs: OwnInputs, latents: Latents
+    source: Source, pipeline: PipelineFacts | None, inputs: OwnInputs, latents: Latents, said: OwnInputs
 ) -> LatentSpace:
-    """The latent space of a model. Raises a VplanError where nothing says how much the VAE shrinks a clip."""
+    """The latent space of a model. ``said``: what the user said, which alone goes before the folder's VAE. Raises a
+    VplanError where nothing says how much the VAE shrinks a clip."""
     if source.vae is not None:
-        return _of_folder(source.vae, inputs)
+        return _of_folder(source.vae, said)
     class_name = (pipeline.parts.get("vae", "") if pipeline else "").split(" | ")[0]
     spatial, temporal, origin = _factors(pipeline, inputs, latents, class_name)
     if spatial is None:
