@@ -26,6 +26,16 @@ NAMES = (
 )
 """Trainers with a file here."""
 
+FETCHED_AGAIN = frozenset({"ai-toolkit", "simpletuner@ramtorch"})
+"""Trainers whose swapped weights come once more for backward, layer by layer, so that they swap without checkpoints too
+(toolkit/memory_management/manager_modules.py ``_BouncingLinearFn``; simpletuner/helpers/ramtorch/modules/linear.py
+``BouncingLinearFn``)."""
+
+
+def fetches_again(trainer: str) -> bool:
+    """Whether a trainer, which may be written with a version, brings swapped weights once more for backward."""
+    return not FETCHED_AGAIN.isdisjoint({trainer, trainer.partition("@")[0]})
+
 
 def terms(trainer: str) -> tuple[Transform, ...]:
     """The memory terms of a trainer as it is today or, written ``trainer@version``, as that version was."""

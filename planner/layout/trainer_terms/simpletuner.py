@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
+from planner.layout.inputs import parameters
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
+from planner.layout.trainer_terms.lora_layers import keep_by_block
 from planner.layout.trainer_terms.shared import cache_kept_while_sampling, passing, steps_by_itself, swap_in_place
+from planner.tape.program import Block
 from planner.tape.variants import trained_storage
 
 
@@ -126,9 +130,32 @@ def layers_in_turn(run: Run) -> None:
     run.host.swap_pins = "rounded"
 
 
+FEED_FORWARD = re.compile(r"(\w+)\.(\d+)\.ffn?(_context)?\.net\.(?:0\.proj|2)\.weight$")
+
+
+def inputs_kept(run: Run) -> None:
+    """A RamTorch layer keeps its input for backward though its weight is not trained, where torch's own linear layer
+    keeps none (``BouncingLinearFn.forward``: ``ctx.save_for_backward(x, weight_cpu, bias_cpu)``). Those of attention
+    are kept for its adapters already; of the feed-forward there are two. With checkpoints they are one block's and are
+    not added."""
+    if run.job.method != "lora" or run.strategy.gradient_checkpointing != "none":
+        return
+    grid, table = run.grid, parameters(run.facts.model.name)
+    clip, text = grid["B"] * grid["F"] * grid["H"] * grid["W"], grid["B"] * grid["T"]
+    kept: dict[Block, int] = {}
+    swapped = set(itertools.chain.from_iterable(run.swapped_blocks.values()))
+    for name, buffer in run.named("weight").items():
+        if buffer in swapped and (layer := FEED_FORWARD.match(name)):
+            width = table.elements(name, run.sizes[buffer]) // table.rows_of(name, run.job.lora_rank)
+            block = layer[1], int(layer[2])
+            kept[block] = kept.get(block, 0) + HALF * width * (text if layer[3] else clip)
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        keep_by_block(run, stage, kept, "inputs of frozen layers")
+
+
 OLDER: dict[str, tuple[Transform, ...]] = {
     QUANTISED_WHOLE: (quantised_whole,),
     QUANTO: (left_in_16_bits,),
     QUANTO_WHOLE: (left_in_16_bits, quantised_whole),
-    RAMTORCH: (layers_in_turn,),
+    RAMTORCH: (layers_in_turn, inputs_kept),
 }

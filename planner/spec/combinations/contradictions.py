@@ -172,18 +172,20 @@ def _swapping(applies: Callable[[Configuration], bool], reason: str, fix: str) -
     return _row(lambda s: s.strategy.swap_blocks > 0 and applies(s), reason, fix)
 
 
+# Autograd keeps the weight a forward pass used, so a swapped block frees nothing unless it is recomputed.
+_KEPT_FOR_BACKWARD = _swapping(
+    lambda s: s.job.method != "sample" and s.strategy.gradient_checkpointing == "none",
+    "swap_blocks without gradient checkpointing frees nothing: backward needs every weight",
+    "add --gradient-checkpointing full, or use --swap-blocks 0",
+)
+
 _SWAPPING = (
     _swapping(
         lambda s: s.job.method == "full" and s.strategy.optimizer_step != "backward",
         "swap_blocks in full training needs the optimizer step inside backward, while the block is there",
         "add --optimizer-step backward, or use --swap-blocks 0",
     ),
-    # Autograd keeps the weight a forward pass used, so a swapped block frees nothing unless it is recomputed.
-    _swapping(
-        lambda s: s.job.method != "sample" and s.strategy.gradient_checkpointing == "none",
-        "swap_blocks without gradient checkpointing frees nothing: backward needs every weight",
-        "add --gradient-checkpointing full, or use --swap-blocks 0",
-    ),
+    _KEPT_FOR_BACKWARD,
     _swapping(
         lambda s: (
             s.strategy.gradient_checkpointing == "partial"
@@ -439,9 +441,11 @@ CONTRADICTIONS = (
 )
 
 
-def check(configuration: Configuration) -> None:
-    """Raises a ContradictionError for the first contradiction between the records: the fault and the fix."""
-    for reason, fix in contradictions(configuration):
+def check(configuration: Configuration, *, fetched_again: bool = False) -> None:
+    """Raises a ContradictionError for the first contradiction between the records: the fault and the fix.
+    ``fetched_again``: whether what swaps brings each weight once more for its backward, so that autograd keeps none."""
+    rows = [row for row in CONTRADICTIONS if not (fetched_again and row is _KEPT_FOR_BACKWARD)]
+    for reason, fix in refusals(rows, configuration):
         raise ContradictionError(reason, fix)
 
 

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from planner import dialects
+from planner.catalog.shapes import grid
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.dialects.onetrainer.settings import DIALECT as ONETRAINERS
 from planner.errors import VplanError
 from planner.foreign.case import settle
+from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
 
 ONETRAINER: dict[str, Any] = {
     "training_method": "LORA",
@@ -238,6 +241,33 @@ def test_ramtorch_keeps_linear_layers_in_host_ram(tmp_path: Path) -> None:
     found = read(tmp_path, WAN | {"--ramtorch": True, "--base_model_precision": "no_change"})
     half = read(tmp_path, WAN | {"--ramtorch": True, "--ramtorch_transformer_percent": 50})
     assert (found["swap_blocks"], half["swap_blocks"]) == (39, 20)
+
+
+def test_ramtorch_swaps_without_checkpoints(tmp_path: Path) -> None:
+    """Its layers come again for backward; musubi's block swap, of which autograd keeps each weight, is refused."""
+    without = WAN | {"--gradient_checkpointing": False, "--base_model_precision": "no_change"}
+    shape = {"frames": 17, "height": 480, "width": 480}
+    for changes in ({"--ramtorch": True}, {"--musubi_blocks_to_swap": 20}):
+        (tmp_path / "config.json").write_text(json.dumps(without | changes), encoding="utf-8")
+        dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
+        if "--ramtorch" in changes:
+            case = settle(dialect, given, shape, {"gpu": "80GB"})
+            assert (case.strategy.swap_blocks, case.strategy.gradient_checkpointing) == (39, "none")
+            run = lay_out(
+                case.configuration,
+                load_facts(case.configuration, case.model, case.gpu),
+                grid(case.model, case.job),
+                case.trainer,
+            )
+            inputs = [
+                size for size, op in zip(run.sizes, run.program.op, strict=True) if op == "inputs of frozen layers"
+            ]
+            # 5 latent frames of 30 x 30 tokens; 5120 and 13824 wide, in 16 bits; 39 blocks
+            assert sorted(set(inputs)) == [5 * 30 * 30 * (5120 + 13824) * 2]
+            assert len(inputs) % 39 == 0
+        else:
+            with pytest.raises(VplanError, match="frees nothing"):
+                settle(dialect, given, shape, {"gpu": "80GB"})
 
 
 @pytest.mark.parametrize(
