@@ -18,7 +18,13 @@ from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
-from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE, QUANTO, QUANTO_WHOLE, RAMTORCH
+from planner.layout.trainer_terms.simpletuner import (
+    QUANTISED_WHOLE,
+    QUANTO,
+    QUANTO_WHOLE,
+    RAMTORCH,
+    TORCHAO_WHOLE,
+)
 from planner.untrusted import flat, parse, read_text
 
 CONFIG = "config:"
@@ -165,13 +171,16 @@ def _formats(settings: Settings) -> Fields:
 
 def _version(settings: Settings, fields: Fields) -> str:
     """`QUANTISED_WHOLE` when Quanto or torchao quantise the base on the GPU: bitsandbytes does so block by block as it
-    loads. `QUANTO` where Quanto leaves layers of the family in 16 bits."""
+    loads. `TORCHAO_WHOLE` when torchao does so to 8-bit integers. `QUANTO` where Quanto leaves layers of the family in
+    16 bits."""
     base = str(_of(settings, "base_model_precision") or "no_change")
     on_gpu = str(_of(settings, "quantize_via") or "accelerator") == "accelerator"
     if _ramtorch(settings):
         return RAMTORCH
     if base.endswith("-quanto") and _of(settings, "model_family") in LEAVES_LAYERS:
         return QUANTO_WHOLE if on_gpu else QUANTO
+    if on_gpu and base == "int8-torchao":
+        return TORCHAO_WHOLE
     return QUANTISED_WHOLE if on_gpu and base.endswith(("-quanto", "-torchao")) else ""
 
 
@@ -302,7 +311,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     for precision in TEXT_ENCODERS:
         if _on(_of(settings, precision)) and _of(settings, precision) != "no_change":
             yield f"{precision}{MAY_NEED_LESS}"
-    if _version(settings, fields) in (QUANTISED_WHOLE, QUANTO_WHOLE):
+    if _version(settings, fields) in (QUANTISED_WHOLE, QUANTO_WHOLE, TORCHAO_WHOLE):
         yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
 
 
@@ -387,6 +396,7 @@ DIALECT = Dialect(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         _in_host_ram(QUANTISED_WHOLE, ""),
+        _in_host_ram(TORCHAO_WHOLE, ""),
         _in_host_ram(QUANTO_WHOLE, QUANTO),
         Move(
             {"version": ""},

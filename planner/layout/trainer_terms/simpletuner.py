@@ -82,6 +82,21 @@ def quantised_whole(run: Run) -> None:
     passing(run, HALF * run.facts.model.parameters, "model in 16 bits")
 
 
+TORCHAO_WHOLE = "torchao-quantised-whole"
+"""The version of memory terms of a model that goes to the GPU in 16 bits and torchao rounds to 8-bit integers there."""
+
+ROUNDING_BYTES = 9
+"""Bytes a number of a layer that is rounded, beside it: its rounded numbers and those clipped, both in fp32, and the
+8-bit ones (torchao prototype/quantized_training/int8.py ``quantize_int8_rowwise``, at 0.17.0)."""
+
+
+def rounded_by_torchao(run: Run) -> None:
+    """As `quantised_whole`, and beside the model the largest layer while it is rounded: its modulation is among the
+    first (helpers/training/quantisation/__init__.py ``int8_weight_only_quantized_training``)."""
+    rounded = [run.sizes[buffer] for name, buffer in run.named("weight").items() if name.endswith(".qdata")]
+    passing(run, HALF * run.facts.model.parameters + ROUNDING_BYTES * max(rounded, default=0), "model in 16 bits")
+
+
 QUANTO, QUANTO_WHOLE = "quanto", "quanto-quantised-whole"
 """The versions of memory terms of a model of which Quanto leaves layers in 16 bits: quantised in host RAM, and on the
 GPU."""
@@ -128,6 +143,7 @@ def layers_in_turn(run: Run) -> None:
 
 OLDER: dict[str, tuple[Transform, ...]] = {
     QUANTISED_WHOLE: (quantised_whole,),
+    TORCHAO_WHOLE: (rounded_by_torchao,),
     QUANTO: (left_in_16_bits,),
     QUANTO_WHOLE: (left_in_16_bits, quantised_whole),
     RAMTORCH: (layers_in_turn,),

@@ -224,7 +224,8 @@ def test_a_data_file_of_simpletuner_that_is_none(tmp_path: Path, monkeypatch: py
     [
         ({}, "quanto-quantised-whole"),
         ({"--quantize_via": "cpu"}, "quanto"),
-        ({"--base_model_precision": "int8-torchao"}, "quantised-whole"),
+        ({"--base_model_precision": "int8-torchao"}, "torchao-quantised-whole"),
+        ({"--base_model_precision": "fp8-torchao"}, "quantised-whole"),
         ({"--base_model_precision": "int8-torchao", "--quantize_via": "cpu"}, ""),
     ],
 )

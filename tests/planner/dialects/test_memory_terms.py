@@ -24,7 +24,7 @@ from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, lora_layers, musubi_tuner
-from planner.layout.trainer_terms.simpletuner import QUANTO
+from planner.layout.trainer_terms.simpletuner import QUANTO, TORCHAO_WHOLE
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
@@ -384,6 +384,16 @@ def test_quanto_leaves_wan_s_feed_forward_in_16_bits(dtype: str) -> None:
     biases = width + wider
     expected = {"int8": 2 * width * wider * 30 + embedded, "fp8": (2 * width * wider + biases) * 30}
     assert more == expected[dtype]
+
+
+def test_torchao_rounds_a_layer_beside_simpletuner_s_whole_model() -> None:
+    """Nine bytes a number of FLUX.1's largest layer: the modulation of a double block."""
+    job = job_for(lookup.model("flux.1-dev"), {"height": 512, "width": 512})
+    configuration = Configuration.of(job, Strategy(weights_dtype="int8", gradient_checkpointing="full"), ONE)
+    known = library.load_facts(configuration)
+    run = lay_out(configuration, known, grid(known.model, job), f"simpletuner@{TORCHAO_WHOLE}")
+    (before,) = run.phases.before_load
+    assert run.sizes[before.ops[0]] == 2 * known.model.parameters + 9 * 6 * 3072 * 3072
 
 
 @pytest.mark.parametrize(("mode", "blocks"), [("none", 57), ("full", 0)])

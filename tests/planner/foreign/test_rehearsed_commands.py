@@ -1,6 +1,7 @@
 """`vplan check` beside rehearsals of other trainers' own scripts: allocated within 2 %, device within 5 %.
 
-The rows hold the commands that ran, with the dataset's size and batch as flags, or its shape beside, and their config.
+The rows hold the commands that ran, with the dataset's size and batch as flags, or its shape beside, their config, and
+the files that the config names. ``read`` is what is given to `vplan check` where the command names no config.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from planner.dialects.base.script import from_file
 from planner.foreign.case import settle
 from planner.foreign.check import check_case
 
-TRAINERS = ("diffusers", "musubi-tuner", "onetrainer", "sd-scripts")
+TRAINERS = ("ai-toolkit", "diffusers", "musubi-tuner", "onetrainer", "sd-scripts", "simpletuner")
 FILES = [profiles.REHEARSALS / "commands" / f"{trainer}.jsonl" for trainer in TRAINERS]
 ROWS = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
 ALLOCATED, DEVICE = 0.02, 0.05
@@ -39,10 +40,11 @@ is around them, which is not recorded: too low. The others are not explained."""
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["id"] for row in ROWS])
 def test_check_says_what_its_own_script_took(row: dict[str, Any], tmp_path: Path) -> None:
-    if "config" in row:
-        (tmp_path / "config.json").write_text(json.dumps(row["config"]))
+    files = row.get("files", {}) | ({"config.json": row["config"]} if "config" in row else {})
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
     (tmp_path / "train.sh").write_text(shlex.join(row["command"]))
-    dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+    dialect, given = dialects.read_script(from_file(tmp_path / row.get("read", "train.sh")))
     shape = dict(zip(("frames", "height", "width"), row.get("shape", ()), strict=False))
     machine = {"gpu": row["env"]["gpu"].removeprefix("virtual "), "torch": ".".join(row["env"]["torch"].split(".")[:2])}
     peak = check_case(settle(dialect, given, shape, machine)).outcome.estimate.peak
