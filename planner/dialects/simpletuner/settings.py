@@ -25,6 +25,7 @@ from planner.layout.trainer_terms.simpletuner import (
     RAMTORCH,
     TORCHAO_WHOLE,
 )
+from planner.spec.job import QUANTISED
 from planner.untrusted import flat, parse, read_text
 
 CONFIG = "config:"
@@ -280,6 +281,38 @@ def _ramtorch(settings: Settings) -> bool:
     return _of(settings, "ramtorch") in (True, "true")
 
 
+ATTENTION_ALONE = ("sd3",)
+"""Families whose usual adapters are on the image stream's attention alone, where our model's are on more
+(``DEFAULT_LORA_TARGET`` in helpers/models/sd3/model.py)."""
+
+
+def _layers(settings: Settings) -> Fields:
+    """Over a quantised base the model's usual layers are taken: no others are recorded."""
+    family = str(_of(settings, "model_family")).replace("-", "_")
+    alone = family in ATTENTION_ALONE and _method(settings)["method"] == "lora"
+    if not alone or _formats(settings)["weights_dtype"] in QUANTISED:
+        return {"lora_targets": None}
+    return {"lora_targets": lookup.model(_model(settings)["model"]).lora.wide or None}
+
+
+T5_TOKENS = {"sd3": 154}
+"""``model_family`` -> the most tokens that T5 gives, and its default, where that is not our model's usual length
+(``check_user_config`` in helpers/models/sd3/model.py); prompts are padded to it."""
+
+CLIP_TOKENS = 77
+
+
+def _prompt_length(settings: Settings) -> Fields:
+    """``tokenizer_max_length`` counts T5's tokens; CLIP's stand before them."""
+    most = T5_TOKENS.get(str(_of(settings, "model_family")).replace("-", "_"))
+    if most is None:
+        return {"text_tokens": None}
+    length = integer(_of(settings, "tokenizer_max_length") or most, "tokenizer_max_length")
+    return {
+        "text_tokens": CLIP_TOKENS + (length if _on(_of(settings, "i_know_what_i_am_doing")) else min(length, most))
+    }
+
+
 def _ema(settings: Settings) -> Fields:
     """``ema_device`` is the CPU unless it says otherwise."""
     if _of(settings, "use_ema") not in (True, "true"):
@@ -304,8 +337,10 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from own_model_notes("simpletuner", fields)
     if masks := unpriced_masks_note("simpletuner", fields):
         yield masks
-    if fields["method"] == "lora":
+    if fields["method"] == "lora" and fields["lora_targets"] is None:
         yield "LoRA estimated on the model's usual layers"
+    if (layers := _of(settings, "flux_lora_target", "all")) != "all":
+        yield f"flux_lora_target {layers} is not priced: estimated as all"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":
         yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
     for precision in TEXT_ENCODERS:
@@ -342,6 +377,7 @@ DIALECT = Dialect(
         FunctionPair(("model",), (f"{CONFIG}model_family",), _model, _nothing, {"model": ", ".join(MODELS)}),
         FunctionPair(("method",), (f"{CONFIG}model_type",), _method, _nothing, {"method": "lora, full"}),
         When("method", ONLY_LORA, Value("lora_rank", f"{CONFIG}lora_rank", 16, int)),
+        When("method", ONLY_LORA, Value("lora_dropout", f"{CONFIG}lora_dropout", 0.1, float)),
         FunctionPair(
             ("height", "width", "frames"),
             (f"{CONFIG}resolution", f"{CONFIG}resolution_type"),
@@ -372,6 +408,20 @@ DIALECT = Dialect(
             lambda fields: {f"{CONFIG}gradient_checkpointing": fields["gradient_checkpointing"] != "none"},
             {"gradient_checkpointing": "none, full"},
         ),
+        FunctionPair(
+            ("lora_targets",),
+            (f"{CONFIG}model_family",),
+            _layers,
+            _nothing,
+            {"lora_targets": "those of model_family"},
+        ),
+        FunctionPair(
+            ("text_tokens",),
+            (f"{CONFIG}tokenizer_max_length",),
+            _prompt_length,
+            _nothing,
+            {"text_tokens": "tokenizer_max_length"},
+        ),
         FunctionPair(("ema",), (f"{CONFIG}use_ema",), _ema, _nothing, {"ema": "none, cpu, gpu"}),
         FunctionPair(
             ("swap_blocks",),
@@ -385,7 +435,7 @@ DIALECT = Dialect(
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("experts", "trainable", "buckets", "references"),
         *our_defaults("validation"),
     ),
     read_script=read_script,

@@ -69,7 +69,29 @@ def encoders_together(run: Run) -> None:
     run.device.encoders_together = True
 
 
-TERMS: tuple[Transform, ...] = (gradients_zeroed, shift, modulation, encoders_together, cache_kept_while_sampling)
+FEED_FORWARD_ADAPTER = re.compile(r"\.ff(_context)?\..*\.lora_")
+"""Of diffusers' FLUX.1, whose training script adapts the double blocks' feed-forward too."""
+
+
+def attention_adapted(run: Run) -> None:
+    """Adapters of FLUX.1 are on attention alone, where the recorded ones are on feed-forward too
+    (simpletuner/helpers/models/flux/model.py ``get_lora_target_layers``, ``flux_lora_target`` "all")."""
+    if run.job.method != "lora" or not run.facts.model.trained_with("simpletuner", "feed-forward-not-adapted"):
+        return
+    for category in ("weight", "gradient", "optimizer"):
+        for name, buffer in run.named(category).items():
+            if FEED_FORWARD_ADAPTER.search(name):
+                run.resize(buffer, 0)
+
+
+TERMS: tuple[Transform, ...] = (
+    attention_adapted,
+    gradients_zeroed,
+    shift,
+    modulation,
+    encoders_together,
+    cache_kept_while_sampling,
+)
 
 QUANTISED_WHOLE = "quantised-whole"
 """The version of memory terms of a model that goes to the GPU in 16 bits to be quantised there."""
