@@ -189,7 +189,8 @@ def _optimizer(settings: Settings) -> Fields:
     name = str(_of(settings, "optimizer") or "adamw_bf16")
     if name not in OPTIMIZERS:
         raise VplanError(f"SimpleTuner's optimizer {quoted(name)} is not priced", f"priced: {', '.join(OPTIMIZERS)}")
-    return {"optimizer": OPTIMIZERS[name]}
+    # helpers/training/optimizers/adamw_bfloat16 steps one parameter after another
+    return {"optimizer": OPTIMIZERS[name], "optimizer_step": "loop" if name == "adamw_bf16" else "foreach"}
 
 
 def _write_optimizer(fields: Fields) -> Settings:
@@ -388,11 +389,11 @@ DIALECT = Dialect(
         Value("batch_size", f"{CONFIG}train_batch_size", 1, int),
         Value("gradient_accumulation", f"{CONFIG}gradient_accumulation_steps", 1, int),
         FunctionPair(
-            ("optimizer",),
+            ("optimizer", "optimizer_step"),
             (f"{CONFIG}optimizer",),
             _optimizer,
             _write_optimizer,
-            {"optimizer": ", ".join(OPTIMIZERS)},
+            {"optimizer": ", ".join(OPTIMIZERS), "optimizer_step": "loop, foreach"},
         ),
         FunctionPair(
             ("weights_dtype", "adapter_dtype", "autocast"),
