@@ -33,11 +33,12 @@ FURTHER = {
     "diffusers-sd3.5-medium-full-8bit": (ALLOCATED, 0.07),
     "simpletuner-sd3.5-medium-lora-b4-without-checkpoints": (0.07, 0.07),
 }
-"""sd-scripts, four samples without checkpointing: one bf16 tensor of each transformer block is not found yet, of every
-sample. OneTrainer over nf4 goes on in bf16 where bitsandbytes' own layer, which is recorded, gives fp32 back for what a
-norm made under autocast: too high, with the samples. Of SD 1.5 it checkpoints the transformer blocks alone and not what
-is around them, which is not recorded: too low. SimpleTuner drops 0.1 of what its adapters take unless told otherwise, whose masks are not
-recorded: too low without checkpoints, and right in the row without dropout. The others are not explained."""
+"""sd-scripts, four samples without checkpointing: one bf16 tensor of each transformer block is not found yet, of
+every sample. OneTrainer over nf4 goes on in bf16 where bitsandbytes' own layer, which is recorded, gives fp32 back
+for what a norm made under autocast: too high, with the samples. Of SD 1.5 it checkpoints the transformer blocks alone
+and not what is around them, which is not recorded: too low. SimpleTuner drops 0.1 of what its adapters take unless
+told otherwise, whose masks are not recorded: too low without checkpoints, and right in the row without dropout. The
+others are not explained."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["id"] for row in ROWS])
