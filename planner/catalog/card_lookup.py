@@ -28,7 +28,6 @@ def _squash(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", bare)
 
 
-
 @functools.cache
 def _gpu_file() -> GpuFile:
     """All cards and classes, with the checks that one field alone cannot make."""

@@ -97,6 +97,7 @@ TrainerTrait = Literal[
     "own-model",
     "own-code",
     "blocks-in-16-bits",
+    "feed-forward-not-adapted",
     "shift-by-size",
     "vae-in-fp32",
     "vae-caches-kept",
@@ -113,6 +114,7 @@ moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantise
 t5-alone-quantised: other text encoders stay in 16 bits.
 own-model: it is what the trainer's own scripts build. own-code: its step is recorded from the trainer's own model
 (`planner.tape.variants.OWN_CODE`). blocks-in-16-bits: they modulate, gate and add so.
+feed-forward-not-adapted: its usual LoRA is on attention alone.
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: the VAE overflows in half precision.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
 reentrant-checkpoints: its own code of the model checkpoints so.

@@ -107,9 +107,7 @@ def test_other_numbers_of_ranks_go_on_from_a_checkpoint(
         compare(taken_up(place, tmp_path, 2, strategy, ranks), tmp_path / "2")
 
 
-def taken_up(
-    place: runs.Place, folder: Path, writers: int, strategy: dict[str, Any], ranks: int, **said: Any
-) -> Path:
+def taken_up(place: runs.Place, folder: Path, writers: int, strategy: dict[str, Any], ranks: int, **said: Any) -> Path:
     """What so many ranks make of a checkpoint that so many writers left in the folder under their number."""
     output = folder / f"{ranks}-again"
     shutil.copytree(folder / str(writers), output)

@@ -163,9 +163,7 @@ def _peaks_when_over(process: subprocess.Popen[bytes], answer: Path) -> Peaks | 
     peaks = {RUN: {name: round(found[f"{name}_bytes"] / GIB, 3) for name in counters}}
     phases = [rank["phases"][name] for rank in found["ranks"] for name in TRAINING_PHASES if name in rank["phases"]]
     if phases:
-        peaks[TRAINING] = {
-            name: round(max(phase[f"{name}_bytes"] for phase in phases) / GIB, 3) for name in counters
-        }
+        peaks[TRAINING] = {name: round(max(phase[f"{name}_bytes"] for phase in phases) / GIB, 3) for name in counters}
     return peaks
 
 

@@ -312,8 +312,12 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from own_model_notes("ai-toolkit", fields)
     if masks := unpriced_masks_note("ai-toolkit", fields):
         yield masks
-    if note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"]):
-        yield note
+    profile = lookup.model(fields["model"])
+    if profile.traits.stages or (profile.lora.wide and profile.traits.wide_is_all_linear):
+        if note := unpriced_layers_note(profile, fields["lora_targets"]):
+            yield note
+    else:
+        yield "every linear layer of the blocks has an adapter: what the step keeps for the unusual ones is not priced"
     if settings.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
         yield "low_vram tiles the VAE and moves parts away while sampling; not estimated, needs less there"
     if version_of(settings, fields):

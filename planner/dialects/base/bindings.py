@@ -163,8 +163,7 @@ class Choice:
 def _alike(a: Sequence[object], b: Sequence[object]) -> int:
     """How near values of several fields are: two ways of doing something are nearer than doing it and not."""
     return sum(
-        2 if left == right else left not in _NOTHING and right not in _NOTHING
-        for left, right in zip(a, b, strict=True)
+        2 if left == right else left not in _NOTHING and right not in _NOTHING for left, right in zip(a, b, strict=True)
     )
 
 

@@ -159,11 +159,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     encoders = "T5-XXL and CLIP-L" if "--model_type" not in settings else "the text encoder"
-    resident = [
-        name
-        for name, field in ((encoders, "text_encoder"), ("the VAE", "vae"))
-        if fields[field] == "resident"
-    ]
+    resident = [name for name, field in ((encoders, "text_encoder"), ("the VAE", "vae")) if fields[field] == "resident"]
     if resident:
         yield f"{' and '.join(resident)} stay on the GPU: not cached"
     if fields["method"] == "full" and fields["weights_dtype"] in ("bf16", "fp16"):

@@ -18,7 +18,14 @@ from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
-from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE, QUANTO, QUANTO_WHOLE, RAMTORCH
+from planner.layout.trainer_terms.simpletuner import (
+    QUANTISED_WHOLE,
+    QUANTO,
+    QUANTO_WHOLE,
+    RAMTORCH,
+    TORCHAO_WHOLE,
+)
+from planner.spec.job import QUANTISED
 from planner.untrusted import flat, parse, read_text
 
 CONFIG = "config:"
@@ -165,13 +172,16 @@ def _formats(settings: Settings) -> Fields:
 
 def _version(settings: Settings, fields: Fields) -> str:
     """`QUANTISED_WHOLE` when Quanto or torchao quantise the base on the GPU: bitsandbytes does so block by block as it
-    loads. `QUANTO` where Quanto leaves layers of the family in 16 bits."""
+    loads. `TORCHAO_WHOLE` when torchao does so to 8-bit integers. `QUANTO` where Quanto leaves layers of the family in
+    16 bits."""
     base = str(_of(settings, "base_model_precision") or "no_change")
     on_gpu = str(_of(settings, "quantize_via") or "accelerator") == "accelerator"
     if _ramtorch(settings):
         return RAMTORCH
     if base.endswith("-quanto") and _of(settings, "model_family") in LEAVES_LAYERS:
         return QUANTO_WHOLE if on_gpu else QUANTO
+    if on_gpu and base == "int8-torchao":
+        return TORCHAO_WHOLE
     return QUANTISED_WHOLE if on_gpu and base.endswith(("-quanto", "-torchao")) else ""
 
 
@@ -179,7 +189,8 @@ def _optimizer(settings: Settings) -> Fields:
     name = str(_of(settings, "optimizer") or "adamw_bf16")
     if name not in OPTIMIZERS:
         raise VplanError(f"SimpleTuner's optimizer {quoted(name)} is not priced", f"priced: {', '.join(OPTIMIZERS)}")
-    return {"optimizer": OPTIMIZERS[name]}
+    # helpers/training/optimizers/adamw_bfloat16 steps one parameter after another
+    return {"optimizer": OPTIMIZERS[name], "optimizer_step": "loop" if name == "adamw_bf16" else "foreach"}
 
 
 def _write_optimizer(fields: Fields) -> Settings:
@@ -271,6 +282,38 @@ def _ramtorch(settings: Settings) -> bool:
     return _of(settings, "ramtorch") in (True, "true")
 
 
+ATTENTION_ALONE = ("sd3",)
+"""Families whose usual adapters are on the image stream's attention alone, where our model's are on more
+(``DEFAULT_LORA_TARGET`` in helpers/models/sd3/model.py)."""
+
+
+def _layers(settings: Settings) -> Fields:
+    """Over a quantised base the model's usual layers are taken: no others are recorded."""
+    family = str(_of(settings, "model_family")).replace("-", "_")
+    alone = family in ATTENTION_ALONE and _method(settings)["method"] == "lora"
+    if not alone or _formats(settings)["weights_dtype"] in QUANTISED:
+        return {"lora_targets": None}
+    return {"lora_targets": lookup.model(_model(settings)["model"]).lora.wide or None}
+
+
+T5_TOKENS = {"sd3": 154}
+"""``model_family`` -> the most tokens that T5 gives, and its default, where that is not our model's usual length
+(``check_user_config`` in helpers/models/sd3/model.py); prompts are padded to it."""
+
+CLIP_TOKENS = 77
+
+
+def _prompt_length(settings: Settings) -> Fields:
+    """``tokenizer_max_length`` counts T5's tokens; CLIP's stand before them."""
+    most = T5_TOKENS.get(str(_of(settings, "model_family")).replace("-", "_"))
+    if most is None:
+        return {"text_tokens": None}
+    length = integer(_of(settings, "tokenizer_max_length") or most, "tokenizer_max_length")
+    return {
+        "text_tokens": CLIP_TOKENS + (length if _on(_of(settings, "i_know_what_i_am_doing")) else min(length, most))
+    }
+
+
 def _ema(settings: Settings) -> Fields:
     """``ema_device`` is the CPU unless it says otherwise."""
     if _of(settings, "use_ema") not in (True, "true"):
@@ -295,14 +338,16 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from own_model_notes("simpletuner", fields)
     if masks := unpriced_masks_note("simpletuner", fields):
         yield masks
-    if fields["method"] == "lora":
+    if fields["method"] == "lora" and fields["lora_targets"] is None:
         yield "LoRA estimated on the model's usual layers"
+    if (layers := _of(settings, "flux_lora_target", "all")) != "all":
+        yield f"flux_lora_target {layers} is not priced: estimated as all"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":
         yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
     for precision in TEXT_ENCODERS:
         if _on(_of(settings, precision)) and _of(settings, precision) != "no_change":
             yield f"{precision}{MAY_NEED_LESS}"
-    if _version(settings, fields) in (QUANTISED_WHOLE, QUANTO_WHOLE):
+    if _version(settings, fields) in (QUANTISED_WHOLE, QUANTO_WHOLE, TORCHAO_WHOLE):
         yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
 
 
@@ -333,6 +378,7 @@ DIALECT = Dialect(
         FunctionPair(("model",), (f"{CONFIG}model_family",), _model, _nothing, {"model": ", ".join(MODELS)}),
         FunctionPair(("method",), (f"{CONFIG}model_type",), _method, _nothing, {"method": "lora, full"}),
         When("method", ONLY_LORA, Value("lora_rank", f"{CONFIG}lora_rank", 16, int)),
+        When("method", ONLY_LORA, Value("lora_dropout", f"{CONFIG}lora_dropout", 0.1, float)),
         FunctionPair(
             ("height", "width", "frames"),
             (f"{CONFIG}resolution", f"{CONFIG}resolution_type"),
@@ -343,11 +389,11 @@ DIALECT = Dialect(
         Value("batch_size", f"{CONFIG}train_batch_size", 1, int),
         Value("gradient_accumulation", f"{CONFIG}gradient_accumulation_steps", 1, int),
         FunctionPair(
-            ("optimizer",),
+            ("optimizer", "optimizer_step"),
             (f"{CONFIG}optimizer",),
             _optimizer,
             _write_optimizer,
-            {"optimizer": ", ".join(OPTIMIZERS)},
+            {"optimizer": ", ".join(OPTIMIZERS), "optimizer_step": "loop, foreach"},
         ),
         FunctionPair(
             ("weights_dtype", "adapter_dtype", "autocast"),
@@ -363,6 +409,20 @@ DIALECT = Dialect(
             lambda fields: {f"{CONFIG}gradient_checkpointing": fields["gradient_checkpointing"] != "none"},
             {"gradient_checkpointing": "none, full"},
         ),
+        FunctionPair(
+            ("lora_targets",),
+            (f"{CONFIG}model_family",),
+            _layers,
+            _nothing,
+            {"lora_targets": "those of model_family"},
+        ),
+        FunctionPair(
+            ("text_tokens",),
+            (f"{CONFIG}tokenizer_max_length",),
+            _prompt_length,
+            _nothing,
+            {"text_tokens": "tokenizer_max_length"},
+        ),
         FunctionPair(("ema",), (f"{CONFIG}use_ema",), _ema, _nothing, {"ema": "none, cpu, gpu"}),
         FunctionPair(
             ("swap_blocks",),
@@ -376,7 +436,7 @@ DIALECT = Dialect(
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("experts", "trainable", "buckets", "references"),
         *our_defaults("validation"),
     ),
     read_script=read_script,
@@ -387,6 +447,7 @@ DIALECT = Dialect(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         _in_host_ram(QUANTISED_WHOLE, ""),
+        _in_host_ram(TORCHAO_WHOLE, ""),
         _in_host_ram(QUANTO_WHOLE, QUANTO),
         Move(
             {"version": ""},

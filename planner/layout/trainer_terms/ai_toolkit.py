@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER, alive_after, encoders, load_component
 from planner.layout.phases import take_sizes
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
-from planner.layout.trainer_terms.lora_layers import wider_adapters
+from planner.layout.trainer_terms.lora_layers import adapters_on_linear_layers, wider_adapters
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
@@ -49,6 +49,16 @@ def quantised_whole(run: Run) -> None:
     if run.job.experts is not None and run.strategy.inactive_expert == "gpu":
         nbytes += int(BYTES_PER_PARAMETER[run.strategy.weights_dtype] * run.facts.model.parameters)
     passing(run, nbytes, "model in 16 bits")
+
+
+def adapters_on_blocks(run: Run) -> None:
+    """Every linear layer of a transformer's blocks has an adapter, its modulation too, of models too whose recording
+    has them on the usual layers alone (toolkit/lora_special.py ``transformer_only``). A U-Net's are priced as usual."""
+    model = run.facts.model
+    recorded = run.in_own_code or (model.lora.wide and model.traits.wide_is_all_linear)
+    if recorded or model.traits.stages or run.job.lora_targets is not None:
+        return
+    adapters_on_linear_layers(of_blocks=True)(run)
 
 
 def encoders_at_start(run: Run) -> None:
@@ -110,7 +120,8 @@ def _swaps(run: Run) -> bool:
 
 
 TERMS: tuple[Transform, ...] = (
-    *(loaded_on_the_cpu, modulation_in_8_bits("ai-toolkit"), wider_adapters, moved_whole, encoders_at_start),
+    *(loaded_on_the_cpu, modulation_in_8_bits("ai-toolkit"), wider_adapters, adapters_on_blocks, moved_whole),
+    encoders_at_start,
     *(swap_in_place, layers_in_turn, cache_emptied, cache_kept_while_sampling),
 )
 """``swap_in_place``: its rings are those of ``layers_in_turn``. ``cache_emptied``: ``flush`` behind every step of

@@ -73,7 +73,29 @@ def encoders_together(run: Run) -> None:
     run.device.encoders_together = True
 
 
-TERMS: tuple[Transform, ...] = (gradients_zeroed, shift, modulation, encoders_together, cache_kept_while_sampling)
+FEED_FORWARD_ADAPTER = re.compile(r"\.ff(_context)?\..*\.lora_")
+"""Of diffusers' FLUX.1, whose training script adapts the double blocks' feed-forward too."""
+
+
+def attention_adapted(run: Run) -> None:
+    """Adapters of FLUX.1 are on attention alone, where the recorded ones are on feed-forward too
+    (simpletuner/helpers/models/flux/model.py ``get_lora_target_layers``, ``flux_lora_target`` "all")."""
+    if run.job.method != "lora" or not run.facts.model.trained_with("simpletuner", "feed-forward-not-adapted"):
+        return
+    for category in ("weight", "gradient", "optimizer"):
+        for name, buffer in run.named(category).items():
+            if FEED_FORWARD_ADAPTER.search(name):
+                run.resize(buffer, 0)
+
+
+TERMS: tuple[Transform, ...] = (
+    attention_adapted,
+    gradients_zeroed,
+    shift,
+    modulation,
+    encoders_together,
+    cache_kept_while_sampling,
+)
 
 QUANTISED_WHOLE = "quantised-whole"
 """The version of memory terms of a model that goes to the GPU in 16 bits to be quantised there."""
@@ -84,6 +106,21 @@ def quantised_whole(run: Run) -> None:
     (simpletuner/helpers/training/trainer.py ``init_precision``, at 6a43fd4: ``self.model.model.to(quantization_device,
     dtype=self.config.base_weight_dtype)``)."""
     passing(run, HALF * run.facts.model.parameters, "model in 16 bits")
+
+
+TORCHAO_WHOLE = "torchao-quantised-whole"
+"""The version of memory terms of a model that goes to the GPU in 16 bits and torchao rounds to 8-bit integers there."""
+
+ROUNDING_BYTES = 9
+"""Bytes a number of a layer that is rounded, beside it: its rounded numbers and those clipped, both in fp32, and the
+8-bit ones (torchao prototype/quantized_training/int8.py ``quantize_int8_rowwise``, at 0.17.0)."""
+
+
+def rounded_by_torchao(run: Run) -> None:
+    """As `quantised_whole`, and beside the model the largest layer while it is rounded: its modulation is among the
+    first (helpers/training/quantisation/__init__.py ``int8_weight_only_quantized_training``)."""
+    rounded = [run.sizes[buffer] for name, buffer in run.named("weight").items() if name.endswith(".qdata")]
+    passing(run, HALF * run.facts.model.parameters + ROUNDING_BYTES * max(rounded, default=0), "model in 16 bits")
 
 
 QUANTO, QUANTO_WHOLE = "quanto", "quanto-quantised-whole"
@@ -155,6 +192,7 @@ def inputs_kept(run: Run) -> None:
 
 OLDER: dict[str, tuple[Transform, ...]] = {
     QUANTISED_WHOLE: (quantised_whole,),
+    TORCHAO_WHOLE: (rounded_by_torchao,),
     QUANTO: (left_in_16_bits,),
     QUANTO_WHOLE: (left_in_16_bits, quantised_whole),
     RAMTORCH: (layers_in_turn, inputs_kept),

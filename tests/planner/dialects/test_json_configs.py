@@ -195,6 +195,23 @@ def test_the_precision_of_simpletuners_text_encoders_is_read_and_not_priced(tmp_
     assert not given.unknown and case.unpriced == ("text_encoder_2_precision",)
 
 
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({}, 77 + 154),
+        ({"--tokenizer_max_length": 100}, 77 + 100),
+        ({"--tokenizer_max_length": 256}, 77 + 154),
+        ({"--tokenizer_max_length": 256, "--i_know_what_i_am_doing": True}, 77 + 256),
+        ({"--model_family": "flux", "--model_flavour": "dev", "--tokenizer_max_length": 256}, None),
+    ],
+)
+def test_simpletuner_pads_sd3_s_prompts_to_231_tokens_at_most(
+    changes: dict[str, Any], tokens: int | None, tmp_path: Path
+) -> None:
+    sd3 = SIMPLETUNER | {"--model_family": "sd3", "--model_flavour": "medium"}
+    assert read(tmp_path, sd3 | changes)["text_tokens"] == tokens
+
+
 WAN = SIMPLETUNER | {"--model_family": "wan", "--model_flavour": "t2v-480p-14b-2.1", "--resolution": 480}
 
 
@@ -227,7 +244,8 @@ def test_a_data_file_of_simpletuner_that_is_none(tmp_path: Path, monkeypatch: py
     [
         ({}, "quanto-quantised-whole"),
         ({"--quantize_via": "cpu"}, "quanto"),
-        ({"--base_model_precision": "int8-torchao"}, "quantised-whole"),
+        ({"--base_model_precision": "int8-torchao"}, "torchao-quantised-whole"),
+        ({"--base_model_precision": "fp8-torchao"}, "quantised-whole"),
         ({"--base_model_precision": "int8-torchao", "--quantize_via": "cpu"}, ""),
     ],
 )

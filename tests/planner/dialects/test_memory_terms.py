@@ -25,7 +25,7 @@ from planner.layout.pipeline import lay_out
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, lora_layers, musubi_tuner
 from planner.layout.trainer_terms.shared import clip_pixels
-from planner.layout.trainer_terms.simpletuner import QUANTO
+from planner.layout.trainer_terms.simpletuner import QUANTO, TORCHAO_WHOLE
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve
@@ -408,6 +408,36 @@ def test_quanto_leaves_wan_s_feed_forward_in_16_bits(dtype: str) -> None:
     biases = width + wider
     expected = {"int8": 2 * width * wider * 30 + embedded, "fp8": (2 * width * wider + biases) * 30}
     assert more == expected[dtype]
+
+
+def test_ai_toolkit_adapts_every_linear_layer_of_flux_s_blocks() -> None:
+    """Rank 16 in fp32: 1,032,192 parameters in each of 38 single blocks and 2,457,600 in each of 19 double ones."""
+    job = job_for(lookup.model("flux.1-dev"), {"height": 512, "width": 512})
+    configuration = Configuration.of(job, Strategy(gradient_checkpointing="full"), ONE)
+    known = library.load_facts(configuration)
+    ours, theirs = (lay_out(configuration, known, grid(known.model, job), name) for name in ("vplan", "ai-toolkit"))
+    added = sum(theirs.sizes[at] for at, op in enumerate(theirs.program.op) if op == "adapters on more layers")
+    usual = ours.total_bytes(ours.named("gradient").values())
+    assert usual + added == 4 * (38 * 1_032_192 + 19 * 2_457_600)
+
+
+def test_simpletuner_adapts_flux_s_attention_alone() -> None:
+    """Rank 16: q, k, v of all blocks, of both streams in the 19 double ones, whose outputs are adapted too."""
+    job = job_for(lookup.model("flux.1-dev"), {"height": 512, "width": 512})
+    configuration = Configuration.of(job, Strategy(gradient_checkpointing="full"), ONE)
+    known = library.load_facts(configuration)
+    run = lay_out(configuration, known, grid(known.model, job), "simpletuner")
+    assert run.total_bytes(run.named("gradient").values()) == 4 * 16 * 2 * 3072 * (38 * 3 + 19 * 8)
+
+
+def test_torchao_rounds_a_layer_beside_simpletuner_s_whole_model() -> None:
+    """Nine bytes a number of FLUX.1's largest layer: the modulation of a double block."""
+    job = job_for(lookup.model("flux.1-dev"), {"height": 512, "width": 512})
+    configuration = Configuration.of(job, Strategy(weights_dtype="int8", gradient_checkpointing="full"), ONE)
+    known = library.load_facts(configuration)
+    run = lay_out(configuration, known, grid(known.model, job), f"simpletuner@{TORCHAO_WHOLE}")
+    (before,) = run.phases.before_load
+    assert run.sizes[before.ops[0]] == 2 * known.model.parameters + 9 * 6 * 3072 * 3072
 
 
 @pytest.mark.parametrize(("mode", "blocks"), [("none", 57), ("full", 0)])

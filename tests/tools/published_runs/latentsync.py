@@ -23,8 +23,16 @@ CLIPS, FRAMES, SIDE = 2, 100, 256
 FEATURES = (2 * FRAMES, 5, 384)
 """Whisper's features of a clip: a row each 20 ms, of five layers (latentsync/whisper/audio2feature.py)."""
 WHISPER = {
-    "n_mels": 80, "n_audio_ctx": 1500, "n_audio_state": 384, "n_audio_head": 6, "n_audio_layer": 4,
-    "n_vocab": 51865, "n_text_ctx": 448, "n_text_state": 384, "n_text_head": 6, "n_text_layer": 4,
+    "n_mels": 80,
+    "n_audio_ctx": 1500,
+    "n_audio_state": 384,
+    "n_audio_head": 6,
+    "n_audio_layer": 4,
+    "n_vocab": 51865,
+    "n_text_ctx": 448,
+    "n_text_state": 384,
+    "n_text_head": 6,
+    "n_text_layer": 4,
 }
 """Dimensions of Whisper tiny, as its file has them (openai/whisper, whisper/model.py)."""
 
@@ -43,8 +51,10 @@ def _whisper_tensors() -> dict[str, Any]:
 
     width = WHISPER["n_audio_state"]
     shapes: dict[str, tuple[int, ...]] = {
-        "encoder.conv1.weight": (width, WHISPER["n_mels"], 3), "encoder.conv1.bias": (width,),
-        "encoder.conv2.weight": (width, width, 3), "encoder.conv2.bias": (width,),
+        "encoder.conv1.weight": (width, WHISPER["n_mels"], 3),
+        "encoder.conv1.bias": (width,),
+        "encoder.conv2.weight": (width, width, 3),
+        "encoder.conv2.bias": (width,),
         "encoder.positional_embedding": (WHISPER["n_audio_ctx"], width),
         "decoder.token_embedding.weight": (WHISPER["n_vocab"], width),
         "decoder.positional_embedding": (WHISPER["n_text_ctx"], width),

@@ -55,10 +55,19 @@ def _prepare(folders: Folders) -> None:
     for model, side in SIDES.items():
         pixels = "pixel_area" if side > 512 else "pixel"
         pictures = {
-            "id": "dreambooth", "type": "local", "instance_data_dir": str(data / "images"), "crop": True,
-            "crop_style": "random", "crop_aspect": "square", "minimum_image_size": side // 4,
-            "maximum_image_size": side, "target_downsample_size": side, "resolution": side,
-            "resolution_type": pixels, "caption_strategy": "instanceprompt", "instance_prompt": "x",
+            "id": "dreambooth",
+            "type": "local",
+            "instance_data_dir": str(data / "images"),
+            "crop": True,
+            "crop_style": "random",
+            "crop_aspect": "square",
+            "minimum_image_size": side // 4,
+            "maximum_image_size": side,
+            "target_downsample_size": side,
+            "resolution": side,
+            "resolution_type": pixels,
+            "caption_strategy": "instanceprompt",
+            "instance_prompt": "x",
             "cache_dir_vae": str(data / "cache" / model / "vae"),
         }
         texts = {"id": "texts", "dataset_type": "text_embeds", "default": True, "type": "local"}

@@ -76,7 +76,9 @@ UNDONE = {
     ),
     "ideogram-4": lambda latents, vae: (
         (latents * torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps) + vae.bn.running_mean)
-        .view(1, 4, 4, 2, 2, -1).permute(0, 5, 1, 3, 2, 4).reshape(1, -1, 8, 8)
+        .view(1, 4, 4, 2, 2, -1)
+        .permute(0, 5, 1, 3, 2, 4)
+        .reshape(1, -1, 8, 8)
     ),
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
