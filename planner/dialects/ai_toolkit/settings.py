@@ -14,6 +14,7 @@ from planner.dialects.ai_toolkit.models import (
     MODEL,
     NETWORK,
     NOISE,
+    PROCESS,
     SAMPLE,
     TRAIN,
     model_of,
@@ -141,9 +142,29 @@ def _write_targets(fields: Fields) -> Settings:
     return {}
 
 
+ONLY_LORA = frozenset({"lora"})
+
+
+def _method_of(settings: Settings) -> Fields:
+    """Full fine-tuning is what a file without a network asks for (BaseSDTrainProcess.py ``is_fine_tuning``)."""
+    given = [name.removeprefix(PROCESS) for name, value in settings.items() if value is not None]
+    tables = {name.partition(".")[0] for name in given}
+    for table in ("adapter", "embedding", "decorator"):
+        if table in tables:
+            raise VplanError(f"{table} is not supported here", "supported: network.type lora, or full fine-tuning")
+    return {"method": "lora" if "network" in tables else "full"}
+
+
+def _write_method(fields: Fields) -> Settings:
+    if fields["method"] != "lora":
+        why = "full fine-tuning with it is read, not written"
+        raise InexpressibleError(UnsupportedValue("method", fields["method"], "lora", why))
+    return {}
+
+
 def _rank_of(settings: Settings) -> Fields:
     kind = settings.get(f"{NETWORK}type", "lora")
-    if not any(name.startswith(NETWORK) for name in settings) or kind != "lora":
+    if kind != "lora":
         raise VplanError(f"network.type {quoted(kind)} is not supported here", "supported: network.type lora")
     rank = settings.get(f"{NETWORK}linear", settings.get(f"{NETWORK}rank")) or 4
     return {
@@ -221,9 +242,9 @@ TABLE: tuple[Binding | When, ...] = (
     Fixed("nodes", 1, f"one run, one GPU ({AT} run.py)"),
     _pair(model_of, write_model, (f"{MODEL}arch", f"{MODEL}name_or_path", *NOISE.values()), model=", ".join(ARCHES),
              experts="model_kwargs.train_high_noise, train_low_noise", inactive_expert="gpu, cpu by low_vram"),
-    Fixed("method", "lora", "full fine-tuning with it is not supported here"),
-    _pair(_rank_of, _write_rank, tuple(f"{NETWORK}{name}" for name in ("type", "linear", "dropout")),
-             lora_rank="network.linear", lora_dropout="network.dropout"),
+    _pair(_method_of, _write_method, (), method="lora; full without a network, read only"),
+    When("method", ONLY_LORA, _pair(_rank_of, _write_rank, tuple(f"{NETWORK}{name}" for name in (
+        "type", "linear", "dropout")), lora_rank="network.linear", lora_dropout="network.dropout")),
     _pair(shape_of, write_shape, (f"{DATA}resolution", f"{DATA}num_frames", f"{TRAIN}batch_size"),
              frames="num_frames", height="resolution (squares)", width="resolution (squares)",
              batch_size="train.batch_size", buckets="read only"),
@@ -232,8 +253,9 @@ TABLE: tuple[Binding | When, ...] = (
         f"{TRAIN}dtype"),
         weights_dtype="train.dtype, fp8 by quantize", compute_dtype="train.dtype", autocast="train.dtype",
         text_encoder_dtype="bf16, fp8 by quantize_te"),
-    _pair(_targets_of, _write_targets, (), lora_targets="all linear layers"),
-    Fixed("adapter_dtype", "fp32", f"adapters are fp32 ({AT} jobs/process/BaseSDTrainProcess.py)"),
+    When("method", ONLY_LORA, _pair(_targets_of, _write_targets, (), lora_targets="all linear layers")),
+    When("method", ONLY_LORA, Fixed("adapter_dtype", "fp32",
+             f"adapters are fp32 ({AT} jobs/process/BaseSDTrainProcess.py)")),
     Choice("gradient_checkpointing", {
         "full": {f"{TRAIN}gradient_checkpointing": True},
         "none": {f"{TRAIN}gradient_checkpointing": False},
@@ -313,7 +335,10 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if masks := unpriced_masks_note("ai-toolkit", fields):
         yield masks
     profile = lookup.model(fields["model"])
-    if profile.traits.stages or (profile.lora.wide and profile.traits.wide_is_all_linear):
+    if fields["method"] == "full":
+        if any(name.startswith(f"{MODEL}only_if_contains") for name in settings):
+            yield "model.only_if_contains is estimated as training everything: it needs at most this"
+    elif profile.traits.stages or (profile.lora.wide and profile.traits.wide_is_all_linear):
         if note := unpriced_layers_note(profile, fields["lora_targets"]):
             yield note
     else:

@@ -51,6 +51,13 @@ def quantised_whole(run: Run) -> None:
     passing(run, nbytes, "model in 16 bits")
 
 
+def average_as_trained(run: Run) -> None:
+    """The average is a clone of what is trained, in its format (toolkit/ema.py ``shadow_params``)."""
+    for buffer, name in enumerate(run.program.op):
+        if name == "ema":
+            run.resize(buffer, run.trained_bytes)
+
+
 def adapters_on_blocks(run: Run) -> None:
     """Every linear layer of a transformer's blocks has an adapter, its modulation too, of models too whose recording
     has them on the usual layers alone (toolkit/lora_special.py ``transformer_only``). A U-Net's are priced as usual."""
@@ -121,7 +128,7 @@ def _swaps(run: Run) -> bool:
 
 TERMS: tuple[Transform, ...] = (
     *(loaded_on_the_cpu, modulation_in_8_bits("ai-toolkit"), wider_adapters, adapters_on_blocks, moved_whole),
-    encoders_at_start,
+    *(average_as_trained, encoders_at_start),
     *(swap_in_place, layers_in_turn, cache_emptied, cache_kept_while_sampling),
 )
 """``swap_in_place``: its rings are those of ``layers_in_turn``. ``cache_emptied``: ``flush`` behind every step of

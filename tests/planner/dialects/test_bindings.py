@@ -187,6 +187,20 @@ def test_what_is_not_priced_is_one_clear_line(name: str, text: str, says: str, t
         translate(*dialects.read_script(from_file(tmp_path / name)))
 
 
+def test_a_config_without_a_network_trains_everything(tmp_path: Path) -> None:
+    network = "      network: {type: lora, linear: 32}\n"
+    whole = TOOLKIT.replace(network, "").replace("quantize: true, low_vram: true", "only_if_contains: [blocks]")
+    (tmp_path / "config.yaml").write_text(whole)
+    reading = translate(*dialects.read_script(from_file(tmp_path / "config.yaml")))
+    assert (reading.job["method"], reading.strategy["weights_dtype"]) == ("full", "bf16")
+    assert any("only_if_contains" in note for note in reading.notes)
+    (tmp_path / "config.yaml").write_text(
+        whole.replace("      datasets", "      embedding: {tokens: 8}\n      datasets")
+    )
+    with pytest.raises(VplanError, match="embedding is not supported"):
+        translate(*dialects.read_script(from_file(tmp_path / "config.yaml")))
+
+
 _ANY = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=8), st.just([]), st.just({}),
     st.lists(st.one_of(st.integers(-2, 2000), st.text(max_size=3)), max_size=4),

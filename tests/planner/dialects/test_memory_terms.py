@@ -155,6 +155,13 @@ def test_group_norms_of_a_decode_under_autocast_work_in_fp32() -> None:
     assert sizes == [16 * MIB, 16 * MIB, 512, 16 * MIB, 8 * MIB, 4 * MIB]
 
 
+@pytest.mark.parametrize(("adapters", "nbytes"), [("bf16", 2), ("fp32", 4)])
+def test_the_average_of_ai_toolkit_is_in_the_format_of_what_is_trained(adapters: str, nbytes: int) -> None:
+    run = done_by("ai-toolkit", ema="gpu", adapter_dtype=adapters, master_weights="none")
+    (average,) = (size for size, name in zip(run.sizes, run.program.op, strict=True) if name == "ema")
+    assert average == nbytes * run.trained_parameters
+
+
 # ---- EasyAnimate
 
 
