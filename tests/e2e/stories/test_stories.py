@@ -107,13 +107,17 @@ def easyanimate(tmp_path: Path) -> Path:
     return tmp_path / "train.sh"
 
 
-def test_easyanimate_runs_out_in_the_optimizer_step(easyanimate: Path, tmp_path: Path) -> None:
+def test_easyanimate_fills_the_card_in_the_optimizer_step_and_runs_out_behind_it(
+    easyanimate: Path, tmp_path: Path
+) -> None:
+    """The first optimizer step leaves a GiB at most. The next clip is encoded beside the gradients, which the script
+    still holds in a list."""
     found = check(H100, easyanimate)
-    assert found.verdict in ("tight", "no") and found.phase == "optimizer"
+    assert (found.verdict, found.phase) == ("no", "train")
     assert found.found["estimate"]["machine"]["gpus"] == 4  # of CUDA_VISIBLE_DEVICES
     assert found.found["job"]["model"] == "easyanimate-v5.1-7b"  # of $MODEL_NAME
-    assert 41 <= found.allocated("load") <= 44 and 66 <= found.allocated("encode") <= 69
-    assert 64 <= found.allocated("train") <= 71 and 76 <= found.allocated("optimizer") <= 78
+    assert 41 <= found.allocated("load") <= 44 and 76 <= found.allocated("first_step") <= 78
+    assert 79 <= found.allocated("encode") <= 82 and 77 <= found.allocated("train") <= 84
     assert "batch 1" in found.why("ineffective", "--vae_mini_batch")
     assert "moves VAE and text encoder only" in found.notes and "no validation" in found.notes
     eight, zero = found.found["fixes"]
