@@ -138,25 +138,27 @@ def easyanimate(tmp_path: Path) -> Case:
     )
 
 
-def test_easyanimate_7b_runs_out_in_the_optimizer_step_under_ddp(easyanimate: Case) -> None:
-    """76.2 GiB allocated, 77.4 to 80 with context, NCCL and fragmentation, of 79.1: within a percent of the card, so
-    neither that it fits is sure nor that it does not. Where the encoders stay (no ``--low_vram``) it does not."""
+def test_easyanimate_7b_fills_the_card_in_the_optimizer_step_under_ddp_and_runs_out_behind_it(
+    easyanimate: Case,
+) -> None:
+    """The first step takes 76.2 GiB allocated, 77.4 to 80 with context, NCCL and fragmentation, of 79.1. The next
+    prompt is encoded by 15.4 GiB of Qwen2-VL beside weights, buckets, states and the gradients that the loop holds in
+    a list: 12.7 each, of states twice."""
     found = easyanimate.ask()
-    assert found.verdict == "tight" and 77.4 <= found.device("optimizer") <= 80
+    assert found.verdict == "no" and 77.4 <= found.device("first_step") <= 80
     assert easyanimate.ask("--text-encoder", "resident").verdict == "no"
-    assert found.where.endswith("optimizer step") and 76 <= found.allocated("optimizer") <= 77
+    assert "encoding" in found.where and 76 <= found.allocated("optimizer") <= 77
     assert found.part("weights", "gradients", "optimizer", "buckets") == pytest.approx(63.5, abs=0.2)
-    assert found.part("temporary") == pytest.approx(12.7, abs=0.1)  # the foreach copy
     assert 41 <= found.allocated("load") <= 44
-    assert 66 <= found.allocated("encode") <= 69
-    assert 64 <= found.allocated("train") <= 71
+    assert 79 <= found.allocated("encode") <= 82
+    assert 77 <= found.allocated("train") <= 84
 
 
 def test_easyanimate_7b_fits_with_8_bit_adam(easyanimate: Case) -> None:
     """One flag. (The text encoder's own work is not recorded, so the verdict is at most tight.)"""
     found = easyanimate.ask("--optimizer", "adamw-8bit")
     assert found.high <= found.budget and found.verdict != "no"
-    assert 55 <= found.device("train") <= 58
+    assert 66 <= found.device("train") <= 71
     assert "optimizer" in found.found["lossy"]
 
 
