@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.rehearsed_commands import ALLOCATED, DEVICE, errors, rows
+from tests.tools.rehearsed_commands import ALLOCATED, DEVICE, checked_phases, errors, rows
 
 ROWS = list(rows())
 FURTHER = {
@@ -34,7 +34,7 @@ too few in Wan. The others are not explained."""
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["id"] for row in ROWS])
 def test_check_says_what_its_own_script_took(row: dict[str, Any], tmp_path: Path) -> None:
-    allocated, device = errors(row, tmp_path)
+    allocated, device = errors(row, checked_phases(row, tmp_path))
     most_allocated, most_device = FURTHER.get(row["id"], (ALLOCATED, DEVICE))
     assert abs(allocated) <= most_allocated
     assert abs(device) <= most_device
