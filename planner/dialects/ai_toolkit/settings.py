@@ -27,6 +27,7 @@ from planner.dialects.ai_toolkit.models import (
 )
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.bindings import (
+    ONLY_LORA,
     Binding,
     Choice,
     Fields,
@@ -140,9 +141,6 @@ def _write_targets(fields: Fields) -> Settings:
         why = f"adapters are on every linear layer of the transformer's blocks ({AT} toolkit/lora_special.py)"
         raise InexpressibleError(UnsupportedValue("lora_targets", fields["lora_targets"], targets, why))
     return {}
-
-
-ONLY_LORA = frozenset({"lora"})
 
 
 def _method_of(settings: Settings) -> Fields:

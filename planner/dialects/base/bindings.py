@@ -232,6 +232,10 @@ class When:
     binding: Binding
 
 
+ONLY_LORA = frozenset({"lora"})
+"""Of `When("method", ...)`: for a binding of adapters."""
+
+
 def is_edit(setting: str) -> bool:
     """Whether a setting stands for a change to the trainer's code."""
     return setting.startswith(EDIT)

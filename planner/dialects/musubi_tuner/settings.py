@@ -8,6 +8,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base import block_swap, flags
 from planner.dialects.base.bindings import (
+    ONLY_LORA,
     Binding,
     Choice,
     Fields,
@@ -82,9 +83,6 @@ def _optimizer_of(settings: Settings) -> Fields:
 
 def _write_optimizer(fields: Fields) -> Settings:
     return {"--optimizer_type": word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])}
-
-
-ONLY_LORA = frozenset({"lora"})
 
 
 def _write_method(fields: Fields) -> Settings:

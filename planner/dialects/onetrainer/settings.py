@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
-from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Remark, Settings, Value, When
+from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, FunctionPair, Remark, Settings, Value, When
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, one_of, our_defaults, word_for
 from planner.dialects.base.own_models import own_model_notes
@@ -65,7 +65,6 @@ OPTIMIZERS = {
 PARTS_SINCE = 11
 """The first ``__version`` that says per part what is checkpointed and offloaded."""
 OLD_CHECKPOINTS = f"{CONFIG}gradient_checkpointing"
-ONLY_LORA = frozenset({"lora"})
 BLOCKS = frozenset({"transformer_block", "transformer_blocks", "layers"})
 """Its filters that take the blocks whole (``LAYER_PRESETS`` of modules/modelSetup)."""
 MLP = ("mlp", "ff", "feed_forward")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from planner.catalog import lookup
 from planner.dialects.base import block_swap
 from planner.dialects.base.bindings import (
+    ONLY_LORA,
     Choice,
     Fields,
     Fixed,
@@ -50,7 +51,6 @@ from planner.dialects.sd_scripts.shared_bindings import (
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
-ONLY_LORA = frozenset({"lora"})
 MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
 """Ours -> the file that its documentation names (docs/flux_train_network.md)."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.base.bindings import Choice, Fields, Fixed, FunctionPair, Remark, Settings, Value, When
+from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, Fixed, FunctionPair, Remark, Settings, Value, When
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.script import Script
@@ -29,7 +29,6 @@ from planner.errors import VplanError, quoted
 
 SDXL_LORA, SD_LORA, SDXL_FULL = "sdxl_train_network.py", "train_network.py", "sdxl_train.py"
 SCRIPTS = (SDXL_LORA, SD_LORA, SDXL_FULL)
-ONLY_LORA = frozenset({"lora"})
 FLUX = ("flux_train.py", "flux_train_network.py")
 FIX = f"supported scripts: {', '.join((*SCRIPTS, *FLUX))}"
 SDXL_NAMES = re.compile(r"xl|pony|illustrious|noob|animagine", re.IGNORECASE)

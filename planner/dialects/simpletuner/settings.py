@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
-from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Remark, Settings, Value, When
+from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, FunctionPair, Remark, Settings, Value, When
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
 from planner.dialects.base.own_models import own_model_notes
@@ -97,7 +97,6 @@ STORED = {("ideogram", ""): "fp8", ("ideogram", "fp8"): "fp8", ("ideogram", "nf4
 ``base_model_precision`` or ``ideogram_fp8_base_upcast`` asks for others (helpers/models/ideogram/model.py
 ``load_model``)."""
 
-ONLY_LORA = frozenset({"lora"})
 UNPRICED = {
     "controlnet": "a ControlNet beside the model",
     "enable_group_offload": "group offload while it trains",

@@ -26,15 +26,14 @@ NAMES = (
 )
 """Trainers with a file here."""
 
-FETCHED_AGAIN = frozenset({"ai-toolkit", "simpletuner@ramtorch"})
-"""Trainers whose swapped weights come once more for backward, layer by layer, so that they swap without checkpoints too
-(toolkit/memory_management/manager_modules.py ``_BouncingLinearFn``; simpletuner/helpers/ramtorch/modules/linear.py
-``BouncingLinearFn``)."""
+FETCHED_AGAIN = frozenset({"simpletuner@ramtorch"})
+"""Trainers, by version, whose swapped weights come once more for backward, layer by layer, so that they swap without
+checkpoints too (simpletuner/helpers/ramtorch/modules/linear.py ``BouncingLinearFn``)."""
 
 
 def fetches_again(trainer: str) -> bool:
-    """Whether a trainer, which may be written with a version, brings swapped weights once more for backward."""
-    return not FETCHED_AGAIN.isdisjoint({trainer, trainer.partition("@")[0]})
+    """Whether a trainer, written ``trainer@version``, brings swapped weights once more for backward."""
+    return trainer in FETCHED_AGAIN
 
 
 def terms(trainer: str) -> tuple[Transform, ...]:

@@ -46,9 +46,10 @@ def gradients_in_a_list(run: Run) -> None:
     DeepSpeed or FSDP)."""
     if not steps_by_itself(run):
         return
-    gradients = list(run.named("gradient").items())
-    names = {buffer: name for name, buffer in gradients}
-    listed = {buffer: run.new(run.sizes[buffer], "gradient", f"listed {name}") for buffer, name in names.items()}
+    listed = {
+        buffer: run.new(run.sizes[buffer], "gradient", f"listed {name}")
+        for name, buffer in run.named("gradient").items()
+    }
     for stage in (run.optimizer_first, run.optimizer):
         # Its number is that of the next step's gradient, so it goes on under another, in the same place.
         stage.stretches = [
