@@ -1,7 +1,7 @@
 """Probe workers as forks of one process that has imported torch, diffusers and the trainers: imports take longer than
-the steps of a rehearsal do.
+a few steps of many plans do.
 
-`planner.rehearsal.fork_server` starts it as ``vplan worker probe_server`` and writes a request to its standard input, a
+`planner.probe.fork_server` starts it as ``vplan worker probe_server`` and writes a request to its standard input, a
 line of JSON: ``folder`` (of the probe), ``log`` (a file for its output) and ``environment`` (its variables). The answer
 is two lines on standard output: ``{"pid": N}``, then ``{"returncode": N}`` when that process has ended. One fork runs
 at a time. Nothing may use CUDA before a fork: each has the cards of its own environment.
@@ -15,6 +15,8 @@ import json
 import os
 import sys
 from typing import Any
+
+from planner.hardware import doctor
 
 IMPORTED = (
     "trainers.measuring.measure",
@@ -46,8 +48,7 @@ def _import() -> None:
 
     # bitsandbytes asks for it as it is imported; torch would initialise CUDA to answer.
     ask = torch.cuda.get_device_capability
-    capability = divmod(int(os.environ["VPLAN_GPU_CAPABILITY"]), 10)
-    torch.cuda.get_device_capability = lambda device=None: capability
+    torch.cuda.get_device_capability = lambda device=None: _capability()
     for name in IMPORTED:
         importlib.import_module(name)
 
@@ -55,6 +56,14 @@ def _import() -> None:
     assert not torch.cuda.is_initialized()
     gc.collect()
     gc.freeze()
+
+
+def _capability() -> tuple[int, int]:
+    """The card's, without CUDA: a virtual card's from its environment, a real one's from NVML."""
+    if virtual := os.environ.get("VPLAN_GPU_CAPABILITY"):
+        return divmod(int(virtual), 10)
+    major, minor = doctor.visible()[1][0]["compute_capability"].split(".")
+    return int(major), int(minor)
 
 
 def _fork(answers: int) -> int:

@@ -34,7 +34,7 @@ from planner.evidence.accuracy import (
 from planner.evidence.held_out import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves, verdicts
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
-from planner.evidence.published import Row, own_row, read_rows, shipped, shipped_rehearsals
+from planner.evidence.published import Row, own_row, read_rows, shipped, shipped_own, shipped_rehearsals
 from planner.spec.configuration import Configuration
 from planner.spec.plan import RAN_OUT
 from planner.terminal import echo
@@ -105,11 +105,11 @@ def command(
     """Compare estimates with measurements.
 
     FILE holds one measured run per line (JSON), as published by others or as our probes write them; without FILE, the
-    bundled rows, the bundled rehearsals and your own probes are used. An error is the distance to the measured value in
-    percent, negative where the estimate is too low. For a run that ended out of memory, the verdicts "tight" and "no"
-    are correct. For our own probes the answer also says how close estimates are that learn from all the others; for the
-    rows of a grid (`vplan calibrate --grid`), both halves: one that estimates may learn from, and one that is held out.
-    Rehearsed rows (`--runner rehearse`) are reported apart.
+    bundled rows (published ones, and our own trainer's on a GPU), the bundled rehearsals and your own probes are used.
+    An error is the distance to the measured value in percent, negative where the estimate is too low. For a run that
+    ended out of memory, the verdicts "tight" and "no" are correct. For our own probes the answer also says how close
+    estimates are that learn from all the others; for the rows of a grid (`vplan calibrate --grid`), both halves: one
+    that estimates may learn from, and one that is held out. Rehearsed rows (`--runner rehearse`) are reported apart.
 
     --history finds the cause of an error: the first event where a recorded run and its tape differ.
 
@@ -136,9 +136,9 @@ def command(
             raise VplanError("--history compares one run only", "leave out FILE and --report", USAGE)
         return differences(history, parse_bytes(least, "--least"), as_json)
     mine = [] if files else _probes(default_path())
-    own = [row for path in files or shipped() for row in _probes(path)] + mine
+    own = [row for path in files or shipped_own() for row in _probes(path)] + mine
     rows = [own_row(row) for row in mine]
-    rows += _published(files or [*shipped(), *shipped_rehearsals()], allocator)
+    rows += _published(files or [*shipped(), *shipped_own(), *shipped_rehearsals()], allocator)
     if text is not None:
         rows = only(rows, text)
     predict, after_step = _estimator(_cards(own) if what == "calibrated" else {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,8 +26,10 @@ from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.measurement import ProbeRow, Setup, is_of_a_gpu
 from planner.file_writing import write_file
 from planner.hardware import doctor
+from planner.probe.fork_server import ForkServer
 from planner.probe.grid import DEFAULT_MODEL, TINY, plans
 from planner.probe.probe import RealRunner, measure_device
+from planner.probe.worker_python import WorkerPython
 from planner.spec.job import Machine
 from planner.spec.plan import Plan
 from planner.terminal import echo
@@ -190,8 +193,12 @@ def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool
     machine = Machine(gpu="24GB", torch=torch)
     if card is not None:
         machine = machine.replace(gpu=card.name, gpus=cards, unified=card.unified)
-    runner = RealRunner(device=device, command=f"vplan calibrate --grid {Path(asked.grid).name}")
-    return measure(asked, Where(runner, machine, memory["limit_bytes"] or memory["total_bytes"], device), as_json)
+    with contextlib.ExitStack() as stack:
+        forks = device == "cuda" and sys.platform == "linux"
+        server = stack.enter_context(ForkServer(sys.executable)) if forks else None
+        command = f"vplan calibrate --grid {Path(asked.grid).name}"
+        runner = RealRunner(device=device, command=command, profiles=True, python=WorkerPython(server=server))
+        return measure(asked, Where(runner, machine, memory["limit_bytes"] or memory["total_bytes"], device), as_json)
 
 
 def _unreal(said: dict[str, Any], stack: contextlib.ExitStack) -> Where:
@@ -205,7 +212,6 @@ def _unreal(said: dict[str, Any], stack: contextlib.ExitStack) -> Where:
         from planner.probe.simulated import SimulatedRunner
 
         return Where(SimulatedRunner(said["seed"]), machine, None, "none")
-    from planner.rehearsal.fork_server import ForkServer
     from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter, torch_release
 
     interpreter = cuda_interpreter(said["python"])

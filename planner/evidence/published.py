@@ -225,11 +225,17 @@ class _Line(Record):
 
 
 def shipped() -> list[Path]:
-    """The measurement files that are bundled with vplan, sorted. Raises a VplanError when there are none."""
+    """The files of published measurements that are bundled with vplan, sorted. Raises a VplanError when there are
+    none."""
     files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     if not files:
         raise VplanError("this vplan has no bundled measurements", "reinstall vplan, or pass a .jsonl file")
     return files
+
+
+def shipped_own() -> list[Path]:
+    """The files of our own trainer's rows on GPUs that are bundled with vplan, sorted."""
+    return sorted((profiles.MEASUREMENTS / "own").glob("*.jsonl"))
 
 
 def shipped_rehearsals() -> list[Path]:
@@ -238,7 +244,7 @@ def shipped_rehearsals() -> list[Path]:
 
 
 def shipped_rows() -> list[Row]:
-    """The rows of all measurement files that are bundled with vplan."""
+    """The rows of all published measurements that are bundled with vplan."""
     return [row for path in shipped() for row in read_rows(path)[0]]
 
 

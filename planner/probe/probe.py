@@ -74,6 +74,8 @@ class RealRunner:
     """file for every event of the allocator"""
     encode: bool = False
     """goes through what is cached before training too, whoever asks"""
+    profiles: bool = False
+    """times the operators of one more step, too"""
     command: str = "vplan probe"
     """the command that a row names as its source"""
     python: WorkerPython = field(default_factory=WorkerPython)
@@ -124,6 +126,7 @@ def probe(
         "history": str(Path(history).absolute()) if history else None,
         "capacity_bytes": card.allocatable_bytes - plan.machine.reserve,
         "saves": not runner.python.is_virtual,  # else gigabytes that nobody computed go through the disk
+        "profiles": runner.profiles and not runner.python.is_virtual,
     }
     started = datetime.now(UTC).isoformat(timespec="seconds")
     outcome, facts, details = _run(plan, request, time_limit, encode, runner.python)

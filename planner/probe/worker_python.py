@@ -6,18 +6,24 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from planner.hardware import doctor
 from planner.launch import launch
-from planner.worker_process import Ended, run_worker
+from planner.probe.fork_server import ForkServer
+from planner.worker_process import Ended, run_worker, vplan_command
 
 REHEARSAL_FOLDER = "VPLAN_GPU_FOLDER"
 """Environment variable of every process that has a virtual GPU: the rehearsal's folder."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class WorkerPython:
     """This Python, on this machine's GPU or CPU."""
+
+    server: ForkServer | None = None
+    """starts the workers that no launcher starts; without it each imports torch anew"""
 
     @property
     def is_virtual(self) -> bool:
@@ -44,7 +50,10 @@ class WorkerPython:
     def run(self, words: list[str], log: Path, time_limit: float, device: str, once_more: Callable[[], bool]) -> Ended:
         """Run a worker's command line (`planner.launch.launch.command`) with this interpreter; the rest as in
         `planner.worker_process.run_worker`."""
-        return run_worker([self.path, *words[1:]], log, time_limit, self.environment(device), once_more)
+        variables = self.environment(device)
+        if self.server is not None and words == vplan_command("worker", "probe", words[-1]):
+            return self.server.run(words[-1], log, time_limit, variables, once_more)
+        return run_worker([self.path, *words[1:]], log, time_limit, variables, once_more)
 
     @property
     def torch_release(self) -> str | None:

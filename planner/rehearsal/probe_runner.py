@@ -17,16 +17,15 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.errors import VplanError
 from planner.evidence.measurement import REHEARSED, ProbeRow, Setup
 from planner.launch import launch
+from planner.probe.fork_server import ForkServer
 from planner.probe.probe import RealRunner, probe
 from planner.probe.worker_python import WorkerPython
 from planner.rehearsal.cards import read_table
 from planner.rehearsal.compiler import libraries_for
-from planner.rehearsal.fork_server import ForkServer
 from planner.rehearsal.interpreter import Interpreter, interpreter_of
 from planner.rehearsal.ram_guard import RamGuard, spare_ram
 from planner.rehearsal.rehearsal import Rehearsal, environment_with_cards
 from planner.spec.plan import VIRTUAL, Plan
-from planner.worker_process import Ended, vplan_command
 
 VARIABLE = "VPLAN_CUDA_PYTHON"
 """Environment variable that names a Python with PyTorch's CUDA wheel."""
@@ -86,14 +85,12 @@ def _packages(path: str) -> _Packages:
     return _Packages(frozenset(facts["modules"]), facts["versions"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _VirtualPython(WorkerPython):
     """The Python with the CUDA wheel, on virtual cards."""
 
     interpreter: Interpreter
     variables: Mapping[str, str]
-    server: ForkServer | None
-    """for workers that no launcher starts"""
 
     @property
     def is_virtual(self) -> bool:
@@ -112,12 +109,6 @@ class _VirtualPython(WorkerPython):
     def environment(self, device: str) -> dict[str, str]:
         own = {name: value for name, value in self.variables.items() if not name.startswith(launch.FOREIGN)}
         return own | launch.settings(device)
-
-    def run(self, words: list[str], log: Path, time_limit: float, device: str, once_more: Callable[[], bool]) -> Ended:
-        folder = words[-1]
-        if self.server is None or words != vplan_command("worker", "probe", folder):
-            return super().run(words, log, time_limit, device, once_more)
-        return self.server.run(folder, log, time_limit, self.environment(device), once_more)
 
     @property
     def torch_release(self) -> str | None:
@@ -165,7 +156,8 @@ class RehearsalRunner(RealRunner):
             folder = Path(place)
             (folder / "tmp").mkdir()
             variables = environment_with_cards(rehearsal, folder, libraries)
-            runner = replace(self, python=_VirtualPython(self.interpreter, variables, self.server))
+            python = _VirtualPython(interpreter=self.interpreter, variables=variables, server=self.server)
+            runner = replace(self, python=python)
             steps = min(steps, STEADY_STEPS)
             with RamGuard(spare_ram()):
                 row = probe(plan, runner, steps=steps, time_limit=time_limit, encode=encode or self.encode)

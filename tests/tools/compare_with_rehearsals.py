@@ -31,10 +31,10 @@ from planner.evidence.allocator_history import (
     on_tape,
     read_history,
 )  # fmt: skip
+from planner.probe.fork_server import ForkServer
 from planner.probe.grid_file import GridEntry, read_grid
 from planner.probe.grid_schedule import candidate
 from planner.probe.probe import TIME_LIMIT
-from planner.rehearsal.fork_server import ForkServer
 from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter, torch_release
 from planner.spec.job import Machine
 from planner.units import MIB

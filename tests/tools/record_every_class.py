@@ -34,7 +34,7 @@ from planner.catalog.forward_call import ForwardCall
 from planner.catalog.own_inputs import OwnInputs
 from planner.errors import VplanError
 from planner.evidence.jsonl import append_row
-from planner.rehearsal.fork_server import ForkServer
+from planner.probe.fork_server import ForkServer
 from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter
 from planner.tape.codec import tape_json
 from planner.tape.packed_json import write_packed

@@ -15,6 +15,7 @@ from planner.catalog import card_lookup
 from planner.errors import VplanError
 from planner.hardware.nvml import DeviceMemory
 from trainers.measuring.counters import FactSink, Meter
+from trainers.measuring.operator_seconds import operator_seconds
 from trainers.measuring.phases import ProbedTraining, ProbeRequest
 from trainers.memory.out_of_memory import callers, out_of_memory
 from trainers.parallel import checkpoint
@@ -61,6 +62,8 @@ def measure(request: ProbeRequest, report: FactSink) -> None:
             return
         with contextlib.suppress(RuntimeError):  # no memory for one more pass: the measurement is complete without it
             report.tell(attention_kernel=attention_kernels(training))
+            if request.profiles and device.type == "cuda":
+                report.tell(operators=operator_seconds(training))
 
 
 def _run(request: ProbeRequest, meter: Meter) -> ProbedTraining | None:

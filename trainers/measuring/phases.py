@@ -56,6 +56,8 @@ class ProbeRequest:
     """of training that is gone through: what is cached before is encoded in a process of its own"""
     saves: bool = True
     """writes a checkpoint after the steps"""
+    profiles: bool = False
+    """times the operators of one more step when all else is measured"""
 
     @classmethod
     def of(cls, plan: Plan, *, config: dict[str, Any], scratch: str | Path, **settings: Any) -> ProbeRequest:

@@ -116,7 +116,8 @@ class Campaign:
             began = time.monotonic()
             runner = self.where.runner
             if isinstance(runner, RealRunner):
-                runner = replace(runner, config=each.entry.config)
+                first = each.entry.job.model not in {row.job.model for row in self.rows}
+                runner = replace(runner, config=each.entry.config, profiles=runner.profiles and first)
             self.left.remove(each)
             try:
                 row = runner.run(each.plan, steps=STEPS, time_limit=self.asked.time_limit, encode=each.entry.encode)

@@ -16,10 +16,10 @@ pytest.importorskip("elftools")
 import profiles
 from planner.estimate.estimate import estimate
 from planner.layout.inputs import load_facts
+from planner.probe.fork_server import ForkServer
 from planner.probe.grid_file import GridEntry, read_grid
 from planner.probe.grid_schedule import candidate
 from planner.probe.probe import TIME_LIMIT
-from planner.rehearsal.fork_server import ForkServer
 from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter, torch_release
 from planner.spec.job import Machine
 from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel

@@ -289,7 +289,7 @@ def test_time_crashes_and_words(files: tuple[str, Path]) -> None:
         (["--grid", grid], "--grid needs an output file"),
         (["--grid", grid, "-o", "rows.jsonl", "sd1.5"], "MODEL cannot be used with --grid"),
         (["--grid", grid, "-o", "rows.jsonl", "--no-probes"], "--probes cannot be used with --grid"),
-        (["--grid", "on-gpu", "-o", "rows.jsonl"], "or a bundled grid: all-models, fp8-checkpoints"),
+        (["--grid", "on-gpu", "-o", "rows.jsonl"], "or a bundled grid: all-models, every-model, fp8-checkpoints"),
         (["--grid", grid, "-o", "no/rows.jsonl"], "there is no folder"),
         (["--max-minutes", "3"], "--max-minutes needs --grid"),
         (["--grid", grid, "-o", "rows.jsonl", "--gpu", "4090"], "for simulated runs"),

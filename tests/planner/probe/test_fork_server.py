@@ -9,9 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -20,30 +18,18 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
 from planner.evidence.measurement import ProbeRow
+from planner.probe.fork_server import ForkServer
 from planner.probe.grid import TINY
 from planner.probe.probe import RealRunner, probe
 from planner.probe.worker_python import WorkerPython
-from planner.rehearsal.fork_server import ForkServer
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
-from planner.worker_process import Ended
 from tests.preloaded_python import new_processes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="rehearsals run on Linux"),
     pytest.mark.usefixtures("preloaded_python"),
 ]
-
-
-@dataclass(frozen=True)
-class ForkingPython(WorkerPython):
-    """This Python, its workers forked by a server."""
-
-    server: ForkServer
-
-    def run(self, words: list[str], log: Path, time_limit: float, device: str, once_more: Callable[[], bool]) -> Ended:
-        variables = {**self.environment(device), "VPLAN_GPU_CAPABILITY": "90"}
-        return self.server.run(words[-1], log, time_limit, variables, once_more)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +54,7 @@ def children(server: ForkServer) -> list[psutil.Process]:
 
 
 def test_a_fork_measures_what_a_process_of_its_own_does(server: ForkServer) -> None:
-    forking = ForkingPython(server)
+    forking = WorkerPython(server=server)
     first, second = row(forking, gradient_checkpointing="full"), row(forking, gradient_checkpointing="none")
     assert first.measured.outcome == second.measured.outcome == "ok"
     with new_processes():
@@ -79,13 +65,13 @@ def test_a_fork_measures_what_a_process_of_its_own_does(server: ForkServer) -> N
 
 
 def test_one_that_takes_too_long_is_ended_and_the_next_one_runs(server: ForkServer) -> None:
-    forking = ForkingPython(server)
+    forking = WorkerPython(server=server)
     assert row(forking, time_limit=0.05).measured.outcome == "timeout"
     assert row(forking).measured.outcome == "ok"
 
 
 def test_a_server_that_was_killed_is_started_again(server: ForkServer) -> None:
-    forking = ForkingPython(server)
+    forking = WorkerPython(server=server)
     assert row(forking).measured.outcome == "ok"
     killed = server.pid
     assert killed is not None
@@ -97,7 +83,7 @@ def test_a_server_that_was_killed_is_started_again(server: ForkServer) -> None:
 
 def test_nothing_outlives_it() -> None:
     with ForkServer(sys.executable) as server:
-        assert row(ForkingPython(server)).measured.outcome == "ok"
+        assert row(WorkerPython(server=server)).measured.outcome == "ok"
         pid = server.pid
         assert pid is not None and psutil.pid_exists(pid)
     end = time.monotonic() + 10
