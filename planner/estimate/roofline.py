@@ -81,6 +81,11 @@ CUDNN = {9: ((0.60, 0.52), (0.418, 0.438)), 10: ((0.55, 0.47), (0.383, 0.396))}
 """H100: 595 and 516, 413 and 433 of 989 TFLOP/s, the same figures. B200: FlashAttention-4 reaches 0.71 and is up to 1.3
 times faster than cuDNN 9.13 (its abstract); backward, and small heads, in H100's proportion."""
 
+CUDNN_MASKED = (0.66, 0.58)
+"""(forward, backward) of cuDNN with a mask over cuDNN without: 395 of 599 and 307 of 529 TFLOP/s on an H200, torch
+2.11, heads of 128 (profiles/measurements/own: HunyuanVideo's 24 heads over 7,456 tokens take 1.73 and 5.56 ms; without
+a mask as `vplan calibrate` measured there)."""
+
 EFFICIENT = (0.82, 0.53)
 """Memory-efficient attention over FlashAttention-2: 43.4 of 53.1 and 27.4 of 51.9 TFLOP/s on one card
 (Dao-AILab/flash-attention#416, 4096 tokens)."""
@@ -344,14 +349,16 @@ def _attention_passes(gpu: GpuProfile, attention: Attention, half: int) -> tuple
         return AOTRITON
     if not half or attention.kernel in EFFICIENT_KERNELS:
         return flash[0] * EFFICIENT[0], flash[1] * EFFICIENT[1]
+    reached = flash
     if gpu.attention_tflops and attention.kernel == attention.plain:
-        forward, backward = (rate / gpu.bf16_tflops for rate in gpu.attention_tflops)
-        return forward, backward
-    if attention.kernel == "flash-3" and major == 9:
-        return FLASH_3[size]
-    if attention.kernel == "cudnn" and major in CUDNN:
-        return CUDNN[major][size]
-    return flash
+        reached = (gpu.attention_tflops[0] / gpu.bf16_tflops, gpu.attention_tflops[1] / gpu.bf16_tflops)
+    elif attention.kernel == "flash-3" and major == 9:
+        reached = FLASH_3[size]
+    elif attention.kernel == "cudnn" and major in CUDNN:
+        reached = CUDNN[major][size]
+    if attention.kernel == "cudnn" and attention.masked:
+        return reached[0] * CUDNN_MASKED[0], reached[1] * CUDNN_MASKED[1]
+    return reached
 
 
 def matmul_efficiency(gpu: GpuProfile) -> float:

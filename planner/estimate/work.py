@@ -49,6 +49,8 @@ class Attention(NamedTuple):
     """as `planner.layout.attention_kernel.kernel` names it"""
     plain: str = "flash"
     """that would run without masks: the one that `vplan calibrate` measures"""
+    masked: bool = False
+    """whether all of it has a mask"""
 
 
 class StepWork(NamedTuple):
@@ -76,9 +78,29 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     both, forward = _as_trained(run, *(passes or passes_work(run)))
     one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
     optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
-    own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, run.work.optimizer_bytes)}
+    nbytes = run.work.optimizer_bytes + _in_place_bytes(run)
+    own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, nbytes)}
     encoding = encoding_work(run)
     return StepWork(both, add_work(optimizer, own), forward, attention_of(run), recomputed_launches(run), encoding)
+
+
+FOREACH_ADAMW, FUSED_ADAMW, CLIPPING = 18, 7, 2
+"""How often operators that return nothing, which no tape counts the bytes of, read or write a trained parameter, its
+gradient or a moment: AdamW over lists (torch/optim/adamw.py ``_multi_tensor_adamw``: two ``_foreach_mul_`` of 2, lerp_
+and addcmul_ of 3, div_ and add_ of 2, addcdiv_ of 4; the root is recorded), AdamW in one kernel (4 are read and 3
+written), and the product that clips gradients."""
+
+
+def _in_place_bytes(run: Run) -> int:
+    """What an optimizer step reads and writes by operators that only change their arguments. Moments are stored like
+    their parameters, in torch's AdamW."""
+    strategy = run.strategy
+    if strategy.optimizer_step == "backward":
+        return 0
+    times = CLIPPING
+    if strategy.optimizer == "adamw":
+        times += {"foreach": FOREACH_ADAMW, "fused": FUSED_ADAMW}.get(strategy.optimizer_step, 0)
+    return times * sum(run.sizes[buffer] for buffer in run.named("gradient").values())
 
 
 def _as_trained(run: Run, both: dict[Kind, Work], forward: dict[Kind, Work]) -> Passes:
@@ -136,8 +158,10 @@ def _forward_of_blocks(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
 def attention_of(run: Run) -> Attention:
     """The attention of a run."""
     machine, gpu = run.machine, run.facts.gpu
-    kernel = attention_kernel.kernel(run.strategy, machine, gpu, run.facts.step.ops)
-    return Attention(run.facts.model.head_size, kernel, attention_kernel.plain_kernel(machine, gpu))
+    operators = run.facts.step.ops
+    kernel = attention_kernel.kernel(run.strategy, machine, gpu, operators)
+    plain = attention_kernel.plain_kernel(machine, gpu)
+    return Attention(run.facts.model.head_size, kernel, plain, attention_kernel.FLASH not in operators)
 
 
 def passes_work(run: Run) -> Passes:

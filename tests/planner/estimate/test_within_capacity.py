@@ -79,7 +79,7 @@ def test_a_replay_at_the_cap_runs_out_where_the_rehearsal_did(row: ProbeRow) -> 
     assert cache_flushes.runs_out(played) == (row.requested_bytes is not None)
 
 
-EMPTIED = "z-image-full-19e9f28c1835"
+EMPTIED = "z-image-full-049fffe9472a"
 """Capped at 52.94 GiB for the allocator; its cache was emptied once, in the first step."""
 
 
