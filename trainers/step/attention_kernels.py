@@ -15,6 +15,9 @@ BACKENDS = {"flash": "_native_flash", "cudnn": "_native_cudnn", "efficient": "_n
 
 ON_CPU = ("flash",)
 
+CUDNN_FIRST = (9, 10)
+"""Major compute capabilities on which torch chooses cuDNN before flash (transformers/cuda/sdp_utils.cpp)."""
+
 KERNELS = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_cudnn_attention": "cudnn",
@@ -39,6 +42,46 @@ def ask_for(model: nn.Module, attention: str, device: torch.device) -> None:
         fault = f"attention {attention} is not supported by {type(model).__name__}: diffusers has no setting for it"
         raise VplanError(fault, fix)
     model.set_attention_backend(BACKENDS[attention])  # type: ignore[operator]  # diffusers' own method
+
+
+def cudnn_runs(attention: str, device: torch.device) -> bool:
+    """Whether attention without a mask runs on cuDNN there: asked for, or torch's choice on the card."""
+    if attention != "sdpa" or device.type != "cuda" or torch.version.hip:
+        return attention == "cudnn"
+    return torch.cuda.get_device_capability(device)[0] in CUDNN_FIRST
+
+
+def lay_out_gradients(model: nn.Module) -> None:
+    """Has attentions that end in the kernel itself receive gradients laid out as their output is.
+
+    For cuDNN alone. torch keeps its plan of a backward by the sizes and strides of q, k and v, while the plan also
+    holds the strides of the output's gradient (ATen/native/cudnn/MHA.cpp, ``MHACacheKeyWrapper``; found too in
+    pytorch#191576). FLUX.1's and Chroma's single blocks join attention and feed-forward before one linear layer, so
+    the gradient that reaches attention is a slice of rows five times as wide. Their double blocks have the same q, k
+    and v, take over the plan of that slice, and would read far behind their own gradients: NaN, or wrong numbers that
+    nothing tells from right ones. What it takes is a copy of one slice at a time, which raises no recorded peak of
+    either model, so recordings do without.
+    """
+    for module in model.modules():
+        if getattr(module, "pre_only", False):
+            module.register_forward_hook(_with_contiguous_gradient)
+
+
+def _with_contiguous_gradient(_: nn.Module, __: Any, output: Any) -> Any:
+    """A tuple is left: it was split from the output, and autograd joins its gradients in a tensor of their own."""
+    return _ContiguousGradient.apply(output) if isinstance(output, torch.Tensor) else output  # type: ignore[no-untyped-call]
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The same tensor, whose gradient is contiguous. A function and no hook on the tensor, so that blocks compile."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].contiguous()
 
 
 class Kernels(TorchDispatchMode):

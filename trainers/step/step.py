@@ -264,9 +264,11 @@ def _checkpointed(forward: Callable[..., Any], early_stop: bool) -> Callable[...
 
 
 def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
-    """Sets what a model that will run has beyond one that is recorded: the strategy's attention kernel and compiled
-    blocks."""
+    """Sets what a model that will run has beyond one that is recorded: the strategy's attention kernel, with gradients
+    as that one needs them, and compiled blocks."""
     attention_kernels.ask_for(model, strategy.attention, device)
+    if attention_kernels.cudnn_runs(strategy.attention, device):
+        attention_kernels.lay_out_gradients(model)
     compile_blocks(model, profile, strategy)
 
 
