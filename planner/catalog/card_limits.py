@@ -14,6 +14,10 @@ from planner.spec.rules import ResolvedStrategy
 FLASH_FROM = (8, 0)
 """FlashAttention-2 needs Ampere or newer (torch SDPA: sm80 or later)."""
 
+CUDNN_FIRST = (9, 10)
+"""Major compute capabilities on which torch chooses cuDNN's attention before flash
+(ATen/native/transformers/cuda/sdp_utils.cpp)."""
+
 BF16_ATTENTION_FROM = (8, 0)
 """Before it memory-efficient attention takes fp16 and fp32 alone, and there is no other kernel but the math path
 (ATen/native/transformers/cuda/sdp_utils.cpp, ``less_than_sm80_mem_efficient_dtypes``)."""

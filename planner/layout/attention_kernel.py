@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 
-from planner.catalog.card_limits import FLASH_FROM
+from planner.catalog.card_limits import CUDNN_FIRST, FLASH_FROM
 from planner.catalog.card_profiles import GpuProfile
 from planner.errors import NotEstimatedError
 from planner.layout.run import Run
@@ -40,7 +40,7 @@ def plain_kernel(machine: Machine, gpu: GpuProfile) -> str:
     save what CUDA's do (ATen/native/transformers/hip)."""
     if gpu.vendor == "amd":
         return "flash"
-    if gpu.capability[0] in (9, 10):
+    if gpu.capability[0] in CUDNN_FIRST:
         return "cudnn"
     return "efficient" if gpu.capability < FLASH_FROM or machine.os == "windows" else "flash"
 

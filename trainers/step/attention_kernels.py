@@ -8,15 +8,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.catalog.card_limits import CUDNN_FIRST
 from planner.errors import VplanError
 
 BACKENDS = {"flash": "_native_flash", "cudnn": "_native_cudnn", "efficient": "_native_efficient"}
 """What a plan calls a kernel -> what diffusers calls the way to torch's (diffusers/models/attention_dispatch.py)."""
 
 ON_CPU = ("flash",)
-
-CUDNN_FIRST = (9, 10)
-"""Major compute capabilities on which torch chooses cuDNN before flash (transformers/cuda/sdp_utils.cpp)."""
 
 KERNELS = {
     "_scaled_dot_product_flash_attention": "flash",
