@@ -84,11 +84,11 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     return StepWork(both, add_work(optimizer, own), forward, attention_of(run), recomputed_launches(run), encoding)
 
 
-FOREACH_ADAMW, FUSED_ADAMW, CLIPPING = 18, 7, 2
+FOREACH_ADAMW, FUSED_ADAMW, ADAMW_8BIT, CLIPPING = 18, 7, 4, 2
 """How often operators that return nothing, which no tape counts the bytes of, read or write a trained parameter, its
 gradient or a moment: AdamW over lists (torch/optim/adamw.py ``_multi_tensor_adamw``: two ``_foreach_mul_`` of 2, lerp_
 and addcmul_ of 3, div_ and add_ of 2, addcdiv_ of 4; the root is recorded), AdamW in one kernel (4 are read and 3
-written), and the product that clips gradients."""
+written), bitsandbytes' (3, and 4 bytes of its moments), and the product that clips gradients."""
 
 
 def _in_place_bytes(run: Run) -> int:
@@ -100,6 +100,8 @@ def _in_place_bytes(run: Run) -> int:
     times = CLIPPING
     if strategy.optimizer == "adamw":
         times += {"foreach": FOREACH_ADAMW, "fused": FUSED_ADAMW}.get(strategy.optimizer_step, 0)
+    elif strategy.optimizer in ("adamw-8bit", "adamw-8bit-paged"):
+        times += ADAMW_8BIT
     return times * sum(run.sizes[buffer] for buffer in run.named("gradient").values())
 
 

@@ -254,8 +254,8 @@ def test_a_worker_that_dies_is_exit_4_with_its_last_words(monkeypatch: pytest.Mo
 
 
 def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
-    """Three lengths that all take 4 % more than recordings say, in a file and in the user's own ledger. The model is one
-    of which no row is bundled."""
+    """Three lengths that all take 4 % more than recordings say, in a file and in the user's own ledger. No row of the
+    model is bundled."""
     from planner.estimate.estimate import estimate
     from planner.layout.inputs import load_facts
 

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainers.recording.cuda_ops import cuda_semantics
 from trainers.recording.recorder import Recorder
-from trainers.step.random_weights import SPREAD, randomise
+from trainers.step.random_weights import PATTERN, SPREAD, randomise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -40,3 +40,13 @@ def test_the_second_matrix_of_an_adapter_begins_at_zero() -> None:
     assert not weight.any()
     randomise("blocks.0.attn.to_q.lora_A.default.weight", weight)
     assert weight.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_a_large_weight_in_host_ram_repeats_what_was_drawn(dtype: torch.dtype) -> None:
+    weight = torch.empty(2 * PATTERN // 1024 + 3, 1024, dtype=dtype)
+    randomise("blocks.0.weight", weight)
+    numbers = weight.view(-1)
+    assert torch.equal(numbers[:PATTERN], numbers[PATTERN : 2 * PATTERN]) and bool(numbers[2 * PATTERN :].any())
+    assert not torch.equal(weight[0], weight[1024])  # rows of a matrix differ
+    assert numbers.float().std().item() == pytest.approx(SPREAD, rel=0.01)
