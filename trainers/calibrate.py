@@ -75,7 +75,8 @@ class Calibrating:
         )
 
     def run(self) -> None:
-        """Measures the CUDA context, then what kernels load on their first run, then rates, and reports each."""
+        """Measures the CUDA context, then what kernels load on their first run, then rates and the CPU's time of an
+        operator, and reports each."""
         import torch
 
         try:
@@ -87,10 +88,18 @@ class Calibrating:
             self.report.tell(**self.kernels())
             self.report.tell(phase="rates")
             self.report.tell(rates=self.rates())
+            self.report.tell(phase="launches")
+            self.report.tell(launch_seconds=self.launch_seconds())
         finally:
             if self.watch:
                 self.report.tell(missing=self.watch.missing)
                 self.watch.__exit__(None, None, None)
+
+    def launch_seconds(self) -> float:
+        """CPU time of one operator of a training step."""
+        from trainers.measuring import launches  # with models and tapes, which come after the context is measured
+
+        return launches.launch_seconds(self.device)
 
     def outside(self) -> int | None:
         """Device bytes of this process that torch's allocator does not hold; None where NVML does not tell."""

@@ -48,6 +48,8 @@ class GpuProfile(Record):
     """its power limit as shipped"""
     attention_tflops: tuple[Positive, Positive] | None = None
     """(forward, backward) of torch's own attention in bf16, where it was measured; else published shares are taken"""
+    launch_us: Positive | None = None
+    """CPU time of one operator of a training step, on the machine that it was measured on"""
     unified: Flag = False
     reference: Flag = False
     """one of the cards that stand for its class"""

@@ -19,6 +19,7 @@ from planner.commands import USAGE
 from planner.commands._shared.verb import DONE, FiniteRange, Verb, examples, json_option, show, table
 from planner.commands.probe import FAILED, keep
 from planner.errors import VplanError, quoted
+from planner.estimate.roofline import LAUNCH_SECONDS
 from planner.evidence import calibration
 from planner.evidence.calibration import Calibration, calibrated
 from planner.evidence.from_ledger import learned
@@ -123,9 +124,9 @@ def command(
     """Measure this machine's GPU to improve estimates for it (a few minutes).
 
     First the memory a process uses besides tensors (CUDA context, kernels, workspaces), then the speed of matrix
-    products, attention and copies; `--gpu auto` plans with these numbers. Then a short grid of probes of MODEL (by
-    default a small one), which improve estimates of that model on such a card. Everything is kept in your data folder,
-    per GPU, driver and torch version.
+    products, attention and copies, and the CPU's time to launch an operator; `--gpu auto` plans with these numbers.
+    Then a short grid of probes of MODEL (by default a small one), which improve estimates of that model on such a card.
+    Everything is kept in your data folder, per GPU, driver and torch version.
 
     With --grid, only the plans of a grid are measured (a bundled name, or a file), one process each, the most
     informative per second first. Each row is appended to ROWS.jsonl at once, and the same command resumes where it
@@ -319,6 +320,9 @@ def _numbers(found: Calibration, card: GpuProfile | None, here: GpuProfile | Non
     yield ["attention, forward and backward", f"{forward / 1e12:.4g} and {backward / 1e12:.4g} TFLOP/s", "-"]
     copy = listed(card.bandwidth_gbs if card else None, "GB/s at most")
     yield ["memory", f"{rates.copy_bytes_per_second / 1e9:.4g} GB/s", copy]
+    if found.launch_seconds:
+        took, usual = (f"{seconds * 1e6:.3g} us" for seconds in (found.launch_seconds, LAUNCH_SECONDS))
+        yield ["CPU time of an operator", took, usual]
     link = f"{rates.to_device_bytes_per_second / 1e9:.4g} and {rates.to_host_bytes_per_second / 1e9:.4g} GB/s"
     yield ["to the device and back", link, listed(card.link_gbs if card else None, "GB/s")]
 

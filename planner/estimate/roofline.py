@@ -156,7 +156,7 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
     """
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
-    launch_seconds = LAUNCH_SECONDS if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS
+    launch_seconds = host_launch_seconds(gpu) if strategy.compile == "none" else COMPILED_LAUNCH_SECONDS
     again = (RECOMPUTED_LAUNCHES - 1) * work.recomputed if strategy.compile == "none" else 0.0
     reached = attention_efficiency(gpu, strategy, job, work.attention)
     turns = []
@@ -171,7 +171,7 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
     if work.encoding:  # of what stays on the GPU or comes for each batch
         forward = {half: _attention_passes(gpu, work.attention, half)[0] for half in (0, 1)}
         encoding = _kernel_seconds(work.encoding, gpu, strategy, forward)
-        turns.insert(0, KernelBatch.of(work.encoding, strategy, encoding, LAUNCH_SECONDS))
+        turns.insert(0, KernelBatch.of(work.encoding, strategy, encoding, host_launch_seconds(gpu)))
     turns *= strategy.gradient_accumulation
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else configuration.shards
@@ -187,6 +187,11 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
     slow = _busy_seconds([turn._replace(copies=0.0) for turn in turns], ROOFLINE_LEAST, SLOW_LAUNCHES)
     compute, launch = sum(turn.kernels for turn in turns), sum(turn.launches for turn in turns)
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
+
+
+def host_launch_seconds(gpu: GpuProfile) -> float:
+    """CPU time of one operator of a forward or backward: as measured on this machine, else the usual."""
+    return LAUNCH_SECONDS if gpu.launch_us is None else gpu.launch_us * 1e-6
 
 
 class Span(NamedTuple):
@@ -211,7 +216,7 @@ def forward_seconds(
     best, and before it at worst."""
     strategy = configuration.strategy
     reached = {half: _attention_passes(gpu, attention, half)[0] for half in (0, 1)}
-    batch = KernelBatch.of(work, strategy, _kernel_seconds(work, gpu, strategy, reached), LAUNCH_SECONDS)
+    batch = KernelBatch.of(work, strategy, _kernel_seconds(work, gpu, strategy, reached), host_launch_seconds(gpu))
     copies = nbytes / host_rate(gpu, configuration.machine)
     usual = _busy_seconds([batch._replace(copies=copies)], ROOFLINE_USUAL, 1.0)
     return Span(usual, _busy_seconds([batch], ROOFLINE_LEAST, SLOW_LAUNCHES) + copies)

@@ -56,6 +56,8 @@ class Calibration(Record):
     workspaces: dict[str, Bytes | None] = {}
     """what it leaves inside"""
     rates: Rates
+    launch_seconds: NotNegative | None = None
+    """CPU time of one operator of a training step, with all the Python around it"""
 
     @property
     def outside_bytes(self) -> int | None:
@@ -117,6 +119,8 @@ def calibrated(card: GpuProfile, calibration: Calibration) -> GpuProfile:
     if card.bf16_tflops:
         passes = rates.attention_forward_flops_per_second, rates.attention_backward_flops_per_second
         changes["attention_tflops"] = tuple(rate / 1e12 for rate in passes)
+    if calibration.launch_seconds:
+        changes["launch_us"] = calibration.launch_seconds * 1e6
     if calibration.outside_bytes:
         changes["context_mib"] = calibration.outside_bytes / MIB
     if calibration.total_bytes:

@@ -280,7 +280,7 @@ def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMI
         if facts.get("outcome") != "ok":
             where = f" in {facts['phase']}" if "phase" in facts else ""
             raise VplanError(f"calibrating failed{where}: {_last_words(log, ended)}", "see `vplan doctor`", 4)
-    names = ("gpu", "driver", "total_bytes", "context_bytes", "kernels", "workspaces", "rates")
+    names = ("gpu", "driver", "total_bytes", "context_bytes", "kernels", "workspaces", "rates", "launch_seconds")
     versions = {name: metadata.version(name) for name in ("torch", "diffusers")}
     return {**{name: facts[name] for name in names}, **versions, "time": started}
 

@@ -143,6 +143,12 @@ def test_launches_count_only_where_the_gpu_waits_for_them():
     assert seconds(many, compile="cudagraphs").launch == 0
 
 
+def test_launches_take_what_was_measured_on_this_machine():
+    many = StepWork({**WORK.passes, LAUNCHES: Work(10**6, 0)})
+    assert seconds(many, H100.replace(launch_us=20)).total == pytest.approx(20)
+    assert seconds(many, H100.replace(launch_us=20), compile="blocks").launch < 20
+
+
 @pytest.mark.parametrize(
     ("optimizer", "step", "grows"), [("adamw", "foreach", False), ("adamw", "loop", True), ("prodigy", "foreach", True)]
 )

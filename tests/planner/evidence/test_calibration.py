@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ RATES = Rates(
 FOUND = Calibration(
     gpu=NAME, driver="580.1", torch="2.13.0", diffusers="0.42.1", time="2026-11-21T12:00:00+00:00",
     total_bytes=round(23.6 * GIB), context_bytes=400 * MIB, kernels={"matmul": 50 * MIB, "norm": 0},
-    workspaces={"matmul": 8 * MIB}, rates=RATES,
+    workspaces={"matmul": 8 * MIB}, rates=RATES, launch_seconds=25e-6,
 )  # fmt: skip
 JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
 
@@ -230,6 +231,7 @@ def test_the_command_keeps_shows_and_shares(monkeypatch: pytest.MonkeyPatch, tmp
     assert json.loads(text.splitlines()[0])["details"]["calibration"]["outside_bytes"] == 450 * MIB
     done = CliRunner().invoke(cli, ["calibrate", "--no-probes"])
     assert "matmul in bf16" in done.stdout and "150 TFLOP/s" in done.stdout and "450 MiB" in done.stdout
+    assert re.search(r"CPU time of an operator +25 us +34 us", done.stdout)
 
 
 def test_without_a_gpu_it_says_what_it_needs_and_what_works() -> None:
