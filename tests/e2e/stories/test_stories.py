@@ -107,13 +107,11 @@ def easyanimate(tmp_path: Path) -> Path:
     return tmp_path / "train.sh"
 
 
-def test_easyanimate_fills_the_card_in_the_optimizer_step_and_runs_out_behind_it(
-    easyanimate: Path, tmp_path: Path
-) -> None:
-    """The first optimizer step leaves a GiB at most. The next clip is encoded beside the gradients, which the script
-    still holds in a list."""
+def test_easyanimate_runs_out_in_the_optimizer_step(easyanimate: Path, tmp_path: Path) -> None:
+    """By 0.1 GiB in the first. Behind it the next clip would be encoded beside the gradients, which the script still
+    holds in a list, and would not fit either."""
     found = check(H100, easyanimate)
-    assert (found.verdict, found.phase) == ("no", "train")
+    assert (found.verdict, found.phase) == ("no", "optimizer")
     assert found.found["estimate"]["machine"]["gpus"] == 4  # of CUDA_VISIBLE_DEVICES
     assert found.found["job"]["model"] == "easyanimate-v5.1-7b"  # of $MODEL_NAME
     assert 41 <= found.allocated("load") <= 44 and 76 <= found.allocated("first_step") <= 78
