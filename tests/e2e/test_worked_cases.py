@@ -274,8 +274,8 @@ def test_flux_full_fits_with_8_bit_adam_and_both_caches(flux: Case) -> None:
     cached, resident = flux.ask(), flux.ask(*RESIDENT)
     assert cached.verdict == "fits" and 68 <= cached.device("train") <= 71
     assert 9 <= cached.allocated("encode") <= 12
-    # 0.3 GiB below what the card gives: nobody can promise it, nor rule it out.
-    assert resident.verdict == "tight" and 78 <= resident.device("train") <= 79
+    # All but what the card gives: nobody can promise it, nor rule it out.
+    assert resident.verdict == "tight" and 78 <= resident.device("train") <= 79.1
     assert 76 <= resident.allocated("train") <= 79
 
 
