@@ -142,15 +142,22 @@ def attention(
     saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows. cuDNN takes
     it as it is, see `planner.layout.attention_kernel`. Fewer heads of keys than of queries are taken by flash alone
     (check_batch_size_and_num_heads_dense in sdp_utils_cpp.h); what it does not take goes the plain way, as does what
-    has no axis of heads (check_tensor_shapes, likewise).
+    has no axis of heads (check_tensor_shapes, likewise). Of heads whose size is no multiple of 16 bytes flash takes
+    padded copies (attention.cpp, pad_last_dim), and memory-efficient attention none at all (sdp_utils.cpp,
+    check_head_dim_size_mem_efficient).
     """
     plain: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_attention_math
     if query.dim() != 4:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if attn_mask is None and half and query.shape[-1] <= 256:
+    size, aligned = query.shape[-1], 16 // query.element_size()
+    left_over = size % aligned
+    if attn_mask is None and half and size <= 256:
         flash: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        if not left_over:
+            return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        padded = [torch.constant_pad_nd(each, [0, aligned - left_over]) for each in (query, key, value)]
+        return flash(*padded, dropout_p, is_causal, scale=size**-0.5 if scale is None else scale)[0][..., :size]
     if enable_gqa and key.shape[1] != query.shape[1]:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     if attn_mask is not None:
@@ -158,6 +165,9 @@ def attention(
             raise RuntimeError(f"attention takes no mask of {attn_mask.dtype} with queries of {query.dtype}")
         if attn_mask.dtype == torch.bool:
             attn_mask = _mask_of_numbers(attn_mask, query.dtype)
+    if left_over:
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
         length = key.shape[2]
         if attn_mask.shape[-2] > 1 and length % MASK_ALIGNMENT:
             attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]

@@ -210,6 +210,16 @@ def test_attention_takes_the_kernel_it_takes_on_cuda(call: object, kernel: str) 
     assert not any("for_cpu" in name or "math" in name for name in seen)
 
 
+def test_heads_that_are_no_multiple_of_16_bytes_are_padded_for_flash_and_go_the_plain_way_with_a_mask() -> None:
+    """Heads of 5 numbers, as DreamLite's UNet has them by its defaults."""
+    seen = operators_of(attend(HALF, 5))
+    assert seen.count("constant_pad_nd") == 3 + 3  # and back, in backward
+    assert "_scaled_dot_product_flash_attention" in seen
+    seen = operators_of(attend(HALF, 5, mask=True))
+    assert "bmm" in seen and not any("scaled_dot" in name for name in seen)
+    assert "constant_pad_nd" not in operators_of(attend(HALF, 40))
+
+
 def test_attention_without_an_axis_of_heads_goes_the_plain_way() -> None:
     """No fused kernel takes it (check_tensor_shapes in sdp_utils_cpp.h): HunyuanImage 2.1's VAE asks so."""
     seen = operators_of(lambda: torch.nn.functional.scaled_dot_product_attention(*[torch.empty(2, 16, 64)] * 3))
