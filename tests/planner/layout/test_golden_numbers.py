@@ -101,9 +101,10 @@ def test_simpletuners_step_reads_and_writes_220_bytes_a_number() -> None:
 
 @pytest.mark.parametrize(("name", "parameters"), MODELS.items())
 def test_a_step_over_a_whole_model_moves_every_parameter(name: str, parameters: int) -> None:
-    """Recordings hold a few of the blocks, and count three fp32 numbers for each parameter that they step."""
+    """Recordings hold a few of the blocks, and count three fp32 numbers for each parameter that they step. 20 more are
+    moved by operators that return nothing: 18 by AdamW over lists, 2 by what clips."""
     work = step_work(laid_out(name, {"method": "full"}, weights_dtype="fp32")).optimizer
-    assert work["pointwise", 0].nbytes == pytest.approx(3 * 4 * parameters, rel=1e-4)
+    assert work["pointwise", 0].nbytes == pytest.approx((3 + 20) * 4 * parameters, rel=1e-4)
 
 
 @pytest.mark.parametrize("adapter_dtype", ["fp32", "bf16"])
