@@ -93,12 +93,12 @@ written), bitsandbytes' (3, and 4 bytes of its moments), and the product that cl
 
 def _in_place_bytes(run: Run) -> int:
     """What an optimizer step reads and writes by operators that only change their arguments. Moments are stored like
-    their parameters, in torch's AdamW."""
+    their parameters, in torch's AdamW; a trainer's own, which has launches of its own, does without torch's."""
     strategy = run.strategy
     if strategy.optimizer_step == "backward":
         return 0
     times = CLIPPING
-    if strategy.optimizer == "adamw":
+    if strategy.optimizer == "adamw" and not run.work.optimizer_launches:
         times += {"foreach": FOREACH_ADAMW, "fused": FUSED_ADAMW}.get(strategy.optimizer_step, 0)
     elif strategy.optimizer in ("adamw-8bit", "adamw-8bit-paged"):
         times += ADAMW_8BIT

@@ -96,7 +96,8 @@ def test_simpletuners_step_reads_and_writes_220_bytes_a_number() -> None:
         step_work(laid_out("wan2.1-t2v-1.3b", {"frames": 17, "lora_rank": 16}, trainer, **fields)).optimizer
         for trainer in ("vplan", "simpletuner")
     )
-    assert theirs["pointwise", 0].nbytes - ours["pointwise", 0].nbytes == 220 * adapters
+    without = 18 * 2  # what torch's AdamW over lists moves of 16-bit numbers, which is not run
+    assert theirs["pointwise", 0].nbytes - ours["pointwise", 0].nbytes == (220 - without) * adapters
 
 
 @pytest.mark.parametrize(("name", "parameters"), MODELS.items())
