@@ -4,6 +4,7 @@
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
@@ -29,6 +30,10 @@ class RoundedLength(Record):
 
     product: Text
     unit: Count
+
+
+_ADAPTER = re.compile(r"\.lora_[AB]\.\w+(?=\.weight$)")
+"""In the name of an adapter's matrix, as PEFT names them beside the layer's own."""
 
 
 class ForwardCall(Record):
@@ -77,7 +82,9 @@ class ForwardCall(Record):
         return any(letter in argument.letters for _, argument in self.arguments())
 
     def is_idle(self, name: str, depths: Mapping[str, int]) -> bool:
-        """Whether a parameter gets no gradient in a model with so many blocks in each list."""
+        """Whether a parameter gets no gradient in a model with so many blocks in each list. What adapts a layer gets
+        none where the layer's weight gets none."""
+        name = _ADAPTER.sub("", name)
         if name in self.idle:
             return True
         for module_list, depth in depths.items():

@@ -140,3 +140,5 @@ def test_parameters_without_gradient_are_known_at_any_depth() -> None:
         "blocks.2.unused", {"blocks": 7}
     )
     assert not call.is_idle("blocks.5.ff.weight", {"blocks": 6})
+    assert call.is_idle("blocks.5.ff_context.lora_A.default.weight", {"blocks": 6})
+    assert not call.is_idle("blocks.5.ff.lora_B.default.weight", {"blocks": 6})
