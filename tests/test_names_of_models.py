@@ -28,6 +28,7 @@ ALLOWED = {
     "planner/launch/demo.py": "the pipeline that the demo's is made after",
     "planner/probe/grid.py": "the model that is calibrated with where nobody names one",
     "trainers/measuring/launches.py": "the model whose operators are timed",
+    "trainers/recording/trainer_code/ltx_trainer.py": "its repository is called like the model's",
 }
 """Where a name may stand as a literal, by how its path begins."""
 

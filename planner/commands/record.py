@@ -310,7 +310,7 @@ def _names(profile: ModelProfile, selection: _VariantSelection) -> list[str]:
 
     kinds = (StepVariant, SampleVariant, OptimizerVariant)
     usual = [variant.name for kind in kinds for variant in kind.all(profile)]
-    further = [variant.name for kind in (StepVariant, SampleVariant) for variant in kind.on_request(profile)]
+    further = [variant.name for kind in kinds for variant in kind.on_request(profile)]
     if CHECKOUT not in os.environ:  # a tape of a trainer's own code is checked where that code is
         elsewhere = {variant.name for variant in StepVariant.in_own_code(profile)}
         further = [name for name in further if name in selection.texts or name not in elsewhere]

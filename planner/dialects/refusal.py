@@ -45,7 +45,6 @@ UNREAD_CONFIGS: tuple[tuple[str, frozenset[str]], ...] = (
     ("FlyMyAI's lora-trainer", frozenset({"data_config", "pretrained_model_name_or_path"})),
     ("CogVideo's SAT finetuning", frozenset({"args", "model", "data"})),
     ("CogVideo's SAT finetuning", frozenset({"args", "deepspeed"})),
-    ("ltx-trainer", frozenset({"training_strategy", "model", "lora"})),
     ("LTX-Video-Trainer", frozenset({"conditioning", "flow_matching", "acceleration"})),
     ("musubi-tuner, whose config needs its command", frozenset({"dit", "network_module"})),
 )

@@ -174,19 +174,26 @@ def _own_code(model: ModelProfile, job: Job, strategy: Strategy, variant: StepVa
         return {}
     recorded = set(StepVariant.in_own_code(model))
     in_code = {trainer: variant._replace(code=trainer) for trainer in OWN_CODE}
+    half = variant.precision._replace(weights="half")
+    for trainer, code in OWN_CODE.items():
+        if variant.precision.weights in code.unpacked:
+            in_code[trainer] = in_code[trainer]._replace(precision=half)
     return {
-        trainer: OwnRecording(tape(model.name, own.name), _wider_optimizer(model, job, strategy, own))
+        trainer: OwnRecording(tape(model.name, own.name), _own_optimizer(model, job, strategy, own))
         for trainer, own in in_code.items()
         if own in recorded and _stored(model.name, f"{own.name}.json.gz")
     }
 
 
-def _wider_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepVariant) -> Tape | None:
-    """The optimizer's step over adapters on every layer of a block, which musubi-tuner has over a quantised base, where
-    diffusers' model is recorded with those on its usual layers."""
-    if own.precision.weights not in QUANTISED or own.method == WIDE:
-        return None
-    return tape(model.name, OptimizerVariant.of(model, job, strategy)._replace(method=WIDE).name)
+def _own_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepVariant) -> Tape | None:
+    """The optimizer's step over the adapters that a trainer's own model gives a gradient, where they are others than
+    those of diffusers' model, which is recorded with adapters on its usual layers."""
+    code, usual = OWN_CODE[own.code], OptimizerVariant.of(model, job, strategy)
+    if code.with_gradient:
+        return tape(model.name, usual._replace(code=own.code).name)
+    if code.on_all_linear and own.precision.weights in QUANTISED and own.method != WIDE:
+        return tape(model.name, usual._replace(method=WIDE).name)
+    return None
 
 
 def counts_elements(strategy: Strategy) -> bool:

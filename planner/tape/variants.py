@@ -197,10 +197,20 @@ class OwnCode(NamedTuple):
     one_sample: tuple[bool, ...]
     trait: TrainerTrait = "own-code"
     """of the models that it is recorded of"""
+    on_all_linear: bool = False
+    """its adapters over a quantised base are on every layer of a block too"""
+    unpacked: frozenset[str] = frozenset()
+    """formats of a base whose weights it unpacks for one product: their step is recorded over a base in 16 bits, and
+    `planner.layout.trainer_terms` says the rest"""
+    with_gradient: tuple[str, ...] = ()
+    """the layers whose adapters get a gradient, where those are not all that have one"""
 
 
 _KOHYA = ((WIDE, Precision("half", "fp32", True)),)
 _MUSUBI = (*_KOHYA, ("lora", Precision("fp8", "fp32", True)))
+_LTX = (("lora", Precision("half", "fp32", True)),)
+_QUANTO = frozenset({"int8"})
+_VIDEO_LAYERS = tuple(f"attn{at}.{layer}" for at in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0"))
 OWN_CODE = {
     "diffsynth": OwnCode(
         (
@@ -212,13 +222,16 @@ OWN_CODE = {
         (True,),
     ),
     "sd-scripts": OwnCode(_KOHYA, CHECKPOINTING, BOTH),
-    "musubi-tuner": OwnCode(_MUSUBI, CHECKPOINTING, (True,)),
-    "musubi-tuner@2.1-time-embedding": OwnCode(_MUSUBI, CHECKPOINTING, (True,), "time-per-token"),
+    "musubi-tuner": OwnCode(_MUSUBI, CHECKPOINTING, (True,), on_all_linear=True),
+    "musubi-tuner@2.1-time-embedding": OwnCode(_MUSUBI, CHECKPOINTING, (True,), "time-per-token", True),
+    "ltx-trainer": OwnCode(_LTX, CHECKPOINTING, BOTH, unpacked=_QUANTO),
+    "ltx-trainer@video": OwnCode(_LTX, CHECKPOINTING, BOTH, unpacked=_QUANTO, with_gradient=_VIDEO_LAYERS),
 }
 """Trainers, and versions of them as `planner.layout.trainer_terms` names those, whose own models are recorded
 (trainers/recording/trainer_code). DiffSynth-Studio has no batch size, and always checkpoints Wan's blocks;
 musubi-tuner turns one sample after another by its positions, and its adapters are on every layer of a block, over a
-base in fp8 too. Anything else is answered for by diffusers' model."""
+base in fp8 too. ltx-trainer has a time step for each token, and, by version, no sound. Anything else is answered for by
+diffusers' model."""
 
 
 def ages(profile: ModelProfile, precision: Precision) -> tuple[bool, ...]:
@@ -423,6 +436,8 @@ class OptimizerVariant(NamedTuple):
 
     optimizer: str
     how: str
+    code: str = ""
+    """of adapters of which a trainer's own model gives only some a gradient (`OwnCode.with_gradient`)"""
 
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy) -> OptimizerVariant:
@@ -446,12 +461,24 @@ class OptimizerVariant(NamedTuple):
             for optimizer, how in cls.ways(method):
                 yield cls(method, trained, optimizer, how)
 
+    @classmethod
+    def on_request(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
+        """Of what only a trainer's own model leaves without a gradient; shipped."""
+        ways = (("adamw", "foreach"), ("adamw", "fused"), ("adamw-8bit", "foreach"))
+        own = {(step.method, step.precision.trained, step.code): None for step in StepVariant.in_own_code(profile)}
+        for (method, trained, code), (optimizer, how) in itertools.product(own, ways):
+            if OWN_CODE[code].with_gradient:
+                yield cls(method, trained, optimizer, how, code)
+
     @property
     def name(self) -> str:
-        return f"optimizer-{self.method}-{self.trained}-{self.optimizer}-{self.how}"
+        code = self.code and f"-{self.code}".replace("@", "-")
+        return f"optimizer-{self.method}-{self.trained}-{self.optimizer}-{self.how}{code}"
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The job and strategy to make this recording with."""
         lora = self.method != "full"
         precision = Precision("half" if lora else self.trained, self.trained if lora else "", autocast=False)
-        return _records(profile, self.method, precision, optimizer=self.optimizer, optimizer_step=self.how)
+        job, strategy = _records(profile, self.method, precision, optimizer=self.optimizer, optimizer_step=self.how)
+        with_gradient = OWN_CODE[self.code].with_gradient if self.code else ()
+        return job.replace(lora_targets=with_gradient) if with_gradient else job, strategy

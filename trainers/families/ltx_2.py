@@ -20,28 +20,39 @@ class Ltx2(Family):
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Text embeddings are those that LTX-2's connectors make, one for each stream."""
         text = (grid["B"], grid["T"])
-        width, channels = self.config["caption_channels"], self.config["audio_in_channels"]
+        channels = self.config["audio_in_channels"]
+        width, audio_width = self.text_widths()
         return {
             "latents": self.video_latents(grid, device, dtype),
             "audio": torch.randn(grid["B"], grid["E"], channels, device=device, dtype=dtype),
             "prompt": torch.randn(*text, width, device=device, dtype=dtype),
-            "audio_prompt": torch.randn(*text, width, device=device, dtype=dtype),
+            "audio_prompt": torch.randn(*text, audio_width, device=device, dtype=dtype),
             "prompt_mask": torch.ones(text, device=device, dtype=torch.long),
         }
 
+    def text_widths(self) -> tuple[int, int]:
+        """Of a text token for the video and for the sound. LTX-2's transformer projects both itself; from 2.3 on the
+        connectors make them as wide as the streams."""
+        if self.config["use_prompt_embeddings"]:
+            return self.config["caption_channels"], self.config["caption_channels"]
+        return self.config["cross_attention_dim"], self.config["audio_cross_attention_dim"]
+
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
-        """The target is a pair: of the video and of the sound, noised alike."""
+        """The target is a pair: of the video and of the sound, noised alike. From 2.3 on the noise level also modulates
+        the text, and each stream's view of the other by that other's level (pipeline_ltx2.py)."""
         frames, height, width = batch["latents"].shape[2:]
         packed = batch["latents"].flatten(2).transpose(1, 2).contiguous()
         noisy, sigmas, target = self.flow_matching(packed)
         audio, noise = batch["audio"], random_draws.normal_like(batch["audio"])
         spread = sigmas.view(-1, 1, 1).to(audio.dtype)
+        timestep = sigmas * 1000
+        modulated = {"sigma": timestep, "use_cross_timestep": True} if self.config["cross_attn_mod"] else {}
         return {
             "hidden_states": noisy,
             "audio_hidden_states": (1.0 - spread) * audio + spread * noise,
             "encoder_hidden_states": batch["prompt"],
             "audio_encoder_hidden_states": batch["audio_prompt"],
-            "timestep": sigmas * 1000,
+            "timestep": timestep,
             "encoder_attention_mask": batch["prompt_mask"],
             "audio_encoder_attention_mask": batch["prompt_mask"],
             "num_frames": frames,
@@ -49,6 +60,7 @@ class Ltx2(Family):
             "width": width,
             "fps": 24.0,
             "audio_num_frames": audio.shape[1],
+            **modulated,
         }, (target, noise - audio)
 
     def prediction(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

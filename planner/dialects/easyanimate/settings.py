@@ -347,6 +347,9 @@ FAMILIES = {
 }
 """Folder of scripts -> starts of the names of its models."""
 
+OTHER_SCRIPTS = ("ltx-2.3", "ltx-2.5")
+"""Models of one of these names that have scripts of their own (scripts/ltx2.3), which are not written."""
+
 
 def _method(settings: Settings) -> Fields:
     return {"method": "lora" if str(settings["script"]).endswith("train_lora.py") else "full"}
@@ -355,7 +358,7 @@ def _method(settings: Settings) -> Fields:
 def _write_method(fields: Fields) -> Settings:
     model = str(fields["model"])
     folder = next((name for name, starts in FAMILIES.items() if model.startswith(starts)), None)
-    if folder is None:
+    if folder is None or model in OTHER_SCRIPTS:
         why = f"its scripts are for {', '.join(FAMILIES)}"
         raise InexpressibleError(UnsupportedValue("model", model, "wan2.1-t2v-14b", why))
     if fields["method"] == "sample":

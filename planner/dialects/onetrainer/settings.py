@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
-from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, FunctionPair, Remark, Settings, Value, When
+from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, FunctionPair, Settings, Value, When
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, one_of, our_defaults, word_for
 from planner.dialects.base.own_models import own_model_notes
@@ -284,9 +284,9 @@ def _caches(settings: Settings) -> Fields:
     }
 
 
-def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
-    if _of(settings, "compile") and fields["compile"] == "none":
-        yield Remark("compile", "priced without: compiled blocks keep no more than these")
+def _compiled(value: Any) -> str:
+    """Each checkpointed layer is compiled by itself (modules/util/checkpointing_util.py ``layer.compile``)."""
+    return "blocks" if value is True else "none"
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
@@ -367,6 +367,7 @@ DIALECT = Dialect(
                 "text_encoder_dtype": "text_encoder.weight_dtype",
             },
         ),
+        Value("compile", f"{CONFIG}compile", "none", _compiled),
         Choice("ema", {"none": {}, "gpu": {f"{CONFIG}ema": "GPU"}, "cpu": {f"{CONFIG}ema": "CPU"}}),
         EXPANDABLE,
         GPUS,
@@ -375,7 +376,6 @@ DIALECT = Dialect(
         *our_defaults("validation"),
     ),
     read_script=read_script,
-    remarks=_remarks,
     notes=_notes,
     version=_version,
     moves=(

@@ -53,7 +53,11 @@ MODELS: dict[str, dict[str, str]] = {
     "ernie": dict.fromkeys(("", "base", "turbo"), "ernie-image"),
     "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
-    "ltxvideo2": {"": "ltx-2", "dev": "ltx-2"},
+    "ltxvideo2": {
+        **dict.fromkeys(("", "dev"), "ltx-2"),
+        **dict.fromkeys(("2.3-dev", "2.3-distilled"), "ltx-2.3"),
+        **dict.fromkeys(("2.5-dev", "2.5-distilled"), "ltx-2.5"),
+    },
     "hunyuanvideo": {"": "hunyuan-video-1.5", "t2v-480p": "hunyuan-video-1.5"},
     "wan": {
         "": "wan2.1-t2v-1.3b",

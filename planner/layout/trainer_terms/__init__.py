@@ -18,6 +18,7 @@ NAMES = (
     "diffusion-pipe",
     "easyanimate",
     "latentsync",
+    "ltx-trainer",
     "musubi-tuner",
     "onetrainer",
     "sd-scripts",

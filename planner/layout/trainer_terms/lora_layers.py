@@ -209,8 +209,9 @@ TEXT_STREAM = re.compile(r"norm1_context|txt_mod")
 """The modulation of the text's stream, by diffusers' names."""
 
 
-def keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int], name: str) -> None:
-    """Keeps something from each block's forward to its backward."""
+def keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int], name: str, recomputed: bool = False) -> None:
+    """Keeps something from each block's forward to the end of its backward, or from its recomputation on: in the
+    longest stretch of its backward, as the last ones stand behind the next block's recomputation."""
     backward: dict[Block, list[int]] = {}
     forward: dict[Block, int] = {}
     for at, (moment, _) in enumerate(stage.stretches):
@@ -223,8 +224,9 @@ def keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int], name: str) 
     ends: dict[int, list[int]] = {}
     for block, again in backward.items():
         buffer = run.new(kept[block], "activation", name)
-        begins.setdefault(forward[block], []).append(buffer)
-        ends.setdefault(again[-1], []).append(~buffer)
+        longest = max(again, key=lambda at: len(stage.stretches[at][1]))
+        begins.setdefault(longest if recomputed else forward[block], []).append(buffer)
+        ends.setdefault(longest if recomputed else again[-1], []).append(~buffer)
     stage.stretches = [
         (moment, [*begins.get(at, ()), *events, *ends.get(at, ())])
         for at, (moment, events) in enumerate(stage.stretches)

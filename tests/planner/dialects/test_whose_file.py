@@ -48,7 +48,6 @@ LTX = "model: {training_mode: lora}\nlora: {rank: 16}\n"
 @pytest.mark.parametrize(
     ("text", "whose"),
     [
-        (LTX + "training_strategy: {name: flexible}\n", "ltx-trainer"),
         (LTX + "conditioning: {mode: none}\nflow_matching: {}\nacceleration: {}\n", "LTX-Video-Trainer"),
     ],
 )

@@ -223,6 +223,7 @@ REFUSED_FAMILIES = (
     "wan2.2-animate-14b",
     "qwen-image-edit",
     "ltx-2",
+    "ltx-2.3",
 )
 
 

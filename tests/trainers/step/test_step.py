@@ -208,6 +208,15 @@ TINY: dict[str, dict[str, Any]] = {
         "caption_channels": 8,
         "num_layers": 3,
     },
+    "ltx-2.5": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16,
+        "num_layers": 3,
+    },
     "sd1.5": {
         "block_out_channels": [8, 16],
         "attention_head_dim": 2,

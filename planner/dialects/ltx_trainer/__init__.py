@@ -1,0 +1,1 @@
+"""The dialect of Lightricks' ltx-trainer."""
