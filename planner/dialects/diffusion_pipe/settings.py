@@ -65,13 +65,15 @@ OPTIMIZERS = {
     "adamw": "adamw",
     "AdamW8bitKahan": "adamw-8bit",
     "adamw8bit": "adamw-8bit",
+    "automagic": "adamw-8bit",
     "Prodigy": "prodigy",
     "Lion": "lion",
     "CAME": "came",
     "Muon": "muon",
     "offload": "adamw",
 }
-"""Behind the named ones any class of pytorch_optimizer (train.py)."""
+"""Behind the named ones any class of pytorch_optimizer (train.py). automagic keeps a rate in 8 bits and a sign
+in a byte of each number, and a Kahan sum of what is bf16 (optimizers/automagic.py), as much as AdamW8bitKahan."""
 
 
 def _formats_of(settings: Settings) -> Fields:
@@ -348,6 +350,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield note
     if str(settings.get("config:optimizer.type", "")).lower() in ("adamw", "adamw8bit"):
         yield "estimated with the Kahan buffer of adamw_optimi and AdamW8bitKahan, which this optimizer has not"
+    if str(settings.get("config:optimizer.type", "")).lower() == "automagic":
+        yield "automagic is priced as AdamW8bitKahan, whose states take as much but for sums over rows and columns"
     if rows_of(settings, "dataset:resolutions") and not rows_of(settings, BUCKETS):
         yield "resolutions are areas: estimated as squares, and buckets of other sides have as many pixels"
 

@@ -247,3 +247,14 @@ class _Held(Script):
 
     def document(self, path: str) -> dict[str, Any] | None:
         return self.documents.get(path)
+
+
+def test_automagic_takes_as_much_as_an_8_bit_adam_with_a_kahan_sum(tmp_path: Path) -> None:
+    """diffusion-pipe's optimizers/automagic.py ``initialize_state``: one byte, one of a sign, and two in bf16."""
+    found = []
+    for optimizer in ("automagic", "AdamW8bitKahan"):
+        (tmp_path / "data.toml").write_text(PIPE_DATA)
+        (tmp_path / "config.toml").write_text(PIPE.replace("AdamW8bitKahan", optimizer))
+        found.append(translate(*dialects.read_script(from_file(tmp_path / "config.toml"))))
+    assert found[0].strategy == found[1].strategy
+    assert any("automagic is priced as AdamW8bitKahan" in note for note in found[0].notes)
