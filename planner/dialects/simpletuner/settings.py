@@ -79,6 +79,7 @@ OPTIMIZERS = {
     "optimi-adamw": "adamw",
     "bnb-adamw8bit": "adamw-8bit",
     "bnb-adamw8bit-paged": "adamw-8bit-paged",
+    "bnb-lion8bit-paged": "adamw-8bit-paged",
     "optimi-lion": "lion",
     "prodigy": "prodigy",
 }
@@ -347,6 +348,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"flux_lora_target {layers} is not priced: estimated as all"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":
         yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
+    if _of(settings, "optimizer") == "bnb-lion8bit-paged":
+        yield "bnb-lion8bit-paged is priced as 8-bit AdamW, paged too: its one state takes half of those in host RAM"
     for precision in TEXT_ENCODERS:
         if _on(_of(settings, precision)) and _of(settings, precision) != "no_change":
             yield f"{precision}{MAY_NEED_LESS}"

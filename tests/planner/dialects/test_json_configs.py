@@ -311,3 +311,13 @@ def test_what_is_not_priced_is_refused_by_name(
 ) -> None:
     with pytest.raises(VplanError, match=why):
         read(tmp_path, config | changes)
+
+
+def test_a_paged_lion_of_simpletuner_takes_what_a_paged_adam_does_on_the_gpu(tmp_path: Path) -> None:
+    found = read(tmp_path, {**SIMPLETUNER, "--optimizer": "bnb-lion8bit-paged"})
+    assert found["optimizer"] == "adamw-8bit-paged"
+
+
+@pytest.mark.parametrize(("compiled", "field"), [(True, "blocks"), (False, "none")])
+def test_onetrainer_compiles_each_layer_by_itself(compiled: bool, field: str, tmp_path: Path) -> None:
+    assert read(tmp_path, {**ONETRAINER, "compile": compiled})["compile"] == field
