@@ -17,7 +17,15 @@ from planner.catalog import diffusers_folder, user_data
 from planner.catalog.forward_call import ForwardCall
 from planner.catalog.profile_files import LONGEST_NAME, read_record, read_toml
 from planner.catalog.profiles import ModelProfile
-from planner.catalog.shapes import check_blocks, check_job, check_shape, grid, job_for, parse_resolution
+from planner.catalog.shapes import (
+    check_blocks,
+    check_job,
+    check_shape,
+    grid,
+    job_for,
+    parse_resolution,
+    sample_grid,
+)
 from planner.catalog.traits import Traits
 from planner.errors import VplanError, nearest, quoted
 
@@ -34,6 +42,7 @@ __all__ = [
     "model",
     "model_names",
     "parse_resolution",
+    "sample_grid",
     "several",
     "taken_for",
 ]

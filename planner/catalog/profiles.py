@@ -97,6 +97,9 @@ class ShapeRules(Record):
     size_multiple: Count
     """height and width are multiples of it, pixels: VAE times patch"""
     text_tokens: Count
+    filled_up: Size | None = None
+    """the square whose tokens an image has that is not square: its code fills it up with empty ones, and takes none
+    that has more"""
     references: CountOrZero = 0
     """reference images a sample has when the job does not say"""
     takes_references: Flag = False

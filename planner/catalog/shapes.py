@@ -23,6 +23,11 @@ def check_shape(model: ModelProfile, frames: int, height: int, width: int) -> No
     if model.shape.only_listed and (height, width) not in model.shape.resolutions:
         listed = " or ".join(f"--height {high} --width {wide}" for high, wide in model.shape.resolutions)
         raise VplanError(f"{model.title} does not support clips of {height}x{width} (height x width)", f"use {listed}")
+    square = model.shape.filled_up
+    if square and height != width and height * width > square[0] * square[1]:
+        fault = f"{model.title} takes no image of {height}x{width}: one that is not square has at most the pixels of"
+        side = max(height, width)
+        raise VplanError(f"{fault} {square[0]}x{square[1]}", f"use a smaller one, or --height {side} --width {side}")
     multiple = model.shape.size_multiple
     wrong = {name: side for name, side in (("height", height), ("width", width)) if side % multiple}
     if wrong:
@@ -157,7 +162,17 @@ def in_words(model: ModelProfile, job: Job) -> str:
 
 
 def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str, int]:
-    """The integers that tapes are symbolic in, for the job's own shape or one of its buckets.
+    """The integers that tapes are symbolic in, for the job's own shape or one of its buckets: those of its samples, but
+    for an image that the model's code fills up to a square (`planner.catalog.profiles.ShapeRules.filled_up`)."""
+    shape = shape or job.shapes[0]
+    square = model.shape.filled_up
+    if square and shape.height != shape.width:
+        shape = shape.replace(height=square[0], width=square[1])
+    return sample_grid(model, job, shape)
+
+
+def sample_grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str, int]:
+    """The integers of the samples themselves, for the job's own shape or one of its buckets.
 
     B samples (twice as many where a job only samples, with guidance in one batch), F, H and W cells of the patch grid
     along latent frames, rows and columns, T text tokens, R LoRA rank, E tokens beside the clip's own and its text's:

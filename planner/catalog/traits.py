@@ -98,6 +98,9 @@ TrainerTrait = Literal[
     "own-code",
     "blocks-in-16-bits",
     "feed-forward-not-adapted",
+    "attention-output-not-adapted",
+    "last-encoder-stays",
+    "experts-without-gradients",
     "shift-by-size",
     "vae-in-fp32",
     "vae-caches-kept",
@@ -114,7 +117,9 @@ moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantise
 t5-alone-quantised: other text encoders stay in 16 bits.
 own-model: it is what the trainer's own scripts build. own-code: its step is recorded from the trainer's own model
 (`planner.tape.variants.OWN_CODE`). blocks-in-16-bits: they modulate, gate and add so.
-feed-forward-not-adapted: its usual LoRA is on attention alone.
+feed-forward-not-adapted: its usual LoRA is on attention alone; attention-output-not-adapted: nor on its last layer.
+last-encoder-stays: the last text encoder encodes in the loop, and is on the GPU for it. experts-without-gradients: a
+mixture's experts run as in sampling.
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: the VAE overflows in half precision.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
 reentrant-checkpoints: its own code of the model checkpoints so.
@@ -151,6 +156,9 @@ class Traits(Record):
     """attention_head_dim in the config is the number of heads, in spite of its name (diffusers UNets)"""
     last_block_apart: Flag = False
     """the last block is unlike the others, and recorded beside them: it has no output for the text"""
+    layer_beside_each_block: Flag = False
+    """beside its blocks, each has a layer that works for it alone (HiDream's projection of a text): full training,
+    where all of them get gradients, is recorded with all blocks"""
     ends_in_linear: Flag = False
     """its blocks end in a linear layer: recomputation that stops as early as it can would stop inside it, and leave the
     weights of an fp8 base as they were cast"""

@@ -104,8 +104,8 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
         config = config_class(vocab_size=len(WORDS), feed_forward_proj="gated-gelu", **sizes)
     elif kind.startswith("CLIPText"):
         sizes = {"hidden_size": width, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = transformers.CLIPTextConfig(projection_dim=width, max_position_embeddings=77, **sizes, **words)
-    elif kind == "LlamaModel":
+        config = transformers.CLIPTextConfig(projection_dim=width, max_position_embeddings=128, **sizes, **words)
+    elif kind in ("LlamaModel", "LlamaForCausalLM"):
         config = transformers.LlamaConfig(**llm)
     elif kind == "Gemma2Model":
         config = transformers.Gemma2Config(**llm, head_dim=4)
@@ -169,6 +169,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"axes_dims_rope": [4, 2, 2], "approximator_hidden_dim": 8, "approximator_layers": 1},
     "lumina2": {"num_layers": 2, "num_attention_heads": 2, "num_kv_heads": 1, "hidden_size": 24, "cap_feat_dim": 8}
     | {"axes_dim_rope": [4, 4, 4], "num_refiner_layers": 1, "multiple_of": 8},
+    "hidream": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "axes_dims_rope": [4, 2, 2]}
+    | {"caption_channels": [8, 8], "text_emb_dim": 16, "llama_layers": [0, 1, 2, 2], "max_resolution": [16, 16]},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -197,6 +199,12 @@ ENCODERS = {
     "ideogram-4": {"text_encoder": "Qwen3VLModel"},
     "chroma": {"text_encoder": "T5EncoderModel"},
     "lumina2": {"text_encoder": "Gemma2Model"},
+    "hidream": {
+        "text_encoder": "CLIPTextModelWithProjection",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+        "text_encoder_3": "T5EncoderModel",
+        "text_encoder_4": "LlamaForCausalLM",
+    },
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -247,6 +255,7 @@ MODELS = (
     "hunyuan-image-2.1",
     "ernie-image",
     "ideogram-4",
+    "hidream-i1",
     "latentsync-1.6-stage1",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
-from planner.catalog.shapes import grid
+from planner.catalog.shapes import sample_grid
 from planner.dataset.clips import UnusableError
 from planner.dataset.scan import Dataset, Fault, Sample, refused
 from planner.errors import VplanError
@@ -141,7 +141,7 @@ class CacheBuild:
             fault = f"{self.references} reference images per sample cannot be read from a folder of clips yet"
             raise VplanError(fault, f"set references = {int(self.family.reads_reference)}")
         self.dtype = compute_dtype(setting.strategy)
-        self.tokens = grid(setting.profile, setting.job)["T"]
+        self.tokens = sample_grid(setting.profile, setting.job)["T"]
         turns = (*self.clip_turns, *self.text_turns)
         self.root = parts.locate(setting.source, [part for turn in turns for part in (turn.part, turn.helper) if part])
         self.files = {turn.part: parts.check(self.root, turn.part, turn.class_name) for turn in turns}
@@ -167,7 +167,7 @@ class CacheBuild:
     def _about(self, side: str, turns: tuple[EncoderTurn, ...]) -> str:
         """What all samples of a side depend on, as text."""
         profile, strategy = self.setting.profile, self.setting.strategy
-        batch = self.family.batch({**grid(profile, self.setting.job), "B": 1}, "meta", self.dtype)
+        batch = self.family.batch({**sample_grid(profile, self.setting.job), "B": 1}, "meta", self.dtype)
         facts = {
             "format": FORMAT,
             "family": [profile.family, self.family.encoding],
@@ -363,7 +363,7 @@ class CacheBuild:
         """The tensors in the dtypes of the plan's batches; a VplanError for other shapes, or for what is no number."""
         shape = sample.bucket if isinstance(sample, Sample) else self.setting.job.shapes[0]
         job = self.setting.job
-        batch = self.family.batch({**grid(self.setting.profile, job, shape), "B": 1}, "meta", self.dtype)
+        batch = self.family.batch({**sample_grid(self.setting.profile, job, shape), "B": 1}, "meta", self.dtype)
         fitted, templates = {}, self.family.cached_tensors(batch)
         for name, tensor in tensors.items():
             template = templates[name]

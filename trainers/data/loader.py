@@ -54,7 +54,7 @@ class Stacker:
     def template(self, bucket: Bucket) -> Batch:
         """One sample as meta tensors: the shapes and dtypes that a cached sample must have (prompts may be shorter)."""
         if bucket not in self._templates:
-            grid = {**lookup.grid(self.profile, self.job, bucket), "B": 1}
+            grid = {**lookup.sample_grid(self.profile, self.job, bucket), "B": 1}
             self._templates[bucket] = self.kind.cached_tensors(self.kind.batch(grid, "meta", self.dtype))
         return self._templates[bucket]
 

@@ -59,7 +59,7 @@ class AnyClass(Family):
 
     def for_job(self, job: Job) -> Self:
         if len(job.shapes) == 1:
-            self._grid = shapes.grid(self.profile, job)
+            self._grid = shapes.sample_grid(self.profile, job)
         return super().for_job(job)
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ class ProbeRequest:
         profile = lookup.model(plan.job.model)
         if config:
             profile = profile.replace(config={**profile.config, **config})
-        grids = [lookup.grid(profile, plan.job, shape) for shape in plan.job.shapes]
+        grids = [lookup.sample_grid(profile, plan.job, shape) for shape in plan.job.shapes]
         return cls(
             plan=plan,
             profile=profile,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.recording import fakes
+from trainers.recording import fakes, token_routing
 
 Workspace = tuple[str, tuple[int, ...]]
 """(attention kernel or "any", dimensions whose product is the size in bytes)."""
@@ -222,7 +222,12 @@ def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
-        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu(), fakes.autocast_to_fp32():
+        with (
+            fakes.converted_in_place(),
+            fakes.autocast_asked_of_cpu(),
+            fakes.autocast_to_fp32(),
+            token_routing.by_row_numbers(),
+        ):
             yield
     finally:
         library._destroy()

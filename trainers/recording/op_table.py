@@ -31,10 +31,10 @@ CREATED = _aten(
 
 POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ "
-    "eq exp fill_ floor ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log logical_not lt ne "
-    "masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout native_dropout_backward neg "
-    "normal_ polar pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward silu silu_backward sin _softmax "
-    "sqrt sub sub_ tanh tanh_backward _to_copy where"
+    "eq exp fill_ floor floor_divide ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log "
+    "logical_not lt ne masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout "
+    "native_dropout_backward neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward "
+    "silu silu_backward sin _softmax _softmax_backward_data sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh); dropout
 and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer only between devices (Copy.cu,
@@ -42,12 +42,13 @@ copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
     "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index reflection_pad3d repeat "
-    "replication_pad1d replication_pad1d_backward replication_pad3d select_backward slice_backward stack tril triu "
-    "upsample_nearest2d_backward"
+    "replication_pad1d replication_pad1d_backward replication_pad3d scatter scatter_reduce_ select_backward "
+    "slice_backward stack tril triu upsample_nearest2d_backward"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
-few integers here, never a mask; the backwards of select and slice are zeros and a copy into them; cumprod runs over a
-schedule of 1000 numbers; padding, pooling and embedding compute each output from few inputs."""
+few integers or the row numbers of a mixture's experts here, never a mask; the backwards of select and slice are zeros
+and a copy into them; scatter is a copy and numbers put into it; cumprod runs over a schedule of 1000 numbers; padding,
+pooling and embedding compute each output from few inputs."""
 
 MATMULS = _aten("addmm bmm mm")
 """cuBLAS's workspace is one buffer per handle that stays, in ``planner.layout.single_gpu.cublas_workspace``. cuBLASLt,
@@ -95,13 +96,15 @@ KNOWN_SMALL = {
     "mse_loss_out): 8 MiB for 81 frames of 480x832 in Wan's latents",
     "aten._foreach_norm": "one fp32 per tensor and chunk of 65,536 numbers of the largest tensor (native/cuda/"
     "ForeachReduceOp.cu, output_per_tensor): 5 MiB in full training of a 14B model",
-    "aten.sort": "keys and places once more while they are sorted (native/cuda/Sort.cpp); text tokens only: KiB",
+    "aten.sort": "keys and places once more while they are sorted (native/cuda/Sort.cpp); text tokens, or a number for "
+    "each expert of a token: KiB",
     "aten.nonzero": "cub's temporary storage and a count, for a mask of text tokens (native/cuda/Nonzero.cu): some KiB",
     "aten.embedding_dense_backward": "sorted row numbers above 3072 text tokens (native/cuda/Embedding.cu): some KiB",
     "aten.index_put": "sorted row numbers, and copies of gradient and output in the order of the rows (native/cuda/"
-    "Indexing.cu, index_put_with_sort_kernel); text tokens only: some MiB",
+    "Indexing.cu, index_put_with_sort_kernel); text tokens, or the rows of a mixture's experts: some MiB",
+    "aten.topk": "nothing for slices of four numbers, each gathered by one block (native/cuda/TensorTopK.cu, sbtopk)",
     "aten.index_put_": "the index once more, as numbers of its own (native/TensorAdvancedIndexing.cpp, make_info); "
-    "positions of a rotary embedding only: some KiB",
+    "positions of a rotary embedding, and the rows of a mixture's experts: some KiB",
     "aten.native_layer_norm": "mean and rstd are fp32 on CUDA and of the input's dtype on CPU (layer_norm_kernel.cu): "
     "4 bytes a row more without autocast, which makes its input fp32; `planner.layout.recorded_run` makes them so",
     "aten.native_layer_norm_backward": "a trained weight and bias over many rows are summed in two passes through "

@@ -156,7 +156,8 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
     trainer, _, trainer_version = variant.code.partition("@")
     code = check_out(trainer) if trainer else None
-    config = shallow_config(profile)
+    whole = variant.method == "full" and profile.traits.layer_beside_each_block
+    config = dict(profile.config) if whole else shallow_config(profile)
     recording = record_step(profile, job, strategy, grid, config, variant.older, code, trainer_version)
     origin = {} if code is None else {f"https://github.com/{code.REPOSITORY}": code.COMMIT}
     return tape_of(profile, variant.name, recording, grid, sums, regime, origin)

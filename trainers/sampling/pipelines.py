@@ -6,6 +6,7 @@ Nothing here knows where the parts are or when they come to the device: that is 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
-from planner.catalog.shapes import grid
+from planner.catalog.shapes import sample_grid
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy, ValidationShape
 from trainers.families.common.base import Family
@@ -125,9 +126,9 @@ def arguments(
     call: dict[str, Any] = {**sampler.call, "frame_rate": kind.profile.inputs.get("frame_rate", 25)}
     call |= {"height": shape.height, "width": shape.width, "num_frames": shape.frames, "output_type": "np"}
     for name, argument in sampler.prompt.items():
-        call[argument] = [prompt[name]] if sampler.listed else prompt[name][None]
+        call[argument] = _of_one_sample(sampler, name, prompt[name])
         if sampler.negative and job.guided:
-            call[f"negative_{argument}"] = [empty[name]] if sampler.listed else empty[name][None]
+            call[f"negative_{argument}"] = _of_one_sample(sampler, name, empty[name])
     if inputs.guidance is not None:
         call[sampler.scale] = inputs.guidance
     if sampler.negative and not job.guided:
@@ -141,9 +142,22 @@ def arguments(
     return {**call, "generator": torch.Generator().manual_seed(inputs.seed)}
 
 
+def keep_size(sampler: FamilyPipeline, built: Any, shape: ValidationShape) -> None:
+    """Tells a pipeline that has an area of its own the sample's: a hair more, as it rounds sides down to multiples."""
+    if sampler.has_own_area:
+        built.default_sample_size = math.sqrt(shape.height * shape.width) * (1 + 1e-9) / built.vae_scale_factor
+
+
+def _of_one_sample(sampler: FamilyPipeline, name: str, tensor: Tensor) -> Any:
+    """A prompt's tensor as the pipeline takes that of one sample."""
+    if sampler.listed:
+        return [tensor]
+    return tensor[:, None] if name in sampler.layers else tensor[None]
+
+
 def random_prompt(kind: Family, job: Job, strategy: Strategy) -> dict[str, Tensor]:
     """A random batch's tensors of one sample, the prompt's among them."""
-    batch = kind.batch({**grid(kind.profile, job), "B": 1}, "cpu", step.compute_dtype(strategy))
+    batch = kind.batch({**sample_grid(kind.profile, job), "B": 1}, "cpu", step.compute_dtype(strategy))
     return {name: tensor if name in kind.shared else tensor[0] for name, tensor in batch.items()}
 
 

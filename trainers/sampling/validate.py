@@ -78,6 +78,7 @@ def sample(
         prompt = inputs.prompt if inputs.prompt is not None else pipelines.random_prompt(kind, job, strategy)
         embeds = inputs.embeds if inputs.embeds is not None or not sampler.embeds else prompt[sampler.embeds]
         pipeline = pipelines.pipeline(sampler, models, device, parts, embeds)
+        pipelines.keep_size(sampler, pipeline, shape)
         call = pipelines.arguments(kind, sampler, job, replace(inputs, prompt=prompt), shape)
         if split and not split.decodes:
             pipeline(**pipelines.accepted(pipeline, {**call, "output_type": "latent"}))

@@ -119,6 +119,7 @@ def build_model(
     named = class_of(profile.diffusers_class)
     with no_init_weights(), init_empty_weights():
         model = build(named, config or profile.config)
+        families.family(profile).complete(model)
     weights = strategy.weights(job.method)
     # Dtypes and quantised layers come before the adapter: peft picks its kind of LoRA layer by the layer it wraps.
     cast_weights(model, compute_dtype(strategy) if weights in QUANTISED else DTYPES[weights])
@@ -243,13 +244,19 @@ def block_parts(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
     parts = [
         part
         for block in blocks
-        for part in block.children()
-        if isinstance(part, (Attention, AttentionModuleMixin)) or type(part).__name__.endswith("FeedForward")
+        for part in _unwrapped(block).children()
+        if isinstance(part, (Attention, AttentionModuleMixin)) or "FeedForward" in type(part).__name__
     ]
     if profile.traits.stages or not parts:
         fault = f"the blocks of {profile.title} have no attention or feed-forward of their own to checkpoint"
         raise VplanError(fault, "leave out --nested-checkpointing")
     return parts
+
+
+def _unwrapped(block: nn.Module) -> nn.Module:
+    """A block, without one around it that has nothing else (HiDream's)."""
+    children = list(block.children())
+    return children[0] if len(children) == 1 and not list(block.parameters(recurse=False)) else block
 
 
 def _checkpointed(forward: Callable[..., Any], early_stop: bool) -> Callable[..., Any]:

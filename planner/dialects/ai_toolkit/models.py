@@ -10,6 +10,7 @@ from planner.dialects.base.launchers import find_model
 from planner.dialects.base.values import as_list, integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
+from planner.layout.trainer_terms.lora_layers import WITHOUT_EXPERTS
 from planner.spec.job import QUANTISED, Bucket, ValidationShape
 
 AT = "ai-toolkit 27a03a9"
@@ -40,9 +41,13 @@ ARCHES: dict[str, tuple[str, str]] = {
     "lumina-image-2.0": ("lumina2", "Alpha-VLLM/Lumina-Image-2.0"),
     "sd3.5-large": ("sd3", "stabilityai/stable-diffusion-3.5-large"),
     "sd3.5-medium": ("sd3", "stabilityai/stable-diffusion-3.5-medium"),
+    "hidream-i1": ("hidream", "HiDream-ai/HiDream-I1-Full"),
     "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""
+
+IGNORED = f"{NETWORK}network_kwargs.ignore_if_contains"
+"""Words of the names of layers that get no adapter (toolkit/lora_special.py ``ignore_if_contains``)."""
 
 NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_kwargs.train_low_noise"}
 """Expert -> what says that it is trained; it is unless that says no (diffusion_models/wan22/wan22_14b_model.py)."""
@@ -76,11 +81,14 @@ def _experts_of(settings: Settings, model: str) -> Fields:
 
 
 def version_of(settings: Settings, fields: Fields) -> str:
-    """The version of the memory terms that applies: `QUANTISED_WHOLE` when the model goes to the GPU whole before it is
-    quantised, else ""."""
+    """The version of the memory terms that applies, joined by a dash: `QUANTISED_WHOLE` when the model goes to the GPU
+    whole before it is quantised, `WITHOUT_EXPERTS` when its experts get no adapters."""
     quantised_on_gpu = settings.get(f"{MODEL}quantize") and not settings.get(f"{MODEL}low_vram")
     decides = lookup.model(fields["model"]).trained_with("ai-toolkit", "moved-whole-without-low-vram")
-    return QUANTISED_WHOLE if quantised_on_gpu and decides else ""
+    ignored = [str(value) for name, value in settings.items() if name.startswith(IGNORED)]
+    without = any("experts" in word and "shared" not in word for word in ignored) and fields["method"] == "lora"
+    whole = quantised_on_gpu and decides
+    return "-".join(filter(None, [QUANTISED_WHOLE if whole else "", WITHOUT_EXPERTS if without else ""]))
 
 
 def write_model(fields: Fields) -> Settings:

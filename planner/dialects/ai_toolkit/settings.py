@@ -47,7 +47,7 @@ from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
-from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
+from planner.layout.trainer_terms.lora_layers import WITHOUT_EXPERTS, on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
 from planner.untrusted import flat
@@ -343,7 +343,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "every linear layer of the blocks has an adapter: what the step keeps for the unusual ones is not priced"
     if settings.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
         yield "low_vram tiles the VAE and moves parts away while sampling; not estimated, needs less there"
-    if version_of(settings, fields):
+    if QUANTISED_WHOLE in version_of(settings, fields):
         yield "without model.low_vram the model lies on the GPU whole in 16 bits before it is quantised"
     if fields["swap_blocks"]:
         yield "layer_offloading is estimated as that share of the blocks; below 1.0 it draws the layers by chance"
@@ -374,6 +374,8 @@ MOVES = (
     Move({"validation_mode": "off"}, "no samples while it trains"),
     Move({"version": ""}, "quantised a block at a time", words_for=lambda settings: [LOW_VRAM],
          when=lambda fields: fields["version"] == QUANTISED_WHOLE and not _two_on_gpu(fields)),
+    Move({"version": WITHOUT_EXPERTS}, "quantised a block at a time", words_for=lambda settings: [LOW_VRAM],
+         when=lambda fields: fields["version"] == f"{QUANTISED_WHOLE}-{WITHOUT_EXPERTS}"),
     Move({"inactive_expert": "cpu", "version": ""}, "slower where the noise level changes sides",
          words_for=lambda settings: [LOW_VRAM], when=_two_on_gpu),
     Move({"swap_blocks": 8}, "slower, and host RAM for the layers", values=(8, 16, 20, 26, 29, 32, 39, 56)),

@@ -8,6 +8,7 @@ SCRIPTS = {
     ("flux.2-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2.py",
     ("flux.2-klein-4b", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2_klein.py",
     ("flux.2-klein-9b", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2_klein.py",
+    ("hidream-i1", "lora"): "examples/dreambooth/train_dreambooth_lora_hidream.py",
     ("krea-2", "lora"): "examples/dreambooth/train_dreambooth_lora_krea2.py",
     ("lumina-image-2.0", "lora"): "examples/dreambooth/train_dreambooth_lora_lumina2.py",
     ("qwen-image", "lora"): "examples/dreambooth/train_dreambooth_lora_qwen_image.py",

@@ -26,6 +26,7 @@ TYPES: dict[str, tuple[str, str]] = {
     "flux.1-kontext-dev": ("flux", "diffusers_path"),
     "ltx-video-2b": ("ltx-video", "diffusers_path"),
     "ltx-video-13b": ("ltx-video", "diffusers_path"),
+    "hidream-i1": ("hidream", "diffusers_path"),
     "qwen-image": ("qwen_image", "diffusers_path"),
     "qwen-image-edit": ("qwen_image", "diffusers_path"),
     "sd3-medium": ("sd3", "diffusers_path"),

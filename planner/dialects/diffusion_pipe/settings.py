@@ -49,6 +49,7 @@ from planner.dialects.diffusion_pipe.models import (
 )
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
+from planner.layout.trainer_terms.diffusion_pipe import LLAMA_IN_4_BITS
 from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
@@ -340,6 +341,9 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield f"latents and prompts are cached on disk before training, and it samples nothing ({AT})"
     yield from own_model_notes("diffusion-pipe", fields)
     model = lookup.model(fields["model"])
+    if model.trained_with("diffusion-pipe", "last-encoder-stays"):
+        how = "in 4 bits" if settings.get("config:model.llama3_4bit") else "in 16 bits, or 4 by llama3_4bit"
+        yield f"{model.text_encoders[-1].name} encodes in the loop and stays on the GPU, {how} ({AT} models/hidream.py)"
     if model.trained_with("diffusion-pipe", "own-model"):
         yield f"its own code of {model.title} was not compared: priced as diffusers' model"
     if masks := unpriced_masks_note("diffusion-pipe", fields):
@@ -357,10 +361,13 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
 
 
 def _version(settings: Settings, fields: Fields) -> str:
-    """`HALF_ADAPTERS` where ``adapter.dtype`` is one of 16 bits over a quantised base."""
+    """`HALF_ADAPTERS` where ``adapter.dtype`` is one of 16 bits over a quantised base, and `LLAMA_IN_4_BITS` where the
+    encoder that stays is so."""
     dtype = DTYPES.get(str(settings.get("config:adapter.dtype")), fields["compute_dtype"])
     over = fields["method"] == "lora" and fields["weights_dtype"] in QUANTISED
-    return HALF_ADAPTERS if over and dtype != "fp32" else ""
+    stays = lookup.model(fields["model"]).trained_with("diffusion-pipe", "last-encoder-stays")
+    llama = LLAMA_IN_4_BITS if stays and settings.get("config:model.llama3_4bit") else ""
+    return "-".join(filter(None, [HALF_ADAPTERS if over and dtype != "fp32" else "", llama]))
 
 
 def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:

@@ -36,6 +36,7 @@ MODELS = {
     "ERNIE": "ernie-image",
     "IDEOGRAM_4": "ideogram-4",
     "CHROMA_1": "chroma1-hd",
+    "HI_DREAM_FULL": "hidream-i1",
 }
 """Its ModelType -> ours; STABLE_DIFFUSION_35 and FLUX_2 have several, told by their names."""
 
@@ -147,9 +148,10 @@ def _method(settings: Settings) -> Fields:
         raise VplanError(f"OneTrainer's training method {quoted(method)} is not priced", "LORA and FINE_TUNE are")
     if (kind := str(_of(settings, "peft_type", "LORA"))) != "LORA" and method == "LORA":
         raise VplanError(f"OneTrainer's adapters {quoted(kind)} are not priced", "LORA is")
+    encoders = lookup.model(_model(settings)["model"]).text_encoders
     trained = [
         f"text_encoder{suffix}"
-        for suffix, _ in zip(("", "_2", "_3"), lookup.model(_model(settings)["model"]).text_encoders, strict=False)
+        for suffix, _ in zip(("", "_2", "_3", "_4"), encoders, strict=False)
         if _of(settings, f"text_encoder{suffix}.train", True)
     ]
     if trained:

@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, str]] = {
     "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
     "chroma": dict.fromkeys(("", "base", "hd", "flash"), "chroma1-hd"),
     "lumina2": dict.fromkeys(("", "2.0", "neta-lumina"), "lumina-image-2.0"),
+    "hidream": dict.fromkeys(("", "full", "dev", "fast"), "hidream-i1"),
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
     "ernie": dict.fromkeys(("", "base", "turbo"), "ernie-image"),
     "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),

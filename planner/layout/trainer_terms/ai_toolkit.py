@@ -9,7 +9,12 @@ from __future__ import annotations
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER, alive_after, encoders, load_component
 from planner.layout.phases import take_sizes
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
-from planner.layout.trainer_terms.lora_layers import adapters_on_linear_layers, wider_adapters
+from planner.layout.trainer_terms.lora_layers import (
+    WITHOUT_EXPERTS,
+    adapters_on_linear_layers,
+    experts_not_adapted,
+    wider_adapters,
+)
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
@@ -137,5 +142,10 @@ loading (toolkit/basic.py at 0657f36)."""
 QUANTISED_WHOLE = "quantised-whole"
 """The version of memory terms of a model that goes to the GPU in 16 bits to be quantised there."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {QUANTISED_WHOLE: (quantised_whole,)}
-"""Without `low_vram`. Files that are written have it."""
+OLDER: dict[str, tuple[Transform, ...]] = {
+    QUANTISED_WHOLE: (quantised_whole,),
+    WITHOUT_EXPERTS: (experts_not_adapted,),
+    f"{QUANTISED_WHOLE}-{WITHOUT_EXPERTS}": (quantised_whole, experts_not_adapted),
+}
+"""The first without `low_vram`; files that are written have it. The others where ``network_kwargs.ignore_if_contains``
+names experts (toolkit/lora_special.py)."""

@@ -10,6 +10,7 @@ from planner.layout.phases import RGB, take_sizes, weights_on_gpu
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins
 from planner.layout.stored_positions import table_in_half
+from planner.layout.trainer_terms.frozen_experts import experts_without_gradients
 from planner.layout.trainer_terms.shared import cache_kept_while_sampling, clip_pixels
 from planner.layout.trainer_terms.trained_text_encoders import text_encoders_whole
 from planner.tape.program import Moment, Stage
@@ -152,7 +153,7 @@ def encoders_beside_the_model(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     *(tables_cast, cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
-    *(validation_prompts, cache_kept_while_sampling, encoders_beside_the_model),
+    *(experts_without_gradients, validation_prompts, cache_kept_while_sampling, encoders_beside_the_model),
 )
 
 

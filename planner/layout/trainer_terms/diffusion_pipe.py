@@ -5,6 +5,7 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 
 from __future__ import annotations
 
+from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, adapters_on_modulation, wider_adapters
 from planner.layout.trainer_terms.shared import (
@@ -52,12 +53,42 @@ def checkpoints_in_pinned_memory(run: Run) -> None:
     run.host.checkpoints_pin = "rounded"
 
 
+LLAMA_IN_4_BITS = "llama-4bit"
+"""The version of memory terms with ``llama3_4bit``."""
+
+
+def last_encoder_stays(run: Run) -> None:
+    """HiDream's Llama encodes the captions of every batch, as its states of all layers would fill a disk, and lies
+    beside the model (models/hidream.py ``LlamaLayer``, first of ``to_layers``; docs/supported_models.md). In 4 bits,
+    its embedding and last layer stay in 16 (transformers ``BitsAndBytesConfig`` skips ``lm_head``). What it takes while
+    it encodes is gone before the first block, and not added."""
+    if not run.facts.model.trained_with("diffusion-pipe", "last-encoder-stays"):
+        return
+    encoder = run.facts.model.text_encoders[-1]
+    outside = encoder.config["vocab_size"] * encoder.config["hidden_size"]
+    outside *= 1 if encoder.config["tie_word_embeddings"] else 2
+    layers = BYTES_PER_PARAMETER["nf4" if LLAMA_IN_4_BITS in run.trainer else "bf16"]
+    nbytes = BYTES_PER_PARAMETER["bf16"] * outside + layers * (encoder.parameters - outside)
+    run.add(run.load, int(nbytes), "residents", encoder.name)
+
+
 TERMS: tuple[Transform, ...] = (
-    *(modulation_in_8_bits("diffusion-pipe"), wider_adapters, swap_in_place, checkpoints_saved_on_cpu, kahan_buffer),
+    *(
+        last_encoder_stays,
+        modulation_in_8_bits("diffusion-pipe"),
+        wider_adapters,
+        swap_in_place,
+        checkpoints_saved_on_cpu,
+        kahan_buffer,
+    ),
     *(adapters_on_modulation("diffusion-pipe"), swapped_to_pinned_memory, checkpoints_in_pinned_memory),
 )
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {HALF_ADAPTERS: (adapters_in_half,)}
+OLDER: dict[str, tuple[Transform, ...]] = {
+    HALF_ADAPTERS: (adapters_in_half,),
+    LLAMA_IN_4_BITS: (),
+    f"{HALF_ADAPTERS}-{LLAMA_IN_4_BITS}": (adapters_in_half,),
+}
 """Not older: what no field of a plan says."""

@@ -42,12 +42,28 @@ HALF_ADAPTERS = "half-adapters"
 """The version of memory terms with adapters in 16 bits over a quantised base, where fp32 is recorded."""
 
 
+WITHOUT_EXPERTS = "without-experts"
+"""The version of memory terms with adapters on all layers but a mixture's experts."""
+
+EXPERT_ADAPTER = re.compile(r"\.experts\.\d+\..*lora_")
+
+
+def experts_not_adapted(run: Run) -> None:
+    """Experts of a mixture have no adapters, where the recorded choice of layers gives them some."""
+    for category in ("weight", "gradient", "optimizer"):
+        for name, buffer in run.named(category).items():
+            if EXPERT_ADAPTER.search(name):
+                run.resize(buffer, 0)
+
+
 class _Step(NamedTuple):
     """Of one recorded step, in bytes."""
 
     peak: int
     """over what is loaded"""
     trained: int
+    of_experts: int
+    """what of it is adapters on experts"""
 
 
 def wider_adapters(run: Run) -> None:
@@ -77,6 +93,9 @@ def wider_adapters(run: Run) -> None:
     except NotRecordedError:  # of a model of the user's own, of which not everything is recorded
         return
     trained, kept = more.trained - usual.trained, max(0, more.peak - usual.peak)
+    if WITHOUT_EXPERTS in run.trainer:
+        kept -= kept * more.of_experts // trained
+        trained -= more.of_experts
     trained //= 2 if HALF_ADAPTERS in run.trainer else 1  # of two recordings in fp32
     own = run.total_bytes(run.named("gradient").values())
     states = run.total_bytes(run.named("optimizer").values())
@@ -250,4 +269,6 @@ def _step(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> _
     run = recorded_step(configuration, recordings)
     sizes = run.program.bytes_of(dict(shape))
     held = itertools.accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in run.step.ops)
-    return _Step(max(held), sum(sizes[buffer] for buffer in run.named("gradient").values()))
+    gradients = {name: sizes[buffer] for name, buffer in run.named("gradient").items()}
+    of_experts = sum(nbytes for name, nbytes in gradients.items() if EXPERT_ADAPTER.search(name))
+    return _Step(max(held), sum(gradients.values()), of_experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
+from planner.catalog.traits import TrainerTrait
 from planner.layout.inputs import parameters
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
@@ -77,14 +78,24 @@ FEED_FORWARD_ADAPTER = re.compile(r"\.ff(_context)?\..*\.lora_")
 """Of diffusers' FLUX.1, whose training script adapts the double blocks' feed-forward too."""
 
 
+OUTPUT_ADAPTER = re.compile(r"\.to_out\.lora_")
+"""Of diffusers' HiDream, whose training script adapts what goes out of attention too."""
+
+
 def attention_adapted(run: Run) -> None:
     """Adapters of FLUX.1 are on attention alone, where the recorded ones are on feed-forward too
-    (simpletuner/helpers/models/flux/model.py ``get_lora_target_layers``, ``flux_lora_target`` "all")."""
-    if run.job.method != "lora" or not run.facts.model.trained_with("simpletuner", "feed-forward-not-adapted"):
+    (simpletuner/helpers/models/flux/model.py ``get_lora_target_layers``, ``flux_lora_target`` "all"); those of HiDream
+    on what goes into attention: it has no ``to_out.0`` (helpers/models/hidream/model.py DEFAULT_LORA_TARGET)."""
+    if run.job.method != "lora":
         return
+    without: tuple[tuple[TrainerTrait, re.Pattern[str]], ...] = (
+        ("feed-forward-not-adapted", FEED_FORWARD_ADAPTER),
+        ("attention-output-not-adapted", OUTPUT_ADAPTER),
+    )
+    patterns = [pattern for trait, pattern in without if run.facts.model.trained_with("simpletuner", trait)]
     for category in ("weight", "gradient", "optimizer"):
         for name, buffer in run.named(category).items():
-            if FEED_FORWARD_ADAPTER.search(name):
+            if any(pattern.search(name) for pattern in patterns):
                 run.resize(buffer, 0)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from planner.catalog.lookup import check_blocks, check_job, check_shape, grid, job_for, model, parse_resolution
-from planner.catalog.shapes import how_read, in_words
+from planner.catalog.shapes import how_read, in_words, sample_grid
 from planner.errors import VplanError
 from planner.spec.job import Strategy
 
@@ -36,6 +36,7 @@ def refused(call: Callable[..., object], *arguments: object) -> VplanError:
         ("wan2.2-animate-14b", 1, 480, 832, "frames 1 is too few", "--frames 5"),
         ("cogvideox-5b-i2v", 49, 512, 768, "does not support clips of 512x768", "--height 480 --width 720"),
         ("flux.1-dev", 81, 1024, 1024, "makes images", "--frames 1"),
+        ("hidream-i1", 1, 1024, 1040, "at most the pixels of 1024x1024", "--height 1040 --width 1040"),
         ("latentsync-1.6-stage1", 17, 256, 256, "more than LatentSync 1.6, stage 1 takes", "--frames 16"),
         ("wan2.1-t2v-1.3b", 0, 480, 832, "--frames 0 is too small", "from 1 to"),
         ("wan2.1-t2v-1.3b", -3, 480, 832, "--frames -3 is too small", "from 1 to"),
@@ -222,3 +223,12 @@ def test_an_image_of_a_video_model_has_no_frames_in_words() -> None:
     shape = {"height": 1328, "width": 1328}
     assert in_words(profile, job_for(profile, {"frames": 1, **shape})) == "1328x1328, batch 1"
     assert in_words(profile, job_for(profile, {"frames": 5, **shape})) == "5 frames of 1328x1328, batch 1"
+
+
+def test_an_image_that_is_not_square_is_priced_as_the_square_it_is_filled_up_to() -> None:
+    profile = model("hidream-i1")
+    wide, square = (job_for(profile, {"height": 512, "width": width}) for width in (768, 512))
+    assert [grid(profile, wide)[side] for side in "HW"] == [64, 64]
+    assert [sample_grid(profile, wide)[side] for side in "HW"] == [32, 48]
+    assert grid(profile, square) == sample_grid(profile, square)
+    assert [grid(profile, square)[side] for side in "HW"] == [32, 32]

@@ -14,7 +14,8 @@ from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 
 SIMPLETUNER = {"data_backend_config": "d.json", "model_type": "lora", "resolution": 512, "gradient_checkpointing": True}
-ONETRAINER = {"training_method": "LORA", "base_model_name": "x", "resolution": "512", "text_encoder": {"train": False}}
+ONETRAINER = {"training_method": "LORA", "base_model_name": "x", "resolution": "512"}
+ONETRAINER |= {f"text_encoder{number}": {"train": False} for number in ("", "_2", "_3", "_4")}
 
 
 def read(folder: Path, name: str, text: str) -> tuple[str, Translation]:
@@ -56,6 +57,10 @@ def diffusion_pipe(kind: str) -> tuple[str, str]:
         (onetrainer("IDEOGRAM_4"), "onetrainer", "ideogram-4", False),
         (ai_toolkit("ideogram4"), "ai-toolkit", "ideogram-4", True),
         (diffusion_pipe("ideogram4"), "diffusion-pipe", "ideogram-4", True),
+        (simpletuner("hidream"), "simpletuner", "hidream-i1", True),
+        (onetrainer("HI_DREAM_FULL"), "onetrainer", "hidream-i1", False),
+        (ai_toolkit("hidream"), "ai-toolkit", "hidream-i1", True),
+        (diffusion_pipe("hidream"), "diffusion-pipe", "hidream-i1", True),
         (simpletuner("krea2"), "simpletuner", "krea-2", False),
         (ai_toolkit("sd3"), "ai-toolkit", "sd3.5-large", False),
     ],
@@ -103,3 +108,39 @@ def test_ai_toolkit_quantises_t5_alone_of_stable_diffusion_3(tmp_path: Path) -> 
     quantised["config"]["process"][0]["model"]["quantize"] = True
     notes = [read(tmp_path, name, each)[1].notes for each in (text, json.dumps(quantised))]
     assert [any("T5 alone is quantised" in note for note in each) for each in notes] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("more", "version", "encoder"),
+    [
+        ("", "", "in 16 bits"),
+        ("llama3_4bit = true\n", "llama-4bit", "in 4 bits"),
+        ('llama3_4bit = true\ntransformer_dtype = "nf4"\n', "half-adapters-llama-4bit", "in 4 bits"),
+    ],
+)
+def test_diffusion_pipe_keeps_llama_on_the_gpu(more: str, version: str, encoder: str, tmp_path: Path) -> None:
+    name, text = diffusion_pipe("hidream")
+    _, found = read(tmp_path, name, text.replace("[adapter]", f"{more}[adapter]"))
+    assert found.version == version
+    assert any(f"llama-3.1-8b encodes in the loop and stays on the GPU, {encoder}" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "model", "version"),
+    [
+        ([], {}, ""),
+        (["ff_i.experts", "ff_i.gate"], {}, "without-experts"),
+        (["shared_experts"], {}, ""),
+        (["ff_i.experts"], {"quantize": True}, "quantised-whole-without-experts"),
+        (["ff_i.experts"], {"quantize": True, "low_vram": True}, "without-experts"),
+    ],
+)
+def test_ai_toolkit_leaves_experts_out(
+    ignored: list[str], model: dict[str, bool], version: str, tmp_path: Path
+) -> None:
+    name, text = ai_toolkit("hidream")
+    config = json.loads(text)
+    process = config["config"]["process"][0]
+    process["network"]["network_kwargs"] = {"ignore_if_contains": ignored}
+    process["model"] |= model
+    assert read(tmp_path, name, json.dumps(config))[1].version == version

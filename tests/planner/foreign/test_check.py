@@ -327,9 +327,9 @@ def test_flags_of_one_change_stay_on_one_line() -> None:
 
 def test_an_arch_that_is_not_known_names_those_that_can_be_typed(tmp_path: Path) -> None:
     config = tmp_path / "train.yaml"
-    named = WAN_TOOLKIT.replace("ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b", "x/y, arch: hidream")
+    named = WAN_TOOLKIT.replace("ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b", "x/y, arch: omnigen2")
     config.write_text(named)
-    with pytest.raises(VplanError, match=r"model\.arch 'hidream' is not supported") as raised:
+    with pytest.raises(VplanError, match=r"model\.arch 'omnigen2' is not supported") as raised:
         read(tmp_path, "train.yaml", named)
     arches = raised.value.fix.removeprefix("model.arch can be ").split(", ")
     assert {"wan21", "wan22_14b", "flux", "qwen_image"} < set(arches) and "wan2.1-t2v-1.3b" not in arches

@@ -63,6 +63,7 @@ UNDONE = {
     "chroma1-hd": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
     "lumina-image-2.0": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor + vae.config.shift_factor,
     "sd3.5-medium": lambda latents, vae: latents[None] / vae.config.scaling_factor + vae.config.shift_factor,
+    "hidream-i1": lambda latents, vae: latents[None] / vae.config.scaling_factor + vae.config.shift_factor,
     "sdxl": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "z-image": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor + vae.config.shift_factor,
     "flux.2-klein-4b": lambda latents, vae: Flux2KleinPipeline._unpatchify_latents(

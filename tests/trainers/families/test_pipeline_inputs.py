@@ -155,7 +155,7 @@ def test_training_gives_a_model_what_its_pipeline_gives_it(
 ) -> None:
     sampled = Sampled(name, tmp_path, monkeypatch)
     pipeline = sampled.of_pipeline()
-    time = next(pipeline[key] for key in ("timestep", "t") if key in pipeline)
+    time = next(pipeline[key] for key in ("timestep", "timesteps", "t") if key in pipeline)
     training = sampled.of_training(monkeypatch, float(torch.as_tensor(time).flatten()[-1]))
     for key in CHOSEN & training.keys():
         assert training.pop(key).shape == pipeline.pop(key).shape

@@ -266,6 +266,16 @@ TINY: dict[str, dict[str, Any]] = {
         "text_embed_dim": 8,
         "text_embed_2_dim": 8,
     },
+    "hidream-i1": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "axes_dims_rope": [4, 6, 6],
+        "caption_channels": [8, 8],
+        "text_emb_dim": 8,
+        "llama_layers": [0, 1, 2, 2],
+    },
     "ernie-image": {
         "num_attention_heads": 2,
         "num_layers": 2,

@@ -98,6 +98,10 @@ class Family:
         """Adds noise; returns the model's keyword arguments and the target of the loss, one tensor or several."""
         raise NotImplementedError
 
+    def complete(self, model: nn.Module) -> None:
+        """Hook for what a model with fewer blocks, of which a recording is made, needs of the whole one, before
+        weights are cast and quantised; by default nothing."""
+
     def prepare(self, model: nn.Module) -> None:
         """Hook for changes that a freshly built model needs before it trains; by default none."""
 

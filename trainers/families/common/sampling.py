@@ -39,6 +39,10 @@ class FamilyPipeline:
     """further parts of the pipeline"""
     call: Settings = field(default_factory=dict)
     """further arguments of its call"""
+    layers: frozenset[str] = frozenset()
+    """those of a prompt's tensors that have an axis of layers, which the pipeline takes in front of the samples'"""
+    has_own_area: bool = False
+    """whether it makes samples of one area whatever size is asked for, that of its `default_sample_size`"""
     listed: bool = False
     """whether it takes a list of one tensor for each caption"""
     image: bool = False
