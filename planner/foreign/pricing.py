@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.catalog.shapes import check_blocks
+from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.errors import VplanError
 from planner.estimate.estimate import OPTIMIZER_MOMENT, PHASE_MOMENTS, assess, describe_moment, outside_bytes
 from planner.foreign.case import Case
@@ -61,7 +62,19 @@ class Pricing:
             return None
 
     def outcome(self, case: Case) -> CheckedEstimate:
-        """The estimate of a case, with the phase and moment at which it ends if it does not fit."""
+        """The estimate of a case, with the phase and moment at which it ends if it does not fit. Where prompts are not
+        filled up, how long they are stands in no command: priced is the longest, and the low end at `SHORT_PROMPT`."""
+        found = self._outcome(case)
+        unpadded = self.model.trained_with(case.trainer.partition("@")[0], "prompts-unpadded")
+        if not unpadded or case.job.text_tokens is not None:
+            return found
+        short = self._outcome(replace(case, job=case.job.replace(text_tokens=SHORT_PROMPT))).estimate
+        estimate = found.estimate.replace(low_bytes=min(found.estimate.low_bytes, short.low_bytes))
+        if estimate.verdict == "no" and estimate.limit == "gpu" and short.verdict != "no":
+            estimate = estimate.replace(verdict="tight", limit=None)
+        return replace(found, estimate=estimate)
+
+    def _outcome(self, case: Case) -> CheckedEstimate:
         configuration = case.configuration
         run, played, estimate, kept = assess(configuration, self.facts(configuration), case.trainer)
         if kept:

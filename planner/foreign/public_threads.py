@@ -51,6 +51,8 @@ class PublicThread(Record):
     gpu: str
     gpus: int | None = None
     host_ram: str | None = None
+    reserve: str | None = None
+    """what its message says that other processes hold of the card"""
     os: Literal["linux", "windows", "wsl"] | None = None
     told: dict[str, Any] = {}
     """what is given to `vplan check` beside the command: frames, height, width, model"""
@@ -214,7 +216,7 @@ def left_out() -> dict[str, list[str]]:
 
 def score(thread: PublicThread) -> ThreadScore:
     """Reads and prices one row as `vplan check` does, without a search for fixes."""
-    machine = {"gpu": thread.gpu, "gpus": thread.gpus, "host_ram": thread.host_ram, "os": thread.os}
+    machine = {name: getattr(thread, name) for name in ("gpu", "gpus", "host_ram", "reserve", "os")}
     with tempfile.TemporaryDirectory() as folder:
         try:
             dialect, given = dialects.read_script(thread.script(Path(folder)))

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields
 
+SHORT_PROMPT = 64
+"""Tokens of a short caption, at which the low end is priced of a trainer that does not fill prompts up."""
+
 
 def own_model_notes(trainer: str, fields: Fields) -> Iterator[str]:
     """What is to be said of a trainer's own code of a model; nothing where it trains diffusers', or its own is
@@ -17,4 +20,4 @@ def own_model_notes(trainer: str, fields: Fields) -> Iterator[str]:
         yield f"its own code of {model.title} is priced as diffusers': no run of it was compared"
     if model.trained_with(trainer, "prompts-unpadded"):
         tokens = model.shape.text_tokens
-        yield f"prompts are as long as the longest of a batch: priced at {tokens} tokens, shorter ones take less"
+        yield f"prompts are as long as the longest of a batch: priced at {tokens} tokens, the low end at {SHORT_PROMPT}"

@@ -12,6 +12,7 @@ from planner.dialects.base import block_swap
 from planner.dialects.base.bindings import Choice, Fields, Fixed, FunctionPair, Remark, Settings, Value
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
+from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.dialects.base.script import Script
 from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, size
 from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
@@ -107,8 +108,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     model = lookup.model(fields["model"])
     yield (
         f"its own code of the model is priced as diffusers': it cuts text to the longest caption of a batch, where "
-        f"{model.shape.text_tokens} + {model.inputs['glyph_tokens']} tokens are priced ({AT} "
-        "library/hunyuan_image_models.py)"
+        f"{model.shape.text_tokens} + {model.inputs['glyph_tokens']} tokens are priced, and {SHORT_PROMPT} at the low "
+        f"end ({AT} library/hunyuan_image_models.py)"
     )
     resident = [
         name

@@ -4,6 +4,7 @@ and the answer says that they are priced as diffusers'."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
+from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.dialects.base.script import from_file
+from planner.foreign.case import settle
+from planner.foreign.pricing import Pricing
 
 SIMPLETUNER = {"data_backend_config": "d.json", "model_type": "lora", "resolution": 512, "gradient_checkpointing": True}
 ONETRAINER = {"training_method": "LORA", "base_model_name": "x", "resolution": "512"}
@@ -144,3 +148,25 @@ def test_ai_toolkit_leaves_experts_out(
     process["network"]["network_kwargs"] = {"ignore_if_contains": ignored}
     process["model"] |= model
     assert read(tmp_path, name, json.dumps(config))[1].version == version
+
+
+def test_the_low_end_of_prompts_that_are_not_filled_up_is_that_of_a_short_one(tmp_path: Path) -> None:
+    """How long prompts are stands in no command: `no` means that not even short ones leave room."""
+    preset = {
+        **ONETRAINER,
+        "model_type": "IDEOGRAM_4",
+        "train_dtype": "BFLOAT_16",
+        "batch_size": 4,
+        "resolution": "1024",
+    }
+    preset |= {"transformer": {"weight_dtype": "INT_W8A8"}}
+    preset["text_encoder"] = {"train": False, "weight_dtype": "FLOAT_8"}
+    (tmp_path / "preset.json").write_text(json.dumps(preset))
+    dialect, given = dialects.read_script(from_file(tmp_path / "preset.json"))
+    case = settle(dialect, given, {}, {"gpu": "80GB"})
+    short = replace(case, job=case.job.replace(text_tokens=SHORT_PROMPT))
+    found, least = Pricing(case).outcome(case).estimate, Pricing(short).outcome(short).estimate
+    assert found.low_bytes == least.low_bytes < least.peak.device_bytes < found.peak.device_bytes
+    middle = (least.low_bytes + found.peak.device_bytes) // 2
+    between = settle(dialect, given, {}, {"gpu": f"{middle // 2**20}MiB"})
+    assert Pricing(between).outcome(between).estimate.verdict == "tight"
