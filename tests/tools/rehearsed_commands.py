@@ -20,7 +20,7 @@ import profiles
 from planner import dialects
 from planner.dialects.base.script import from_file
 from planner.foreign.case import settle
-from planner.foreign.check import check_case
+from planner.foreign.check import Checked, check_case
 from planner.spec.plan import PhaseName, PhasePeak
 
 ALLOCATED, DEVICE = 0.02, 0.05
@@ -28,17 +28,24 @@ PHASES = ("load", "encode", "first_step", "train", "optimizer")
 """What a rehearsal of three steps reaches: no sample and no checkpoint."""
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    """The rows of `profiles/rehearsals/commands`, by trainer. They hold the commands that ran, with the dataset's size
-    and batch as flags, or its `shape` beside, their `config`, and the `files` that the config names. `read` is what is
-    given to `vplan check` where the command names no config."""
+def rows(outcome: str = "ok") -> Iterator[dict[str, Any]]:
+    """The rows of `profiles/rehearsals/commands`, by trainer, that ran, or with "oom" that ran out. They hold the
+    commands, with the dataset's size and batch as flags, or its `shape` beside, their `config`, and the `files` that
+    the config names. `read` is what is given to `vplan check` where the command names no config."""
     for file in sorted((profiles.REHEARSALS / "commands").glob("*.jsonl")):
-        yield from map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        found = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        yield from (row for row in found if row["measured"]["outcome"] == outcome)
 
 
 def checked_phases(row: dict[str, Any], folder: Path) -> dict[PhaseName, PhasePeak]:
     """What `vplan check` says a row's command takes until its third step is over, by phase. Its files are written into
     `folder`."""
+    phases = checked(row, folder).outcome.estimate.phases
+    return {phase: peak for phase, peak in phases.items() if phase in PHASES}
+
+
+def checked(row: dict[str, Any], folder: Path) -> Checked:
+    """What `vplan check` says of a row's command. Its files are written into `folder`."""
     files = row.get("files", {}) | ({"config.json": row["config"]} if "config" in row else {})
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
@@ -46,8 +53,7 @@ def checked_phases(row: dict[str, Any], folder: Path) -> dict[PhaseName, PhasePe
     dialect, given = dialects.read_script(from_file(folder / row.get("read", "train.sh")))
     shape = dict(zip(("frames", "height", "width"), row.get("shape", ()), strict=False))
     machine = {"gpu": row["env"]["gpu"].removeprefix("virtual "), "torch": ".".join(row["env"]["torch"].split(".")[:2])}
-    phases = check_case(settle(dialect, given, shape, machine)).outcome.estimate.phases
-    return {phase: peak for phase, peak in phases.items() if phase in PHASES}
+    return check_case(settle(dialect, given, shape, machine), search=False)
 
 
 def errors(row: dict[str, Any], phases: dict[PhaseName, PhasePeak]) -> tuple[float, float]:

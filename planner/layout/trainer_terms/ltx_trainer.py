@@ -5,7 +5,9 @@ Its own model is recorded (`planner.tape.variants.OWN_CODE`); what stands here i
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 
 from planner.catalog.profiles import ModelProfile
 from planner.layout.inputs import parameters
@@ -19,6 +21,12 @@ KEPT = 2_007_367
 """Bytes that the connectors of 2.3 and 2.5 keep of a prompt's token for backward: 490.08 MiB of 256, 3920.56 MiB of
 2048, by torch's allocator on a virtual GPU. They are not checkpointed, and autocast is not around them."""
 
+PIECES = 12
+"""About as many tensors as a layer of the connectors keeps."""
+
+FEED_FORWARD = 4
+"""How much wider than a stream its feed-forward is inside."""
+
 VIDEO_ALONE = "video"
 """The version of a step without sound."""
 
@@ -28,30 +36,50 @@ def connectors(run: Run) -> None:
     projections (``_load_models``). They are loaded like the transformer and never frozen: a step keeps what their
     backward needs, the first backward makes their gradients, and as no optimizer has them, nothing frees those. The
     sound's have none where no sound is trained."""
-    video, audio = (connector_parameters(run.facts.model, stream) for stream in ("video", "audio"))
-    run.add(run.load, HALF * (video + audio), "residents", "text connectors", at=0)
+    streams = {stream: connector_layers(run.facts.model, stream) for stream in ("video", "audio")}
+    layers = [layer for stream in streams.values() for layer in stream]
+    weights = [run.new(HALF * size, "residents", "text connectors") for layer in layers for size in layer]
+    run.place(run.load, weights, "text connectors", at=0)
     if run.samples_only:
         return
+    trained = streams["video"] if run.trainer.endswith(f"@{VIDEO_ALONE}") else layers
     run.first_step = run.first_step or Stage(run.step.name, list(run.step.stretches))
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-        kept = run.add(stage, KEPT * run.grid["B"] * run.grid["T"], "activation", "inputs of the text connectors", at=0)
-        run.free(stage, [kept])
-    trained = video if run.trainer.endswith(f"@{VIDEO_ALONE}") else video + audio
-    run.add(run.first_step, HALF * trained, "residents", "gradients of the text connectors")
+        kept = _kept_by_layer(run, layers)
+        run.place(stage, [piece for layer in kept for piece in layer], "text connectors", at=0)
+        backward: list[int] = []
+        for layer, inputs in reversed(list(zip(layers, kept, strict=True))):
+            backward += [~piece for piece in inputs]
+            if stage is run.first_step and layer in trained:
+                name = "gradients of the text connectors"
+                backward += [run.new(HALF * size, "residents", name) for size in layer]
+        run.place(stage, backward, "text connectors")
 
 
-def connector_parameters(model: ModelProfile, stream: str) -> int:
-    """Of the connector of ``video`` or ``audio``: transformer layers with gated attention over the prompt, and its
-    learnt registers (ltx-core text_encoders/gemma/embeddings_connector.py)."""
+def _kept_by_layer(run: Run, layers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What each layer of the connectors keeps for backward, in pieces, by how wide it is."""
+    widths = [math.isqrt(max(layer) // FEED_FORWARD) for layer in layers]
+    nbytes = KEPT * run.grid["B"] * run.grid["T"]
+    name = "inputs of the text connectors"
+    return [
+        [run.new(nbytes * width // sum(widths) // PIECES, "activation", name) for _ in range(PIECES)]
+        for width in widths
+    ]
+
+
+def connector_layers(model: ModelProfile, stream: str) -> list[list[int]]:
+    """Numbers in the tensors of each layer of the connector of ``video`` or ``audio``: gated attention over the prompt
+    and a feed-forward, the smaller ones together; the first layer with the learnt registers (ltx-core
+    text_encoders/gemma/embeddings_connector.py)."""
     config = model.text_encoders[-1].config
     heads, layers, registers = (
         int(config[f"{stream}_connector_{name}"])
         for name in ("num_attention_heads", "num_layers", "num_learnable_registers")
     )
     width = heads * int(config[f"{stream}_connector_attention_head_dim"])
-    attention = 4 * (width + 1) * width + 2 * width + (width + 1) * heads
-    feed_forward = 8 * width * width + 5 * width
-    return layers * (attention + feed_forward) + registers * width
+    small = 11 * width + (width + 1) * heads  # biases, both norms, and the layer of the gates
+    layer = [width * width] * 4 + [FEED_FORWARD * width * width] * 2
+    return [[*layer, small + registers * width], *([*layer, small] for _ in range(layers - 1))]
 
 
 def rounded_by_quanto(run: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.rehearsed_commands import ALLOCATED, DEVICE, checked_phases, errors, rows
+from tests.tools.rehearsed_commands import ALLOCATED, DEVICE, checked, checked_phases, errors, rows
 
 ROWS = list(rows())
 FURTHER = {
@@ -38,3 +38,13 @@ def test_check_says_what_its_own_script_took(row: dict[str, Any], tmp_path: Path
     most_allocated, most_device = FURTHER.get(row["id"], (ALLOCATED, DEVICE))
     assert abs(allocated) <= most_allocated
     assert abs(device) <= most_device
+
+
+RAN_OUT = list(rows("oom"))
+
+
+@pytest.mark.parametrize("row", RAN_OUT, ids=[row["id"] for row in RAN_OUT])
+def test_what_ran_out_does_not_fit(row: dict[str, Any], tmp_path: Path) -> None:
+    found = checked(row, tmp_path).outcome
+    assert found.estimate.verdict == "no"
+    assert found.phase in ("train", "optimizer")  # a step's own phases; its first is called so in a rehearsal
