@@ -274,6 +274,7 @@ DIFFUSION_PIPE = Source(
                         "wan/wan",
                         "flux",
                         "flux2",
+                        "hidream",
                         "hunyuan_video",
                         "hunyuan_video_15",
                         "ltx_video",

@@ -11,7 +11,7 @@ MOST = 10**9
 
 def integer(value: Any, name: str) -> int:
     """A value as a whole number from 0 to `MOST`. Raises a VplanError that names the key for anything else."""
-    integer = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    integer = int(value.strip()) if isinstance(value, str) and value.strip().isdecimal() else value
     if isinstance(integer, float) and integer.is_integer():
         integer = int(integer)
     if not isinstance(integer, int) or isinstance(integer, bool) or not 0 <= integer <= MOST:

@@ -26,7 +26,6 @@ TYPES: dict[str, tuple[str, str]] = {
     "flux.1-kontext-dev": ("flux", "diffusers_path"),
     "ltx-video-2b": ("ltx-video", "diffusers_path"),
     "ltx-video-13b": ("ltx-video", "diffusers_path"),
-    "hidream-i1": ("hidream", "diffusers_path"),
     "qwen-image": ("qwen_image", "diffusers_path"),
     "qwen-image-edit": ("qwen_image", "diffusers_path"),
     "sd3-medium": ("sd3", "diffusers_path"),
@@ -46,10 +45,11 @@ READ_TOO: dict[str, tuple[str, ...]] = {
     "hunyuan_image": ("hunyuan-image-2.1",),
     "ernie_image": ("ernie-image",),
     "ideogram4": ("ideogram-4",),
+    "hidream": ("hidream-i1",),
 }
 """``[model] type`` -> models that are read and not written: their files are named one by one (``diffusion_model``,
 ``vae``, ``text_encoders``; models/flux2.py, krea2.py, z_image.py, hunyuan_video_15.py), or in two places
-(models/chroma.py: its own file and FLUX.1's folder)."""
+(models/chroma.py: its own file and FLUX.1's folder; models/hidream.py: its folder and Llama's)."""
 
 PATHS = ("ckpt_path", "diffusers_path", "checkpoint_path", "transformer_path", "single_file_path", "diffusion_model")
 WHICH = ("config:model.type", *(f"config:model.{name}" for name in PATHS))

@@ -344,6 +344,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if model.trained_with("diffusion-pipe", "last-encoder-stays"):
         how = "in 4 bits" if settings.get("config:model.llama3_4bit") else "in 16 bits, or 4 by llama3_4bit"
         yield f"{model.text_encoders[-1].name} encodes in the loop and stays on the GPU, {how} ({AT} models/hidream.py)"
+        if (length := settings.get("config:model.max_llama3_sequence_length")) not in (None, model.shape.text_tokens):
+            yield f"max_llama3_sequence_length {length} is not estimated: as {model.shape.text_tokens}"
     if model.trained_with("diffusion-pipe", "own-model"):
         yield f"its own code of {model.title} was not compared: priced as diffusers' model"
     if masks := unpriced_masks_note("diffusion-pipe", fields):

@@ -67,7 +67,8 @@ def test_a_file_without_low_vram_is_another_version_of_the_memory_terms(tmp_path
         (tmp_path / "config.yaml").write_text(text)
         found[name] = translate(*dialects.read_script(from_file(tmp_path / "config.yaml"))).version
     assert found == {"": "", "whole": "quantised-whole"}
-    assert set(trainer_terms.versions("ai-toolkit")) == {"quantised-whole"}
+    with_experts = {"without-experts", "quantised-whole-without-experts"}
+    assert set(trainer_terms.versions("ai-toolkit")) == {"quantised-whole", *with_experts}
 
 
 @pytest.mark.parametrize("name", OURS)

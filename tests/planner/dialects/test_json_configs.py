@@ -291,7 +291,7 @@ def test_ramtorch_swaps_without_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "why"),
     [
-        (ONETRAINER, {"model_type": "HI_DREAM_FULL"}, "model 'HI_DREAM_FULL'"),
+        (ONETRAINER, {"model_type": "STABLE_CASCADE_1"}, "model 'STABLE_CASCADE_1'"),
         (ONETRAINER, {"training_method": "EMBEDDING"}, "training method 'EMBEDDING' is not priced"),
         (ONETRAINER, {"text_encoder": {"weight_dtype": "FLOAT_8"}}, "training text_encoder is not priced"),
         (ONETRAINER, {"peft_type": "LOHA"}, "adapters 'LOHA' are not priced"),

@@ -126,6 +126,8 @@ def test_diffusion_pipe_keeps_llama_on_the_gpu(more: str, version: str, encoder:
     name, text = diffusion_pipe("hidream")
     _, found = read(tmp_path, name, text.replace("[adapter]", f"{more}[adapter]"))
     assert found.version == version
+    longer = read(tmp_path, name, text.replace("[adapter]", "max_llama3_sequence_length = 256\n[adapter]"))[1].notes
+    assert any("max_llama3_sequence_length 256 is not estimated" in note for note in longer)
     assert any(f"llama-3.1-8b encodes in the loop and stays on the GPU, {encoder}" in note for note in found.notes)
 
 

@@ -34,7 +34,7 @@ def test_the_target_lies_as_the_class_returns_an_image_in_training(rows: int, co
     latents = torch.randn(2, 16, rows, columns)
     cells, _, sizes, _ = made.patchify(latents)
     returned = made.unpatchify(cells, sizes, is_training=True)
-    target = kind._by_cell(latents)
+    target = kind.by_cell(latents)
     assert target.shape == (2, 16, rows * columns // 4, 4)
     assert returned.shape[2] == (target.shape[2] if rows == columns else made.max_seq)
     torch.testing.assert_close(returned[:, :, : target.shape[2]], target)

@@ -56,13 +56,15 @@ class Oracle(torch.nn.Module):
                 ends.append(kind.inputs_and_target(dict(batch)))
         (inputs, target), (others, _) = ends
         self.key = next(name for name in ("hidden_states", "x") if name in inputs)
-        self.time = next(name for name in ("timestep", "t") if name in inputs)
+        self.time = next(name for name in ("timestep", "timesteps", "t") if name in inputs)
         self.begin, self.end = (float(each[self.time].flatten()[0]) for each in (inputs, others))
-        self.target_shape = target.shape
+        by_cell = getattr(kind, "by_cell", None)  # of a model that returns cells in training, and images to a pipeline
+        self.target_shape = inputs[self.key].shape if by_cell else target.shape
         self.clean = self.noisy_part(inputs[self.key])
         wanted = 3.0 - self.clean
         assert torch.allclose(self.noisy_part(others[self.key]), torch.full_like(self.clean, 3.0))
-        found = [sign for sign in (1, -1) if float(kind.loss(self.said(sign * wanted), target, inputs)) < 1e-9]
+        said = by_cell(wanted) if by_cell else wanted
+        found = [sign for sign in (1, -1) if float(kind.loss(self.said(sign * said), target, inputs)) < 1e-9]
         assert len(found) == 1, "neither noise - clip nor clip - noise is the target"
         self.sign = found[0]
         self.noise: torch.Tensor | None = None

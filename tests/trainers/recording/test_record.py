@@ -159,6 +159,25 @@ def test_blocks_with_something_between_them_are_recorded_whole(name: str, varian
         assert levels(stage.ops, sizes) == levels(events, direct_sizes)
 
 
+@pytest.mark.parametrize("variant", ["step-lora-fp8-fp32-autocast-none-many", "step-lora-wide-half-half-full-one"])
+def test_a_mixture_of_experts_is_what_is_recorded_at_another_shape_and_depth(variant: str) -> None:
+    """Each of its blocks has a text of its own, which is there in a recording of fewer blocks too."""
+    profile = lookup.model("hidream-i1")
+    chosen = next(found for found in tapes.all_variants(profile) if found.name == variant)
+    made_tape = tapes.step_tape(profile, chosen)
+    job, strategy = chosen.records(profile)
+    job = job.replace(height=512, width=512, lora_rank=24, batch_size=1 if variant.endswith("one") else 3)
+    depth = {"num_layers": 7, "num_single_layers": 8}
+    trace = record_step(profile, job, strategy, grid(profile, job), {**profile.config, **depth})
+    program = Program()
+    stages = [program.unfold(made_tape, part, list(depth.values())) for part in ("load", "step")]
+    sizes, direct_sizes = program.bytes_of(grid(profile, job)), [alloc.nbytes for alloc in trace.allocations]
+    for stage in stages:
+        events = piece(trace, stage.name)
+        assert made(stage.ops, sizes) == made(events, direct_sizes)
+        assert levels(stage.ops, sizes) == levels(events, direct_sizes)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_tape_is_what_is_recorded_at_another_depth(name: str) -> None:
     """But for the stack of all gradients' norms, one number per tensor, which stays that of the blocks recorded."""

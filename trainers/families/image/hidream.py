@@ -50,9 +50,9 @@ class HiDream(Family):
             "encoder_hidden_states_t5": batch["t5"],
             "encoder_hidden_states_llama3": batch["llama"].transpose(0, 1),
             "pooled_embeds": batch["pooled"],
-        }, self._by_cell(target)
+        }, self.by_cell(target)
 
-    def _by_cell(self, latents: Tensor) -> Tensor:
+    def by_cell(self, latents: Tensor) -> Tensor:
         """Latents (B, C, h, w) as the class returns them in training: (B, C, cells, numbers in a cell)."""
         size, patch = latents.shape[:2], self.config["patch_size"]
         rows, columns = latents.shape[2] // patch, latents.shape[3] // patch
