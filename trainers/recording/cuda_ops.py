@@ -206,9 +206,25 @@ def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     return (normed * weight).to(value.dtype)
 
 
+def group_norm(
+    value: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """``aten::group_norm`` as CUDA dispatches it: an input (N, C, ...) that is channels last is copied first, the copy
+    is what is saved, and the output is contiguous as well. The CPU norms it as it lies (native/group_norm.cpp)."""
+    value = value.contiguous()
+    samples, channels, *sides = value.shape
+    normed: Callable[..., Sequence[Tensor]] = torch.ops.aten.native_group_norm
+    return normed(value, weight, bias, samples, channels, math.prod(sides), num_groups, eps)[0]
+
+
 @contextlib.contextmanager
 def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -> Iterator[None]:
-    """While open, CPU tensors take CUDA's path through autocast, attention, dropout and RMSNorm.
+    """While open, CPU tensors take CUDA's path through autocast, attention, dropout, GroupNorm and RMSNorm.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
     what it did before 2.12, where autocast left RMSNorm in the format of its input.
@@ -219,10 +235,16 @@ def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -
         install_autocast(library, rms_norm_in_fp32)
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         library.impl("dropout", fakes.dropout, "AutogradCPU")
+        library.impl("group_norm", group_norm, "AutogradCPU")
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
-        with fakes.converted_in_place(), fakes.autocast_asked_of_cpu(), fakes.autocast_to_fp32():
+        with (
+            fakes.converted_in_place(),
+            fakes.autocast_asked_of_cpu(),
+            fakes.autocast_to_fp32(),
+            fakes.views_as_eagerly(),
+        ):
             yield
     finally:
         library._destroy()

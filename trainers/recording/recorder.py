@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
             return fakes.read(args[0]) if known is None else known
         kwargs = kwargs or {}
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
-        out = self._uniform.call(func, name, args, kwargs)
+        out = fakes.with_number(func, args, self._uniform.call(func, name, args, kwargs))
         if self.adds_masks_up:
             self._uniform.follow_mask(name, args, out)
         self._note(func, name, args, kwargs, out)
