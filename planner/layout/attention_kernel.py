@@ -7,6 +7,7 @@ holds for any of them; what they take inside backward differs a little, and the 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Sequence
 
 from planner.catalog.card_limits import CUDNN_FIRST, FLASH_FROM
@@ -14,6 +15,7 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.errors import NotEstimatedError
 from planner.layout.run import Run
 from planner.spec.job import Machine, Strategy
+from planner.tape.program import Program
 
 FLASH = "_scaled_dot_product_flash_attention"
 
@@ -93,7 +95,56 @@ def take_rows_as_they_are(run: Run) -> None:
         program.buffers[buffer] = exact[number]
 
 
+def keep_shared_masks(run: Run) -> None:
+    """Drops the padded copies of a mask of numbers that several blocks attend with, and keeps the mask itself as long
+    as the last of them: cuDNN saves that (see `take_masks_as_they_are`)."""
+    program = run.program
+    copies = {copy: -1 for copy in copies_of_shared_masks(list(program.op))}
+    if not copies:
+        return
+    alive: dict[int, None] = {}
+    freed_with: dict[int, int] = {}
+    for event in (event for _, stretch in run.step.stretches for event in stretch):
+        if event in copies:
+            copies[event] = next((mask for mask in reversed(alive) if _is_copied(program, mask, event)), -1)
+        elif event >= 0:
+            alive[event] = None
+        elif ~event in copies:
+            freed_with[copies[~event]] = ~event
+        else:
+            alive.pop(~event, None)
+            freed_with.pop(~event, None)  # a mask that outlives its copies anyway goes when it did
+    moved = {~mask for mask in freed_with}
+    last = {~copy: ~mask for mask, copy in freed_with.items() if mask >= 0}
+    run.step.stretches = [
+        (moment, [last.get(event, event) for event in stretch if _stays(event, copies, moved, last)])
+        for moment, stretch in run.step.stretches
+    ]
+
+
+def _stays(event: int, copies: Collection[int], moved: Collection[int], last: Collection[int]) -> bool:
+    """Whether an event is one that is kept, or in whose place a mask is freed."""
+    return event in last or not (event in copies or ~event in copies or event in moved)
+
+
+def _is_copied(program: Program, mask: int, copy: int) -> bool:
+    """Whether a buffer has the size that a copy of padded rows was made of."""
+    one, other = (program.sizes[program.buffers[buffer]] for buffer in (mask, copy))
+    if isinstance(one, int) or isinstance(other, int) or one[0] is not other[0] or one[1].multiple:
+        return False
+    exponents = tuple(map(operator.add, other[1].exponents, other[1].inner_exponents))
+    return one[1] == (other[1].coefficient * other[1].inner, exponents, 0, 0, ())
+
+
 def padded_masks(operators: Sequence[str]) -> list[tuple[int, int]]:
     """Of allocations in order, by the operators that make them: (mask, its copy with padded rows) by their places."""
     pairs = enumerate(itertools.pairwise(operators))
     return [(at, at + 1) for at, pair in pairs if pair == ("where", "constant_pad_nd")]
+
+
+def copies_of_shared_masks(operators: Sequence[str]) -> list[int]:
+    """Of allocations in order, by the operators that make them, the places of copies with padded rows of masks that
+    attention does not make itself."""
+    triples = enumerate(zip(("", *operators), operators, operators[1:], strict=False))
+    copied = ("constant_pad_nd", "_scaled_dot_product_efficient_attention")
+    return [at for at, (before, *pair) in triples if before != "where" and tuple(pair) == copied]
