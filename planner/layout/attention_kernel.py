@@ -99,7 +99,7 @@ def keep_shared_masks(run: Run) -> None:
     """Drops the padded copies of a mask of numbers that several blocks attend with, and keeps the mask itself as long
     as the last of them: cuDNN saves that (see `take_masks_as_they_are`)."""
     program = run.program
-    copies = {copy: -1 for copy in copies_of_shared_masks(list(program.op))}
+    copies = dict.fromkeys(copies_of_shared_masks(list(program.op)), -1)
     if not copies:
         return
     alive: dict[int, None] = {}
