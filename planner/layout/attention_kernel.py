@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from planner.catalog.card_limits import CUDNN_FIRST, FLASH_FROM
 from planner.catalog.card_profiles import GpuProfile
 from planner.errors import NotEstimatedError
 from planner.layout.run import Run
 from planner.spec.job import Machine, Strategy
+from planner.tape.format import Monomial
 from planner.tape.program import Program
 
 FLASH = "_scaled_dot_product_flash_attention"
@@ -79,20 +80,33 @@ def take_masks_as_they_are(run: Run) -> None:
 
 
 def take_rows_as_they_are(run: Run) -> None:
-    """Makes what attention's backward takes beside its outputs as long as the queries, as cuDNN does: flash rounds rows
-    up to 128 (NVIDIA/cudnn-frontend include/cudnn_frontend/node/scaled_dot_product_flash_attention.h: dQ_accum_size,
-    and softmax_sum likewise, of the backward; seen of UNetSpatioTemporalConditionModel on a virtual H200, whose
-    frames are 25 rows)."""
-    program, exact = run.program, dict[int, int]()
+    """Makes what attention's backward takes beside its outputs as long as the queries, as cuDNN does where the batch
+    is not above `planner.catalog.card_limits.CUDNN_SAMPLES`: flash, which then runs, rounds rows up to 128
+    (NVIDIA/cudnn-frontend include/cudnn_frontend/node/scaled_dot_product_flash_attention.h: dQ_accum_size, and
+    softmax_sum likewise, of the backward; seen of UNetSpatioTemporalConditionModel on a virtual H200, whose frames are
+    25 rows)."""
+    _change_rounded(run.program, lambda size: size if size.above else size._replace(multiple=1))
+
+
+def round_all_rows(run: Run) -> None:
+    """Rounds rows up whatever the batch, as any kernel but cuDNN does (see `take_rows_as_they_are`)."""
+    _change_rounded(run.program, lambda size: size._replace(above=0))
+
+
+def _change_rounded(program: Program, change: Callable[[Monomial], Monomial]) -> None:
+    """Changes the sizes with rows rounded up of what flash takes inside backward."""
+    changed = dict[int, int]()
     for buffer, name in program.kernel.items():
         number = program.buffers[buffer]
         size = program.sizes[number]
         if name != "flash" or isinstance(size, int) or size[1].multiple <= 1:
             continue
-        if number not in exact:
-            exact[number] = len(program.sizes)
-            program.sizes.append((size[0], size[1]._replace(multiple=1)))
-        program.buffers[buffer] = exact[number]
+        if number not in changed:
+            other = change(size[1])
+            changed[number] = number if other == size[1] else len(program.sizes)
+            if other != size[1]:
+                program.sizes.append((size[0], other))
+        program.buffers[buffer] = changed[number]
 
 
 def keep_shared_masks(run: Run) -> None:
@@ -133,7 +147,7 @@ def _is_copied(program: Program, mask: int, copy: int) -> bool:
     if isinstance(one, int) or isinstance(other, int) or one[0] is not other[0] or one[1].multiple:
         return False
     exponents = tuple(map(operator.add, other[1].exponents, other[1].inner_exponents))
-    return one[1] == (other[1].coefficient * other[1].inner, exponents, 0, 0, ())
+    return one[1] == Monomial(other[1].coefficient * other[1].inner, exponents)
 
 
 def padded_masks(operators: Sequence[str]) -> list[tuple[int, int]]:

@@ -262,15 +262,18 @@ def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
 
     flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded to 32), softmax_d (B,
     heads, S). Where several heads of queries share one of keys, dk and dv are made for each and then summed
-    (dk_expanded, dv_expanded).
+    (dk_expanded, dv_expanded). cuDNN rounds nothing, but takes no keys of one row and no batch above `CUDNN_SAMPLES`
+    (ATen/native/transformers/cuda/sdp_utils.cpp, check_cudnn_tensor_shapes; seen on a virtual H200 under torch 2.13).
     """
     query, key = args[1], args[2]
     batch, heads, rows, size = query.shape
+    kernel, samples = ("any", 0) if key.shape[2] == 1 else ("flash", batch)
+    rounded = Rounded(rows, 128, samples)
     expanded: Workspace = ("flash", (key.element_size(), batch, heads, key.shape[2], size))
     return [
         *([expanded, expanded] if key.shape[1] != heads else []),
-        ("flash", (4, batch, heads, Rounded(rows, 128))),
-        ("flash", (4, batch, heads, Rounded(rows, 128), _round_up(size, 32))),
+        (kernel, (4, batch, heads, rounded)),
+        (kernel, (4, batch, heads, rounded, _round_up(size, 32))),
     ]
 
 
@@ -311,14 +314,16 @@ ONE_ROW_A_SAMPLE = (1, 2, 3, 4, 1009)
 
 
 class Rounded(int):
-    """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic."""
+    """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic, and the
+    batch on which it depends whether a card's kernel rounds; 0 where it does not."""
 
     exact: int
     multiple: int
+    samples: int
 
-    def __new__(cls, exact: int, multiple: int) -> Rounded:
+    def __new__(cls, exact: int, multiple: int, samples: int = 0) -> Rounded:
         rounded = super().__new__(cls, _round_up(exact, multiple))
-        rounded.exact, rounded.multiple = exact, multiple
+        rounded.exact, rounded.multiple, rounded.samples = exact, multiple, samples
         return rounded
 
 
