@@ -290,6 +290,12 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
     return workspaces
 
 
+def softmax_backward(args: tuple[Any, ...]) -> list[Workspace]:
+    """The product of gradient and output, as large as either (native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
+    gradient = args[0]
+    return [("any", (gradient.element_size(), *gradient.shape))]
+
+
 def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
     """bitsandbytes' 4-bit matrix product: a copy of the weight in the input's dtype and a plain product, and before
     that, under double quantisation, the blocks' constants in fp32, without and with their mean.
@@ -330,6 +336,7 @@ class Rounded(int):
 WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "aten._softmax_backward_data": softmax_backward,
     "bitsandbytes.gemm_4bit": gemm_4bit,
 }
 

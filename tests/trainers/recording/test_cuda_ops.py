@@ -329,6 +329,11 @@ def test_efficient_backward_accumulates_dq_only_when_inputs_are_not_fp32(dtype: 
     assert [torch.Size(dims).numel() for _, dims in found] == [4 * 2 * 4 * 130, 4 * 2 * 4 * 130 * 96][:count]
 
 
+def test_softmax_backward_multiplies_gradient_and_output_first() -> None:
+    gradient = torch.empty(2, 4, 30, 72, dtype=HALF, device="meta")
+    assert workspaces("aten._softmax_backward_data", (gradient, gradient, -1, HALF)) == [("any", (2, 2, 4, 30, 72))]
+
+
 def test_other_operators_have_no_workspace() -> None:
     assert workspaces("aten.mm", ()) == []
 
