@@ -18,6 +18,10 @@ CUDNN_FIRST = (9, 10)
 """Major compute capabilities on which torch chooses cuDNN's attention before flash
 (ATen/native/transformers/cuda/sdp_utils.cpp)."""
 
+CUDNN_SAMPLES = 65_535
+"""The largest batch of its attention; of more torch runs flash (likewise, ``check_cudnn_tensor_shapes``; seen on a
+virtual H200 under torch 2.13). A UNet's motion modules have a batch of all pixels."""
+
 BF16_ATTENTION_FROM = (8, 0)
 """Before it memory-efficient attention takes fp16 and fp32 alone, and there is no other kernel but the math path
 (ATen/native/transformers/cuda/sdp_utils.cpp, ``less_than_sm80_mem_efficient_dtypes``)."""

@@ -85,14 +85,20 @@ class ForwardCall(Record):
         """Whether a parameter gets no gradient in a model with so many blocks in each list. What adapts a layer gets
         none where the layer's weight gets none."""
         name = _ADAPTER.sub("", name)
-        if name in self.idle:
+        if name in self.idle or any(general in self.idle for general in _of_any_block(name)):
             return True
         for module_list, depth in depths.items():
             prefix = f"{module_list}."
             if name.startswith(prefix):
                 number, _, rest = name.removeprefix(prefix).partition(".")
-                if f"{prefix}{ANY}.{rest}" in self.idle:
-                    return True
                 if number == str(depth - 1) and f"{prefix}{LAST}.{rest}" in self.idle:
                     return True
         return False
+
+
+def _of_any_block(name: str) -> Iterator[str]:
+    """A parameter's name with one number of a block in it made general, for each number that it has."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        if part.isdecimal():
+            yield ".".join((*parts[:at], ANY, *parts[at + 1 :]))

@@ -7,13 +7,16 @@ holds for any of them; what they take inside backward differs a little, and the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 
 from planner.catalog.card_limits import CUDNN_FIRST, FLASH_FROM
 from planner.catalog.card_profiles import GpuProfile
 from planner.errors import NotEstimatedError
 from planner.layout.run import Run
 from planner.spec.job import Machine, Strategy
+from planner.tape.format import Monomial
+from planner.tape.program import Program
 
 FLASH = "_scaled_dot_product_flash_attention"
 
@@ -77,23 +80,85 @@ def take_masks_as_they_are(run: Run) -> None:
 
 
 def take_rows_as_they_are(run: Run) -> None:
-    """Makes what attention's backward takes beside its outputs as long as the queries, as cuDNN does: flash rounds rows
-    up to 128 (NVIDIA/cudnn-frontend include/cudnn_frontend/node/scaled_dot_product_flash_attention.h: dQ_accum_size,
-    and softmax_sum likewise, of the backward; seen of UNetSpatioTemporalConditionModel on a virtual H200, whose
-    frames are 25 rows)."""
-    program, exact = run.program, dict[int, int]()
+    """Makes what attention's backward takes beside its outputs as long as the queries, as cuDNN does where the batch
+    is not above `planner.catalog.card_limits.CUDNN_SAMPLES`: flash, which then runs, rounds rows up to 128
+    (NVIDIA/cudnn-frontend include/cudnn_frontend/node/scaled_dot_product_flash_attention.h: dQ_accum_size, and
+    softmax_sum likewise, of the backward; seen of UNetSpatioTemporalConditionModel on a virtual H200, whose frames are
+    25 rows)."""
+    _change_rounded(run.program, lambda size: size if size.above else size._replace(multiple=1))
+
+
+def round_all_rows(run: Run) -> None:
+    """Rounds rows up whatever the batch, as any kernel but cuDNN does (see `take_rows_as_they_are`)."""
+    _change_rounded(run.program, lambda size: size._replace(above=0))
+
+
+def _change_rounded(program: Program, change: Callable[[Monomial], Monomial]) -> None:
+    """Changes the sizes with rows rounded up of what flash takes inside backward."""
+    changed = dict[int, int]()
     for buffer, name in program.kernel.items():
         number = program.buffers[buffer]
         size = program.sizes[number]
         if name != "flash" or isinstance(size, int) or size[1].multiple <= 1:
             continue
-        if number not in exact:
-            exact[number] = len(program.sizes)
-            program.sizes.append((size[0], size[1]._replace(multiple=1)))
-        program.buffers[buffer] = exact[number]
+        if number not in changed:
+            other = change(size[1])
+            changed[number] = number if other == size[1] else len(program.sizes)
+            if other != size[1]:
+                program.sizes.append((size[0], other))
+        program.buffers[buffer] = changed[number]
+
+
+def keep_shared_masks(run: Run) -> None:
+    """Drops the padded copies of a mask of numbers that several blocks attend with, and keeps the mask itself as long
+    as the last of them: cuDNN saves that (see `take_masks_as_they_are`)."""
+    program = run.program
+    copies = dict.fromkeys(copies_of_shared_masks(list(program.op)), -1)
+    if not copies:
+        return
+    alive: dict[int, None] = {}
+    freed_with: dict[int, int] = {}
+    for event in (event for _, stretch in run.step.stretches for event in stretch):
+        if event in copies:
+            copies[event] = next((mask for mask in reversed(alive) if _is_copied(program, mask, event)), -1)
+        elif event >= 0:
+            alive[event] = None
+        elif ~event in copies:
+            freed_with[copies[~event]] = ~event
+        else:
+            alive.pop(~event, None)
+            freed_with.pop(~event, None)  # a mask that outlives its copies anyway goes when it did
+    moved = {~mask for mask in freed_with}
+    last = {~copy: ~mask for mask, copy in freed_with.items() if mask >= 0}
+    run.step.stretches = [
+        (moment, [last.get(event, event) for event in stretch if _stays(event, copies, moved, last)])
+        for moment, stretch in run.step.stretches
+    ]
+
+
+def _stays(event: int, copies: Collection[int], moved: Collection[int], last: Collection[int]) -> bool:
+    """Whether an event is one that is kept, or in whose place a mask is freed."""
+    return event in last or not (event in copies or ~event in copies or event in moved)
+
+
+def _is_copied(program: Program, mask: int, copy: int) -> bool:
+    """Whether a buffer has the size that a copy of padded rows was made of."""
+    one, other = (program.sizes[program.buffers[buffer]] for buffer in (mask, copy))
+    if isinstance(one, int) or isinstance(other, int) or one[0] is not other[0] or one[1].multiple:
+        return False
+    exponents = tuple(map(operator.add, other[1].exponents, other[1].inner_exponents))
+    return one[1] == Monomial(other[1].coefficient * other[1].inner, exponents)
 
 
 def padded_masks(operators: Sequence[str]) -> list[tuple[int, int]]:
     """Of allocations in order, by the operators that make them: (mask, its copy with padded rows) by their places."""
     pairs = enumerate(itertools.pairwise(operators))
     return [(at, at + 1) for at, pair in pairs if pair == ("where", "constant_pad_nd")]
+
+
+def copies_of_shared_masks(operators: Sequence[str]) -> list[int]:
+    """Of allocations in order, by the operators that make them, the places of copies with padded rows of masks that
+    attention does not make itself."""
+    triples = enumerate(zip(("", *operators), operators, operators[1:], strict=False))
+    copied = ("constant_pad_nd", "_scaled_dot_product_efficient_attention")
+    return [at for at, (before, *pair) in triples if before != "where" and tuple(pair) == copied]

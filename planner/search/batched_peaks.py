@@ -58,7 +58,8 @@ def _evaluate(size: Monomial, atoms: NDArray[np.float64]) -> NDArray[np.float64]
     if size.multiple:
         dimension, multiple = size.inner * _product(atoms, size.inner_exponents), abs(size.multiple)
         needed = (dimension % multiple > 0) | (size.multiple > 0)
-        value = value * np.ceil(dimension / multiple) * multiple * needed
+        rounded = np.ceil(dimension / multiple) * multiple * needed
+        value = value * np.where(value <= size.above, dimension, rounded)
     return value
 
 

@@ -19,7 +19,7 @@ from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.errors import VplanError
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
-from planner.layout.attention_kernel import padded_masks
+from planner.layout.attention_kernel import copies_of_shared_masks, padded_masks
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.spec.configuration import Configuration
@@ -224,12 +224,15 @@ def walked(tape: Tape, grid: Mapping[str, int], bare: bool = False) -> Walked:
 
 def least_sizes(program: Program, grid: Mapping[str, int], bare: bool) -> list[int]:
     """The bytes of every buffer that count in a walk: nothing for workspaces of attention's kernels, nor for a mask
-    beside its padded copy. ``bare``: nothing for weights and gradients either."""
+    beside its padded copy or such a copy of a shared mask. ``bare``: nothing for weights and gradients either."""
     sizes = program.bytes_of(grid)
     for buffer in program.kernel:
         sizes[buffer] = 0
-    for mask, copy in padded_masks(list(program.op)):
+    operators = list(program.op)
+    for mask, copy in padded_masks(operators):
         sizes[mask], sizes[copy] = 0, sizes[mask]
+    for copy in copies_of_shared_masks(operators):
+        sizes[copy] = 0
     for kind in ("weight", "gradient") if bare else ():
         for buffer in program.named.get(kind, {}).values():
             sizes[buffer] = 0
@@ -258,7 +261,7 @@ class Made(NamedTuple):
 
     sizes: Sizes
     """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels, nor for a mask
-    beside its padded copy"""
+    beside its padded copy or such a copy of a shared mask"""
     weights: list[Weight]
     gradients: int
 
@@ -285,6 +288,8 @@ class _Frees(NamedTuple):
     """events that free what other blocks made in forward, but for weights"""
     masks: list[tuple[int, int]]
     """of what ``columns`` makes: (mask, its padded copy)"""
+    copies: list[int]
+    """of what ``columns`` makes: padded copies of shared masks"""
 
     @classmethod
     def of(cls, columns: TemplateColumns, freed: Sequence[tuple[TemplateColumns, bool]]) -> _Frees:
@@ -300,7 +305,8 @@ class _Frees(NamedTuple):
             for event, (origin, position) in enumerate(zip(columns.origins, columns.positions, strict=True))
             if origin and freed[origin - 1][1] and others[origin - 1].categories[position] != "weight"
         ]
-        return cls(columns, others, places, np.array(inputs, dtype=np.intp), padded_masks(columns.ops))
+        masks, copies = padded_masks(columns.ops), copies_of_shared_masks(columns.ops)
+        return cls(columns, others, places, np.array(inputs, dtype=np.intp), masks, copies)
 
 
 class _Order(NamedTuple):
@@ -411,6 +417,7 @@ class _Walk:
                 sizes[position] = 0
             for mask, copy in frees.masks:  # which the mask itself may stand for
                 sizes[mask], sizes[copy] = 0, sizes[mask]
+            sizes[frees.copies] = 0  # which others may do without
             weights, gradients = [], 0
             for (category, _, run, _), tensors in columns.named.items():
                 for _, position, leaf in tensors:

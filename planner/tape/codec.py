@@ -154,7 +154,7 @@ def _size_json(size: Monomial | Growing) -> list[Any]:
     if isinstance(size, Growing):
         return [GROW, *([part.coefficient, list(part.exponents)] for part in size)]
     rounded = [size.multiple, size.inner, list(size.inner_exponents)] if size.multiple else []
-    return [size.coefficient, list(size.exponents), *rounded]
+    return [size.coefficient, list(size.exponents), *rounded, *([size.above] if size.above else [])]
 
 
 def _section_json(section: Section) -> dict[str, Any]:
@@ -183,6 +183,7 @@ class _Reader:
         self.data = data
         self.body = data["tape"]
         self.width = len(self.body["atoms"])
+        self.unrounded = (1, 0, [0] * self.width, 0)
         self.runs = tuple(
             BlockRun(run["list"], run["start"], run["count"], run["recorded"]) for run in self.body["runs"]
         )
@@ -221,14 +222,14 @@ class _Reader:
         return self._monomial(*size)
 
     def _monomial(self, coefficient: int, exponents: list[int], *rounded: Any) -> Monomial:
-        multiple, inner, inner_exponents = rounded or (1, 0, [0] * self.width)
-        factors, powers = (coefficient, multiple, inner), [*exponents, *inner_exponents]
+        multiple, inner, inner_exponents, above = (*rounded, 0) if len(rounded) == 3 else rounded or self.unrounded
+        factors, powers = (coefficient, multiple, inner, above), [*exponents, *inner_exponents]
         _check(len(exponents) == len(inner_exponents) == self.width and {*map(type, (*factors, *powers))} == {int})
-        _check(max(map(abs, factors)) <= MAX_FACTOR and min(powers, default=0) >= 0 and multiple != 0)
+        _check(max(map(abs, factors)) <= MAX_FACTOR and min(above, *powers) >= 0 and multiple != 0)
         _check(max(powers, default=0) <= MAX_EXPONENT)
         if not rounded:
             return Monomial(coefficient, tuple(exponents))
-        return Monomial(coefficient, tuple(exponents), multiple, inner, tuple(inner_exponents))
+        return Monomial(coefficient, tuple(exponents), multiple, inner, tuple(inner_exponents), above)
 
     def _section(self, data: Mapping[str, Any], at: int) -> Section:
         run, step, order = data["run"], data.get("step", 0), data.get("order")

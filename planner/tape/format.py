@@ -50,6 +50,7 @@ class Monomial(NamedTuple):
     """``coefficient * product(atom ** exponent)``, times a dimension rounded up to ``multiple`` when that is not 0.
 
     With a negative multiple there is nothing where the dimension needs no rounding: a copy that is made to round it up.
+    With ``above`` it is only rounded where the rest of the product is more than that.
     """
 
     coefficient: int
@@ -57,12 +58,15 @@ class Monomial(NamedTuple):
     multiple: int = 0
     inner: int = 0
     inner_exponents: tuple[int, ...] = ()
+    above: int = 0
 
     def value(self, atoms: Sequence[int]) -> int:
         """The size in bytes for the given values of the tape's atoms (batch, frames, ...), in the tape's order."""
         product = self.coefficient * _product(atoms, self.exponents)
         if self.multiple:
             dimension, multiple = self.inner * _product(atoms, self.inner_exponents), abs(self.multiple)
+            if product <= self.above:
+                return product * dimension
             product *= -(-dimension // multiple) * multiple if self.multiple > 0 or dimension % multiple else 0
         return product
 

@@ -11,22 +11,25 @@ then has the largest difference of both allocated peaks. FILE keeps a row of JSO
 that have one are not tried again. About 5 s of one core a class, half a minute with ``--record``.
 
 With ``--rehearse`` a step of LoRA and one of full training of the classes that FILE has as recorded run on a virtual
-GPU, and the difference of their allocated peaks from those of the tapes is added to their rows.
+GPU, and the difference of their allocated peaks from those of the tapes is added to their rows. ``--docs`` leaves the
+page's lines of classes that FILE has no row of as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import inspect
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.catalog import lookup, user_data
 from planner.catalog.diffusers_folder import Source
@@ -186,39 +189,64 @@ CLOSE_PCT = 0.5
 """By how much an allocated peak may differ from the recording at full depth, and from the virtual GPU's."""
 
 
-def page(rows: Sequence[dict[str, Any]], total: int) -> str:
-    """The table of docs/your-own-model.md, from rows; ``total`` classes there are."""
-    recorded = [row for row in rows if row["outcome"] == "recorded"]
-    exact = sum(not any(row["error_pct"].values()) for row in recorded)
-    close = sum(_worst(row["error_pct"]) <= CLOSE_PCT for row in recorded)
-    alone = sum(not row["described"] for row in recorded)
-    rehearsed = [row for row in recorded if "rehearsed_pct" in row]
-    near = sum(_worst(row["rehearsed_pct"]) <= CLOSE_PCT for row in rehearsed)
-    lines = [
-        f"diffusers {rows[0]['diffusers']} exports {total} transformers and UNets. {len(rows)} were tried, by their",
+class Line(NamedTuple):
+    """A line of the table in docs/your-own-model.md, in the words that it has there."""
+
+    outcome: str
+    full_depth: str
+    rehearsal: str
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], before: Line | None) -> Line:
+        """A row's line; ``before``: the page's, for what the row does not say because it was not tried again."""
+        outcome, rehearsal = row.get("reason", "").replace("|", "/"), before.rehearsal if before else ""
+        if "rehearsed_pct" in row:
+            rehearsal = f"{_worst(row['rehearsed_pct']):.2f} %"
+        if row["outcome"] == "recorded" and "error_pct" not in row:
+            assert before, "a class that was only rehearsed was recorded before"
+            return before._replace(rehearsal=rehearsal)
+        if row["outcome"] == "recorded":
+            outcome = KNOWN if row["described"] else FOUND
+            outcome += "" if row["checkpoints"] else "; has no checkpointing"
+            return cls(outcome, f"{_worst(row['error_pct']):.2f} %", rehearsal)
+        if row["outcome"] == "described":
+            outcome = f"{FOUND}, not recorded"
+        elif row["outcome"] == "failed":
+            outcome = f"fails: {outcome}"
+        return cls(outcome, "", "")
+
+
+KNOWN, FOUND = "arguments known", "arguments found"
+
+
+def lines_of(text: str) -> dict[str, Line]:
+    """The table's lines by class, from the page."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|(.*)\|(.*)\|$", text, re.MULTILINE)
+    return {name: Line(*(cell.strip() for cell in cells)) for name, *cells in rows}
+
+
+def page(lines: Mapping[str, Line], diffusers: str, total: int) -> str:
+    """The table of docs/your-own-model.md; ``total`` classes there are in a version of diffusers."""
+    recorded = [line for line in lines.values() if line.full_depth]
+    exact = sum(line.full_depth == "0.00 %" for line in recorded)
+    close = sum(float(line.full_depth.split()[0]) <= CLOSE_PCT for line in recorded)
+    alone = sum(line.outcome.startswith(FOUND) for line in recorded)
+    rehearsed = [float(line.rehearsal.split()[0]) for line in recorded if line.rehearsal]
+    near = sum(error <= CLOSE_PCT for error in rehearsed)
+    text = [
+        f"diffusers {diffusers} exports {total} transformers and UNets. {len(lines)} were tried, by their",
         f"defaults with {BLOCKS} blocks of each kind, without a family and without a file. {len(recorded)} record LoRA",
         f"and full training, checkpointed and not where the class can: {alone} by dry runs alone, the others with",
         f"arguments that vplan knows of the class. The allocated peaks of {close} are within {CLOSE_PCT} % of a",
-        f"recording at full depth and another shape, those of {exact} to the byte. Steps of LoRA and of full training",
+        f"recording at full depth and another shape, those of {exact} to 0.00 %. Steps of LoRA and of full training",
         f"were run on a virtual GPU too of {len(rehearsed)}, of which {near} within {CLOSE_PCT} % allocated; of the",
         f"other {len(recorded) - len(rehearsed)} that record, none was.",
         "",
         "| class | outcome | from full depth | from the virtual GPU |",
         "|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda row: str(row["class"])):
-        outcome, difference, rehearsal = row.get("reason", "").replace("|", "/"), "", ""
-        if row["outcome"] == "recorded":
-            outcome = "arguments known" if row["described"] else "arguments found"
-            outcome += "" if row["checkpoints"] else "; has no checkpointing"
-            difference = f"{_worst(row['error_pct']):.2f} %"
-            rehearsal = f"{_worst(row['rehearsed_pct']):.2f} %" if "rehearsed_pct" in row else ""
-        elif row["outcome"] == "described":
-            outcome = "arguments found, not recorded"
-        elif row["outcome"] == "failed":
-            outcome = f"fails: {outcome}"
-        lines.append(f"| `{row['class']}` | {outcome} | {difference} | {rehearsal} |")
-    return "\n".join(lines)
+    text += [f"| `{name}` | {' | '.join(line)} |" for name, line in sorted(lines.items())]
+    return "\n".join(text)
 
 
 def _worst(errors: Mapping[str, float]) -> float:
@@ -259,7 +287,9 @@ def main() -> int:
         text = asked.docs.read_text(encoding="utf-8")
         before, rest = text.split(START)
         after = rest.split(END)[1]
-        written = page(list(latest.values()), len(model_classes()))
+        there = lines_of(rest.split(END)[0])
+        lines = {**there, **{name: Line.of(row, there.get(name)) for name, row in latest.items()}}
+        written = page(lines, importlib.metadata.version("diffusers"), len(model_classes()))
         asked.docs.write_text(f"{before}{START}\n{written}\n{END}{after}", encoding="utf-8")
         return 0
     rows = _rows(asked.json) if asked.json and asked.json.is_file() else {}

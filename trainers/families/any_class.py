@@ -13,7 +13,8 @@ from typing import Any, Self
 
 import torch
 from diffusers import DDPMScheduler
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.catalog import shapes
 from planner.catalog.forward_call import ForwardCall
@@ -61,6 +62,16 @@ class AnyClass(Family):
         if len(job.shapes) == 1:
             self._grid = shapes.sample_grid(self.profile, job)
         return super().for_job(job)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Moves what a module without weights makes to where its input is, once a step: a few classes make their
+        tables of positions on the host (EasyAnimate), and each block would copy them, and keep its copies for
+        backward."""
+        blocks = tuple(f"{stack.list}." for stack in self.profile.stacks)
+        for name, module in model.named_modules():
+            plain = type(module).__module__.startswith("torch.nn.") or any(True for _ in module.parameters())
+            if name and not plain and not f"{name}.".startswith(blocks):
+                module.register_forward_hook(_on_the_device_of_its_input, with_kwargs=True)
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         self._grid = dict(grid)
@@ -170,6 +181,14 @@ class AnyClass(Family):
     def tokens_of(self, latents: Tensor) -> int:
         """Cells of one sample, however they lie in its tensor."""
         return latents[0].numel() // self._leaves[self.called.main].numbers
+
+
+def _on_the_device_of_its_input(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """What a module returns, on the device of the first tensor it was given."""
+    given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+    if given is None:
+        return output
+    return tree_map_only(Tensor, lambda tensor: tensor.to(given.device), output)
 
 
 def _filled(size: tuple[int, ...], kind: str, device: torch.device | str, dtype: torch.dtype) -> Tensor:

@@ -294,9 +294,10 @@ class _Compressor:
         name = self._name(number)
         owner = self._owner(number, stretch, walk) if name >= 0 else None
         growth = self.growth.get(number)
-        size = (
-            self.factoriser.growing(*growth) if growth else self.factoriser.size(allocation.nbytes, allocation.rounded)
-        )
+        if growth:
+            size = self.factoriser.growing(*growth)
+        else:
+            size = self.factoriser.size(allocation.nbytes, allocation.rounded, allocation.samples)
         category = CATEGORIES.index(allocation.category or self._use(number))
         op = self.ops.setdefault(allocation.op.removeprefix("aten."), len(self.ops))
         kernel = ATTENTION_KERNELS.index(allocation.kernel)

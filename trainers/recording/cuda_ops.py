@@ -206,9 +206,25 @@ def rms_norm(value: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     return (normed * weight).to(value.dtype)
 
 
+def group_norm(
+    value: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """``aten::group_norm`` as CUDA dispatches it: an input (N, C, ...) that is channels last is copied first, the copy
+    is what is saved, and the output is contiguous as well. The CPU norms it as it lies (native/group_norm.cpp)."""
+    value = value.contiguous()
+    samples, channels, *sides = value.shape
+    normed: Callable[..., Sequence[Tensor]] = torch.ops.aten.native_group_norm
+    return normed(value, weight, bias, samples, channels, math.prod(sides), num_groups, eps)[0]
+
+
 @contextlib.contextmanager
 def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -> Iterator[None]:
-    """While open, CPU tensors take CUDA's path through autocast, attention, dropout and RMSNorm.
+    """While open, CPU tensors take CUDA's path through autocast, attention, dropout, GroupNorm and RMSNorm.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
     what it did before 2.12, where autocast left RMSNorm in the format of its input.
@@ -219,6 +235,7 @@ def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -
         install_autocast(library, rms_norm_in_fp32)
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         library.impl("dropout", fakes.dropout, "AutogradCPU")
+        library.impl("group_norm", group_norm, "AutogradCPU")
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
@@ -227,6 +244,7 @@ def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -
             fakes.autocast_asked_of_cpu(),
             fakes.autocast_to_fp32(),
             token_routing.by_row_numbers(),
+            fakes.views_as_eagerly(),
         ):
             yield
     finally:
@@ -245,15 +263,18 @@ def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
 
     flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded to 32), softmax_d (B,
     heads, S). Where several heads of queries share one of keys, dk and dv are made for each and then summed
-    (dk_expanded, dv_expanded).
+    (dk_expanded, dv_expanded). cuDNN rounds nothing, but takes no keys of one row and no batch above `CUDNN_SAMPLES`
+    (ATen/native/transformers/cuda/sdp_utils.cpp, check_cudnn_tensor_shapes; seen on a virtual H200 under torch 2.13).
     """
     query, key = args[1], args[2]
     batch, heads, rows, size = query.shape
+    kernel, samples = ("any", 0) if key.shape[2] == 1 else ("flash", batch)
+    rounded = Rounded(rows, 128, samples)
     expanded: Workspace = ("flash", (key.element_size(), batch, heads, key.shape[2], size))
     return [
         *([expanded, expanded] if key.shape[1] != heads else []),
-        ("flash", (4, batch, heads, Rounded(rows, 128))),
-        ("flash", (4, batch, heads, Rounded(rows, 128), _round_up(size, 32))),
+        (kernel, (4, batch, heads, rounded)),
+        (kernel, (4, batch, heads, rounded, _round_up(size, 32))),
     ]
 
 
@@ -268,6 +289,12 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
     if query.dtype != torch.float32:
         workspaces.append(("any", (4, batch, heads, rows, _round_up(size, 32))))
     return workspaces
+
+
+def softmax_backward(args: tuple[Any, ...]) -> list[Workspace]:
+    """The product of gradient and output, as large as either (native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
+    gradient = args[0]
+    return [("any", (gradient.element_size(), *gradient.shape))]
 
 
 def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
@@ -294,20 +321,23 @@ ONE_ROW_A_SAMPLE = (1, 2, 3, 4, 1009)
 
 
 class Rounded(int):
-    """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic."""
+    """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic, and the
+    batch on which it depends whether a card's kernel rounds; 0 where it does not."""
 
     exact: int
     multiple: int
+    samples: int
 
-    def __new__(cls, exact: int, multiple: int) -> Rounded:
+    def __new__(cls, exact: int, multiple: int, samples: int = 0) -> Rounded:
         rounded = super().__new__(cls, _round_up(exact, multiple))
-        rounded.exact, rounded.multiple = exact, multiple
+        rounded.exact, rounded.multiple, rounded.samples = exact, multiple, samples
         return rounded
 
 
 WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "aten._softmax_backward_data": softmax_backward,
     "bitsandbytes.gemm_4bit": gemm_4bit,
 }
 

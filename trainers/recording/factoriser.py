@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from planner.catalog.card_limits import CUDNN_SAMPLES
 from planner.tape.format import Growing, Monomial
 
 
@@ -26,12 +27,17 @@ class Factoriser:
             exponents.append(exponent)
         return number, tuple(exponents)
 
-    def size(self, nbytes: int, rounded: tuple[int, int, int] | None = None) -> int:
-        """The index of a size in the tape's table. ``rounded``: (exact, multiple, rounded up) of one dimension."""
+    def size(self, nbytes: int, rounded: tuple[int, int, int] | None = None, samples: int = 0) -> int:
+        """The index of a size in the tape's table. ``rounded``: (exact, multiple, rounded up) of one dimension.
+        ``samples``: the batch of an attention that is only rounded for where cuDNN does not take so many. Batches of
+        samples and frames alone it takes always."""
         if rounded is None:
             return self._index(Monomial(*self.factor(nbytes)))
         exact, multiple, up = rounded
-        return self._index(Monomial(*self.factor(nbytes // up), multiple, *self.factor(exact)))
+        rest, above = nbytes // up, 0
+        if any(power and atom in ("H", "W") for atom, power in zip(self.atoms, self.factor(samples)[1], strict=True)):
+            above = CUDNN_SAMPLES * (rest // samples)
+        return self._index(Monomial(*self.factor(rest), multiple, *self.factor(exact), above))
 
     def growing(self, base: int, slope: int) -> int:
         """The index, in the table of sizes, of a size that is ``base + slope * block`` bytes."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 READS = frozenset(getattr(torch.ops.aten, name).default for name in ("item", "is_nonzero", "_local_scalar_dense"))
 """Operators that tell the host a number, which no fake tensor has. Prodigy asks for two a parameter, and whether it is
@@ -70,6 +72,43 @@ def dropout(value: Tensor, p: float, train: bool) -> Tensor:
     """``aten::dropout`` as CUDA trains with it: one fused operator that keeps a mask of a byte per number, where the
     CPU keeps noise in the input's format (native/Dropout.cpp, is_fused_kernel_acceptable)."""
     return torch.ops.aten.native_dropout(value, p, train)[0] if train and 0 < p < 1 else value
+
+
+@contextlib.contextmanager
+def views_as_eagerly() -> Iterator[None]:
+    """Views of fake tensors have the strides that those of real ones have.
+
+    They differ where a dimension has one element, a batch of one sample: a view of (1, rows, channels) as an image is
+    channels last to the fake mode (torch/_refs, ``_reshape_view_helper``), but not to ``cat``, which joins two real
+    ones (ATen/TensorUtils.cpp, computeStride) to a contiguous one: the norm behind it has nothing to copy.
+    """
+    view = torch.ops.aten.view.default
+    of_the_fake_mode = op_implementations_dict.pop(view)  # without it torch asks the operator itself
+    FakeTensorMode.cache_clear()
+    try:
+        yield
+    finally:
+        op_implementations_dict[view] = of_the_fake_mode
+        FakeTensorMode.cache_clear()
+
+
+ARITHMETIC = frozenset(getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div"))
+
+
+def with_number(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """The result of arithmetic between one image that is channels last and a number, with the strides of a real one.
+
+    The number is an operand without dimensions, so that TensorIterator leaves the stride that a batch of one sample has
+    (ATen/TensorIterator.cpp, ``compute_fast_setup_type``); the fake mode makes that of a batch (torch/_prims_common,
+    ``compute_elementwise_output_logical_to_physical_perm``). What follows is said in `views_as_eagerly`.
+    """
+    if func not in ARITHMETIC or not isinstance(args[1], int | float) or args[0].dim() != 4:
+        return out
+    image = args[0]
+    one_sample = image.shape[0] == 1 and image.is_contiguous(memory_format=torch.channels_last)
+    if not one_sample or image.is_contiguous() or image.stride(0) >= image.numel():
+        return out
+    return out.as_strided(out.shape, image.stride())
 
 
 @contextlib.contextmanager

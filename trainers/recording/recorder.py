@@ -57,6 +57,8 @@ class RawAllocation:
     """For what has a rounded dimension: (exact dimension, multiple, rounded dimension)."""
     copied: int | None = None
     """of a mask's copy with padded rows: the allocation that holds the mask"""
+    samples: int = 0
+    """of what is rounded in attention's backward: the batch of its queries"""
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Recorder(TorchDispatchMode):
             return fakes.read(args[0]) if known is None else known
         kwargs = kwargs or {}
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
-        out = self._uniform.call(func, name, args, kwargs)
+        out = fakes.with_number(func, args, self._uniform.call(func, name, args, kwargs))
         if self.adds_masks_up:
             self._uniform.follow_mask(name, args, out)
         self._note(func, name, args, kwargs, out)
@@ -200,15 +202,15 @@ class Recorder(TorchDispatchMode):
         workspaces = []
         for kernel, dims in cuda_ops.workspaces(name, args):
             nbytes = 1
-            rounded = None
+            rounded, samples = None, 0
             for dim in dims:
                 if isinstance(dim, cuda_ops.Rounded):
-                    rounded = (dim.exact, dim.multiple, int(dim))
+                    rounded, samples = (dim.exact, dim.multiple, int(dim)), dim.samples
                 nbytes *= int(dim)
             workspaces.append(len(self.recording.allocations))
-            self.recording.allocations.append(
-                RawAllocation(nbytes, name, self.place, self.phase, "workspace", kernel=kernel, rounded=rounded)
-            )
+            taken = RawAllocation(nbytes, name, self.place, self.phase, "workspace", kernel=kernel, rounded=rounded)
+            taken.samples = samples
+            self.recording.allocations.append(taken)
             self._event_of.append(len(self.recording.events))
             self._event(workspaces[-1], self.place)
         return workspaces

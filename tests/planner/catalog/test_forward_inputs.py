@@ -132,7 +132,7 @@ def test_parameters_without_gradient_are_known_at_any_depth() -> None:
             "forward": {"x": "B 4"},
             "main": "x",
             "channel_axis": 1,
-            "idle": ["blocks.-1.ff_context.weight", "blocks.*.unused", "outside.bias"],
+            "idle": ["blocks.-1.ff_context.weight", "blocks.*.unused", "outside.bias", "others.image.*.to_q.weight"],
         }
     )
     assert call.is_idle("blocks.5.ff_context.weight", {"blocks": 6}) and call.is_idle("outside.bias", {"blocks": 6})
@@ -141,4 +141,5 @@ def test_parameters_without_gradient_are_known_at_any_depth() -> None:
     )
     assert not call.is_idle("blocks.5.ff.weight", {"blocks": 6})
     assert call.is_idle("blocks.5.ff_context.lora_A.default.weight", {"blocks": 6})
+    assert call.is_idle("others.image.4.to_q.lora_A.default.weight", {"blocks": 6}), "a list that no forward calls"
     assert not call.is_idle("blocks.5.ff.lora_B.default.weight", {"blocks": 6})

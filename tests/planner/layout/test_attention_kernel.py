@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 
 from planner.catalog import shapes
+from planner.layout.attention_kernel import (
+    copies_of_shared_masks,
+    keep_shared_masks,
+    round_all_rows,
+    take_rows_as_they_are,
+)
 from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
+from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
+from planner.tape.format import Monomial
+from planner.tape.program import Moment, Program, Stage
 
 HEADS, HEAD_SIZE = 24, 128
 """Of FLUX.1's attention."""
@@ -41,3 +50,51 @@ def test_flash_rounds_rows_up_and_cudnn_does_not(gpu: str, rows: int) -> None:
     """An image of 32x32 pixels is four tokens: with the text 516, of which flash makes five times 128."""
     per_row = 4 * HEADS
     assert accumulators(gpu, 32, 32) == {per_row * rows, per_row * rows * HEAD_SIZE}
+
+
+@pytest.mark.parametrize(("gpu", "rows"), [("h100-80gb", [9, 128]), ("rtx-4090", [128, 128])])
+def test_cudnn_gives_way_to_flash_above_65_535_samples(gpu: str, rows: list[int]) -> None:
+    """Of a motion module, which attends over nine frames at each of T pixels, in one head."""
+    run = made_by_hand(gpu, ["_scaled_dot_product_flash_attention_backward"], [])
+    facts, program = run.facts, run.program
+    one = tuple(int(atom == "T") for atom in facts.step.atoms)
+    program.sizes.append((facts.step, Monomial(4, one, 128, 9, (0,) * len(one), 4 * 65_535)))
+    program.kernel[0] = "flash"
+    (take_rows_as_they_are if gpu == "h100-80gb" else round_all_rows)(run)
+    grid = shapes.grid(facts.model, run.job)
+    taken = [program.bytes_of({**grid, "T": pixels}) for pixels in (65_535, 65_536)]
+    assert taken == [[4 * 65_535 * rows[0]], [4 * 65_536 * rows[1]]]
+
+
+def made_by_hand(gpu: str, ops: list[str], step: list[list[int]]) -> Run:
+    """A run of buffers whose sizes stand in its program's table in the same order."""
+    job = Job(model="flux.1-dev", method="lora", frames=1, height=512, width=512, batch_size=1, lora_rank=16)
+    configuration = Configuration.of(job, Strategy(gradient_checkpointing="none"), Machine(gpu=gpu))
+    program = Program()
+    program.buffers += range(len(ops))
+    program.op += ops
+    run = Run(configuration, load_facts(configuration), program=program, load=Stage("load", []))
+    run.step = Stage("step", [(Moment("step", "", "", -1), events) for events in step])
+    return run
+
+
+@pytest.mark.parametrize("outlived", [False, True])
+def test_a_shared_mask_stays_where_no_block_copies_it(outlived: bool) -> None:
+    """Two blocks attend with a mask of numbers, of which memory-efficient attention keeps two copies with padded rows:
+    cuDNN keeps the mask, until the last of their backwards."""
+    step = [[0], [1, 2], [3, 4], [] if outlived else [~0], [~4, ~3], [~2, ~1], [~0] if outlived else []]
+    attention = "_scaled_dot_product_efficient_attention"
+    run = made_by_hand("h100-80gb", ["mul", *["constant_pad_nd", attention] * 2], step)
+    tape = run.facts.step
+    one, square = (tuple(power * (atom == "T") for atom in tape.atoms) for power in (1, 2))
+    copy, output = Monomial(2, one, -8, 1, one), Monomial(2, one)
+    run.program.sizes += [(tape, size) for size in (Monomial(2, square), copy, output, copy, output)]
+    keep_shared_masks(run)
+    after = [[0], [2], [4], [], [~4], [~2], [~0]] if outlived else [[0], [2], [4], [], [~4], [~2, ~0], []]
+    assert [events for _, events in run.step.stretches] == after
+
+
+def test_a_mask_that_attention_makes_is_no_shared_one() -> None:
+    attention = "_scaled_dot_product_efficient_attention"
+    assert copies_of_shared_masks(["where", "constant_pad_nd", attention, "add", "constant_pad_nd", attention]) == [4]
+    assert copies_of_shared_masks(["add", "constant_pad_nd", "_scaled_dot_product_flash_attention"]) == []

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planner.allocator.caching import CachingAllocator
 from planner.errors import VplanError
+from planner.search.batched_peaks import _evaluate
 from planner.search.lower_bounds import walked
 from planner.tape import packed_json
 from planner.tape.codec import parse_tape, read_tape, tape_json, write_tape
@@ -121,6 +123,17 @@ def test_a_rounded_dimension_is_rounded_before_it_is_multiplied() -> None:
 def test_a_copy_made_to_round_a_dimension_up_is_nothing_where_none_is_to_be_rounded() -> None:
     copy = Monomial(2, (1, 0), -8, 1, (0, 1))
     assert [copy.value([3, tokens]) for tokens in (15, 16, 17)] == [2 * 3 * 16, 0, 2 * 3 * 24]
+
+
+def test_a_dimension_may_be_rounded_for_many_samples_alone() -> None:
+    """A file keeps it, and so do shapes that are evaluated at once."""
+    data = tiny()
+    data["tape"]["sizes"][3] = [2, [0, 0, 1, 1, 0, 0, 0], 128, 1, [0, 1, 0, 0, 0, 0, 0], 2 * 35]
+    (tape,) = (parse_tape(json.dumps(tape_json(parsed(data)))),)
+    few, many = (tape.values({**GRID, "W": columns}) for columns in (7, 8))  # of 5 rows
+    assert [tape.sizes[3].value(values) for values in (few, many)] == [2 * 35 * 3, 2 * 40 * 128]
+    atoms = np.array([few, many], dtype=float).T
+    assert _evaluate(tape.sizes[3], atoms).tolist() == [2 * 35 * 3, 2 * 40 * 128]
 
 
 def test_a_sum_is_an_atom_of_its_own() -> None:

@@ -160,6 +160,17 @@ def test_weighted_errors_are_those_of_the_formula_with_their_gradients() -> None
     torch.testing.assert_close(ours.grad, plain.grad)
 
 
+def test_a_loss_keeps_no_memory_of_the_errors_it_is_the_mean_of() -> None:
+    """torch's own keeps that of as many numbers as the prediction has, as long as the loss is there."""
+    prediction, target = torch.randn(2, 300, requires_grad=True), torch.randn(2, 300)
+    assert torch.nn.functional.mse_loss(prediction, target).untyped_storage().nbytes() == 4 * 600
+    loss = squared_error(prediction, target, None)
+    loss.backward()
+    assert loss.untyped_storage().nbytes() == 4
+    torch.testing.assert_close(loss, (prediction - target).square().mean())
+    torch.testing.assert_close(prediction.grad, (prediction - target).detach() / 300)
+
+
 @pytest.mark.parametrize("name", ["wan2.2-ti2v-5b", "z-image", "flux.1-kontext-dev", "ltx-2", "cogvideox-2b", "sd1.5"])
 def test_every_family_weighs_its_samples(name: str) -> None:
     """The loss of two samples is the mean of theirs alone, each times its own weight."""

@@ -64,3 +64,31 @@ def test_channels_last_is_an_order_that_images_are_read_in(
 ) -> None:
     plain = rise(lambda image: image, compute)
     assert rise(lambda image: image.contiguous(memory_format=torch.channels_last), compute) == plain + copied
+
+
+def test_groups_are_normed_in_a_contiguous_copy_that_stays() -> None:
+    """torch's CUDA kernel reads no other order, and returns a contiguous output (native/group_norm.cpp)."""
+    weight = torch.ones(8)
+    with cuda_semantics(), FakeTensorMode(allow_non_fake_inputs=True):
+        image = torch.empty(IMAGE).to(memory_format=torch.channels_last).requires_grad_()
+        with Recorder() as recorder:
+            normed = torch.nn.functional.group_norm(image, 4, weight)
+    sizes = [recorder.recording.allocations[event].nbytes for event in recorder.recording.events]
+    assert normed.is_contiguous() and min(recorder.recording.events) >= 0, "nothing is freed"
+    assert [size for size in sizes if size == NBYTES] == [NBYTES, NBYTES]
+
+
+def joined(width: int) -> list[tuple[int, ...]]:
+    """Strides on the way of rows that become an image, as attention's in a UNet, and are joined to another."""
+    rows, residual = torch.zeros(1, 16, width), torch.zeros(1, width, 4, 4)
+    image = rows.transpose(-1, -2).reshape(1, width, 4, 4)
+    summed = image + residual
+    scaled = summed / 1.5
+    return [each.stride() for each in (image, summed, scaled, torch.cat([scaled, scaled * 2], dim=1))]
+
+
+def test_an_image_of_one_sample_has_the_strides_of_a_real_one() -> None:
+    expected = joined(8)
+    with cuda_semantics(), FakeTensorMode(), Recorder():
+        assert joined(8) == expected
+    assert expected[-1] == (16 * 16, 16, 4, 1), "two that are channels last but for their sample are joined contiguous"

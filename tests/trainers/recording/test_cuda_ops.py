@@ -13,11 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import profiles
 from planner.catalog import lookup
+from planner.tape.format import Monomial
 from planner.tape.packs import read_text, stored
 from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.variants import StepVariant
 from trainers.recording import cuda_ops, op_table
 from trainers.recording.cuda_ops import Rounded, autocast_lists, cuda_semantics, workspaces
+from trainers.recording.factoriser import Factoriser
 from trainers.recording.recorder import Recorder
 from trainers.recording.tapes import shallow_config
 from trainers.step import step
@@ -299,11 +301,37 @@ def test_flash_backward_accumulates_dq_in_fp32_over_rounded_rows(key_heads: int,
     assert sizes == [*expanded, 4 * 2 * 4 * 256, 4 * 2 * 4 * 256 * 96]
 
 
+def test_keys_of_one_row_are_flashs_on_every_card() -> None:
+    """cuDNN takes none (sdp_utils.cpp, check_cudnn_tensor_shapes), so that rows are rounded whatever the kernel."""
+    query, key = (torch.empty(2, 4, rows, 64, dtype=HALF, device="meta") for rows in (9, 1))
+    found = workspaces("aten._scaled_dot_product_flash_attention_backward", (None, query, key))
+    assert [(kernel, torch.Size(dims).numel()) for kernel, dims in found] == [
+        ("any", 4 * 2 * 4 * 128),
+        ("any", 4 * 2 * 4 * 128 * 64),
+    ]
+    assert {dim.samples for _, dims in found for dim in dims if isinstance(dim, Rounded)} == {0}
+
+
+@pytest.mark.parametrize(("samples", "above"), [(3, 0), (3 * 5, 0), (7 * 11, 4 * 2 * 65_535), (3 * 7, 4 * 2 * 65_535)])
+def test_a_batch_of_pixels_is_rounded_for_above_what_cudnn_takes(samples: int, above: int) -> None:
+    """Of two heads. Samples and frames alone are no such batch."""
+    factoriser = Factoriser({"B": 3, "F": 5, "H": 7, "W": 11, "T": 13})
+    factoriser.size(4 * samples * 2 * 128, (13, 128, 128), samples)
+    (size,) = factoriser.sizes
+    assert isinstance(size, Monomial)
+    assert (size.multiple, size.inner_exponents, size.above) == (128, (0, 0, 0, 0, 1), above)
+
+
 @pytest.mark.parametrize(("dtype", "count"), [(HALF, 2), (FLOAT, 1)])
 def test_efficient_backward_accumulates_dq_only_when_inputs_are_not_fp32(dtype: torch.dtype, count: int) -> None:
     query = torch.empty(2, 4, 130, 72, dtype=dtype, device="meta")
     found = workspaces("aten._scaled_dot_product_efficient_attention_backward", (None, query))
     assert [torch.Size(dims).numel() for _, dims in found] == [4 * 2 * 4 * 130, 4 * 2 * 4 * 130 * 96][:count]
+
+
+def test_softmax_backward_multiplies_gradient_and_output_first() -> None:
+    gradient = torch.empty(2, 4, 30, 72, dtype=HALF, device="meta")
+    assert workspaces("aten._softmax_backward_data", (gradient, gradient, -1, HALF)) == [("any", (2, 2, 4, 30, 72))]
 
 
 def test_other_operators_have_no_workspace() -> None:

@@ -33,6 +33,16 @@ def squared_error(prediction: Tensor, target: Tensor, weights: Tensor | None) ->
     """The mean over a batch of its samples' squared errors, each times its weight. ``prediction``, ``target``:
     (B, ...) in fp32; ``weights``: (B,), or None where all are 1."""
     if weights is None:
-        return functional.mse_loss(prediction, target)
+        return _in_own_memory(functional.mse_loss(prediction, target))
     loss: Tensor = _Weighted.apply(prediction, target, weights)  # type: ignore[no-untyped-call]  # torch's
+    return loss
+
+
+def _in_own_memory(loss: Tensor) -> Tensor:
+    """The mean of an error, without the memory of the errors. torch allocates the output of ``mse_loss`` for as many
+    numbers as the prediction has, and then calls it a scalar (ATen/native/Loss.cpp, the meta function of ``mse_loss``):
+    as long as the loss is kept, through backward, the optimizer's step and for each micro-batch, so is that."""
+    storage = loss.untyped_storage()
+    if storage.nbytes() > loss.nbytes:
+        storage.resize_(loss.nbytes)
     return loss

@@ -464,8 +464,10 @@ def _all_texts(forward: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _idle(names: set[str], stacks: Sequence[Stack], model: nn.Module) -> Iterator[str]:
-    """Names of parameters without gradient with their blocks made general: all blocks, or the last."""
-    lists = {stack.list: len(list(model.get_submodule(stack.list).children())) for stack in stacks}
+    """Names of parameters without gradient with their blocks made general: all blocks, or the last. The lists that no
+    forward calls, of which a deeper model has more as well, are no stacks."""
+    stacked = {stack.list for stack in stacks}
+    lists = {name: len(list(model.get_submodule(name).children())) for name in (*stacked, *list_names(model))}
     for name in sorted(names):
         module_list = next((known for known in lists if name.startswith(f"{known}.")), None)
         if module_list is None:
@@ -476,7 +478,7 @@ def _idle(names: set[str], stacks: Sequence[Stack], model: nn.Module) -> Iterato
         if all(f"{module_list}.{index}.{rest}" in names for index in range(count)):
             if number == "0":
                 yield f"{module_list}.{ANY}.{rest}"
-        elif int(number) == count - 1:
+        elif module_list in stacked and int(number) == count - 1:
             yield f"{module_list}.{LAST}.{rest}"
         else:
             yield name
