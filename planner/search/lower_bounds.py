@@ -8,6 +8,7 @@ only swap, offloaded checkpoints and the optimizer's states are counted.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -150,6 +151,9 @@ class Walked(NamedTuple):
     offloaded_peak: int
     """the most of a backward whose blocks' inputs wait in host RAM, but for the next one's; its own is not counted"""
 
+    rounded_peak: int
+    """the most of a backward whose blocks' inputs wait in 8 bits; its own is not counted"""
+
     inputs: int
     """what checkpoints keep of all blocks"""
 
@@ -170,8 +174,9 @@ class Walked(NamedTuple):
         return peak if strategy.swap_blocks else max(peak, self.load_peak)
 
     def passes_peak(self, strategy: Strategy) -> int:
-        """The most of forward and backward. Of checkpoints in 8 bits nothing is counted."""
-        return self.offloaded_peak if strategy.gradient_checkpointing in ("offload", "fp8") else self.step_peak
+        """The most of forward and backward."""
+        kept_otherwise = {"offload": self.offloaded_peak, "fp8": self.rounded_peak}
+        return kept_otherwise.get(strategy.gradient_checkpointing, self.step_peak)
 
     def _most_swapped_out(self, blocks: int) -> int:
         """What so many swapped blocks or fewer take off the GPU, their ring counted."""
@@ -187,9 +192,10 @@ class Walked(NamedTuple):
         return (self.inputs if offloads else 0) + (sum(self.frozen[-swapped:]) if swapped else 0)
 
 
-def walked(tape: Tape, grid: Mapping[str, int], bare: bool = False) -> Walked:
+def walked(tape: Tape, grid: Mapping[str, int], width: int | None, bare: bool = False) -> Walked:
     """Walks through a recorded step at a shape and keeps the levels of allocated bytes that bounds are made of.
-    ``grid``: values of the tape's atoms. ``bare``: as if weights and gradients took nothing."""
+    ``grid``: values of the tape's atoms. ``width``: numbers of a token in what blocks hand on, where that is known.
+    ``bare``: as if weights and gradients took nothing."""
     walk = _Walk(tape, grid, bare)
     load, step = _order(tape, "load"), _order(tape, "step")
     loading = walk.levels(load, 0)
@@ -207,19 +213,28 @@ def walked(tape: Tape, grid: Mapping[str, int], bare: bool = False) -> Walked:
         frozen[id(weights)] = sum(sizes), sum(map(_whole, sizes))
     by_block = [frozen[id(loaded[block])] for block in forward]
     inputs = [sum(part.inputs for part in parts) for parts in backward]
-    offloaded = 0
+    number = _number_bytes(inputs, grid, width)
+    offloaded = rounded = 0
     for at, parts in enumerate(backward):
-        waiting = inputs[at] + sum(inputs[at + 2 :])  # its own goes once it is recomputed
-        offloaded = max(offloaded, max(part.peak for part in parts) - waiting)
+        peak = max(part.peak for part in parts) - inputs[at]  # its own goes once it is recomputed
+        offloaded = max(offloaded, peak - sum(inputs[at + 2 :]))
+        rounded = max(rounded, peak - sum(nbytes - nbytes // number for nbytes in inputs[at + 1 :]))
     return Walked(
         max(loading.peaks, default=0),
         max(stepping.peaks, default=0),
         offloaded,
+        rounded,
         sum(inputs),
         gradients,
         tuple(nbytes for nbytes, _ in by_block),
         tuple(nbytes for _, nbytes in by_block),
     )
+
+
+def _number_bytes(inputs: Sequence[int], grid: Mapping[str, int], width: int | None) -> int:
+    """The most bytes of a number in what blocks hand on, 2 or 4: one has the clip's tokens, or more of them."""
+    numbers = math.prod(grid[atom] for atom in "BFHW") * (width or 0)
+    return HALF if max(inputs, default=0) < FULL * numbers else FULL
 
 
 def least_sizes(program: Program, grid: Mapping[str, int], bare: bool) -> list[int]:
