@@ -8,13 +8,12 @@ only swap, offloaded checkpoints and the optimizer's states are counted.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.errors import VplanError
@@ -262,8 +261,6 @@ class Backward(NamedTuple):
     inputs: int
 
 
-Sizes = NDArray[np.int64]
-
 BlockOfRun = tuple[int, int]
 """(run, block)"""
 
@@ -271,7 +268,7 @@ BlockOfRun = tuple[int, int]
 class Made(NamedTuple):
     """What a template allocates, bytes: all buffers, weights and gradients."""
 
-    sizes: Sizes
+    sizes: list[int]
     """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels, nor for a mask
     beside its padded copy"""
     weights: list[Weight]
@@ -293,10 +290,10 @@ class _Frees(NamedTuple):
 
     columns: TemplateColumns
     others: tuple[TemplateColumns, ...]
-    places: NDArray[np.intp]
+    places: list[int]
     """per event: where its size stands among those of ``columns`` and, negated, of ``others``, with a 0 behind all for
     what is freed by name"""
-    inputs: NDArray[np.intp]
+    inputs: list[int]
     """events that free what other blocks made in forward, but for weights"""
     masks: list[tuple[int, int]]
     """of what ``columns`` makes: (mask, its padded copy)"""
@@ -305,17 +302,16 @@ class _Frees(NamedTuple):
     def of(cls, columns: TemplateColumns, freed: Sequence[tuple[TemplateColumns, bool]]) -> _Frees:
         """``freed``: the template that made it, and whether in another block's forward."""
         others = tuple(other for other, _ in freed)
-        starts = np.cumsum([0, *(len(each.sizes) for each in (columns, *others))])
-        origins, positions = np.array(columns.origins, dtype=np.intp), np.array(columns.positions, dtype=np.intp)
-        places = starts[origins] + positions
-        by_name = [at for tensors in columns.named.values() for at, position, _ in tensors if position < 0]
-        places[by_name] = starts[-1]
+        starts = list(itertools.accumulate((len(each.sizes) for each in (columns, *others)), initial=0))
+        places = list(map(operator.add, map(starts.__getitem__, columns.origins), columns.positions))
+        for at in (at for tensors in columns.named.values() for at, position, _ in tensors if position < 0):
+            places[at] = starts[-1]
         inputs = [
             event
             for event, (origin, position) in enumerate(zip(columns.origins, columns.positions, strict=True))
             if origin and freed[origin - 1][1] and others[origin - 1].categories[position] != "weight"
         ]
-        return cls(columns, others, places, np.array(inputs, dtype=np.intp), padded_masks(columns.ops))
+        return cls(columns, others, places, inputs, padded_masks(columns.ops))
 
 
 class _Order(NamedTuple):
@@ -324,7 +320,7 @@ class _Order(NamedTuple):
     piece: str
     frees: tuple[_Frees, ...]
     """each template with what it frees, by when it first runs"""
-    which: NDArray[np.intp]
+    which: list[int]
     """of every stretch, which of them it is"""
     times: dict[int, int]
     """which of them -> how many stretches"""
@@ -373,7 +369,7 @@ def _order(tape: Tape, piece: str) -> _Order:
                 which.append(known[key])
     except (KeyError, IndexError) as error:
         raise _not_there(tape, piece, error) from None
-    return _Order(piece, tuple(frees), np.array(which, dtype=np.intp), Counter(which), last, tuple(forward), backward)
+    return _Order(piece, tuple(frees), which, Counter(which), last, tuple(forward), backward)
 
 
 def _not_there(tape: Tape, piece: str, error: LookupError) -> VplanError:
@@ -397,7 +393,7 @@ class _Walk:
         values = tape.values(grid)
         assert not tape.growing, "only the chunks of a VAE grow"
         self.sizes = values_of((size for size in tape.sizes if not isinstance(size, Growing)), values)
-        self.whole: Sizes = -(-np.array(self.sizes, dtype=np.int64) // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
+        self.whole = list(map(_whole, self.sizes))
         self.trained: set[tuple[int, str]] = set()
         """(run, name in its block)"""
         self._made: dict[int, Made] = {}
@@ -412,16 +408,17 @@ class _Walk:
             does = [(self.made_by(frees), self.did_by(frees))[1] for frees in order.frees]
         except KeyError as error:
             raise _not_there(self.tape, order.piece, error) from None
-        rises = np.array([did.rise for did in does], dtype=np.int64)[order.which]
-        ends = start + np.cumsum(rises)
-        peaks = ends - rises + np.array([did.most for did in does], dtype=np.int64)[order.which]
-        return _Levels(peaks.tolist(), int(ends[-1]) if len(ends) else start)
+        peaks, level = [], start
+        for which in order.which:
+            peaks.append(level + does[which].most)
+            level += does[which].rise
+        return _Levels(peaks, level)
 
     def made_by(self, frees: _Frees) -> Made:
         """What a template allocates."""
         columns = frees.columns
         if id(columns) not in self._made:
-            sizes = self.whole[columns.sizes] if columns.sizes else np.empty(0, dtype=np.int64)
+            sizes = list(map(self.whole.__getitem__, columns.sizes))
             for position, _ in columns.kernels:
                 sizes[position] = 0
             for mask, copy in frees.masks:  # which the mask itself may stand for
@@ -447,15 +444,16 @@ class _Walk:
         """What a template does that frees what others made."""
         if id(frees) not in self._did:
             own = self._made[id(frees.columns)].sizes
-            others = (-self._made[id(other)].sizes for other in frees.others)
-            changes = np.concatenate([own, *others, [0]])[frees.places]
+            others = (map(operator.neg, self._made[id(other)].sizes) for other in frees.others)
+            pool = [*own, *itertools.chain.from_iterable(others), 0]
+            changes = list(map(pool.__getitem__, frees.places))
             for (category, _, run, _), tensors in frees.columns.named.items():
                 for at, position, leaf in tensors:
                     if position < 0:
                         changes[at] = -_whole(self._named[category, run, leaf])
-            levels = np.cumsum(changes)
-            rise, most = (int(levels[-1]), int(levels.max())) if len(levels) else (0, 0)
-            self._did[id(frees)] = Did(rise, most, -int(changes[frees.inputs].sum()))
+            levels = list(itertools.accumulate(changes))
+            rise, most = (levels[-1], max(levels)) if levels else (0, 0)
+            self._did[id(frees)] = Did(rise, most, -sum(map(changes.__getitem__, frees.inputs)))
         return self._did[id(frees)]
 
 
