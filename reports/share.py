@@ -21,21 +21,19 @@ T = TypeVar("T")
 
 
 def shared(builder: Builder, progress: PartDone) -> Parts:
-    """`reports.data.in_turn` on several cores, the same to the byte: the step is laid out beside the quick estimates,
-    the map and other cards' longest clips beside those of the plan's own host RAM."""
+    """`reports.data.in_turn` on two cores, the same to the byte: the map and other cards' longest clips beside those of
+    the plan's own host RAM. A further fork would work out anew what these share."""
     # A fork knows all that was looked at before. It is safe where no other thread could hold a lock.
     if cores() < 2 or sys.platform != "linux" or threading.active_count() > 1:
         return in_turn(builder, progress)
-    steps = Aside(lambda: (builder.steps(), builder.compared()))
     quick = progress(builder.quick_estimates())
     rungs = ladder.ladder(builder.search, builder.plan.job, quick)
-    elsewhere = Aside(lambda: builder.card_reaches(same_ram=False))
-    mapped = Aside(lambda: builder.map(rungs))
+    aside = Aside(lambda: (builder.map(rungs), builder.card_reaches(same_ram=False)))
     cards = progress(builder.card_reaches(same_ram=True))
+    told, compared = progress((builder.steps(), builder.compared()))
     page.prepare()
-    told, compared = progress(steps.result())
-    further = progress(elsewhere.result())
-    return Parts(quick, told, progress(mapped.result()), (*cards, *further), compared)
+    mapped, further = aside.result()
+    return Parts(quick, told, progress(mapped), (*cards, *progress(further)), compared)
 
 
 class Aside(Generic[T]):

@@ -11,7 +11,7 @@ import click
 
 from planner.commands import USAGE
 from planner.commands._shared.data_options import data_options, typed_settings
-from planner.commands._shared.rendering.render import memory_bar, print_plan
+from planner.commands._shared.rendering.render import print_plan, share_bar
 from planner.commands._shared.verb import DONE, SCHEMA, Verb, examples, json_option, show, table
 from planner.dataset.sources import sources
 from planner.errors import VplanError
@@ -140,5 +140,5 @@ def _print_verdict(console: Console, report: PreflightReport) -> None:
     sure = f"{gib(need.low_bytes):.1f} to {gib(need.high_bytes):.1f}, {need.basis}"
     line.append(f": needs {gib(peak):.2f} GiB ({sure}) of {gib(whole):.2f}{' free' if free else ''}", "default")
     console.print(line)
-    console.print(memory_bar(console, peak, whole, style, words))
+    console.print(share_bar(console, peak, whole, style, words))
     console.print()

@@ -10,7 +10,7 @@ from planner.catalog import card_lookup
 from planner.commands import USAGE
 from planner.commands._shared.fixes import print_checked
 from planner.commands._shared.live_memory_table import print_live
-from planner.commands._shared.rendering.render import VERDICTS, memory_bar
+from planner.commands._shared.rendering.render import VERDICTS, share_bar
 from planner.commands._shared.verb import (
     Verb,
     check_report,
@@ -175,7 +175,7 @@ def _print(console: Console, answer: RehearsalAnswer, checked: CheckedRehearsal 
     console.print()
     console.print(_verdict(answer), style=VERDICTS[answer.verdict][1], markup=False)
     console.print(
-        memory_bar(console, answer.device_bytes, rehearsal.card.allocatable_bytes, VERDICTS[answer.verdict][1])
+        share_bar(console, answer.device_bytes, rehearsal.card.allocatable_bytes, VERDICTS[answer.verdict][1])
     )
     _print_end(console, answer)
     console.print()

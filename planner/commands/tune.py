@@ -365,5 +365,5 @@ class _Answer:
         if others:
             console.print()
             console.print(render.runners_up(others))
-        if output and self.best is not None:
-            console.print(f"written: {output}", style="dim")
+        if self.best is not None:
+            render.print_next(console, found, output)

@@ -178,22 +178,27 @@ def _own_code(model: ModelProfile, job: Job, strategy: Strategy, variant: StepVa
     for trainer, code in OWN_CODE.items():
         if variant.precision.weights in code.unpacked:
             in_code[trainer] = in_code[trainer]._replace(precision=half)
-    return {
-        trainer: OwnRecording(tape(model.name, own.name), _own_optimizer(model, job, strategy, own))
-        for trainer, own in in_code.items()
-        if own in recorded and _stored(model.name, f"{own.name}.json.gz")
-    }
+    found: dict[str, OwnRecording] = {}
+    for trainer, own in in_code.items():
+        if own in recorded and _stored(model.name, f"{own.name}.json.gz"):
+            optimizer = _own_optimizer(model, job, strategy, own)
+            if not optimizer:
+                found[trainer] = OwnRecording(tape(model.name, own.name), None)
+            elif not OWN_CODE[trainer].with_gradient or _stored(model.name, f"{optimizer}.json.gz"):
+                found[trainer] = OwnRecording(tape(model.name, own.name), tape(model.name, optimizer))
+    return found
 
 
-def _own_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepVariant) -> Tape | None:
-    """The optimizer's step over the adapters that a trainer's own model gives a gradient, where they are others than
-    those of diffusers' model, which is recorded with adapters on its usual layers."""
+def _own_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepVariant) -> str:
+    """The recording of the optimizer's step over the adapters that a trainer's own model gives a gradient, where they
+    are others than those of diffusers' model, which is recorded with adapters on its usual layers; else empty. Those
+    that get no gradient are left out for the optimizers that the trainer has."""
     code, usual = OWN_CODE[own.code], OptimizerVariant.of(model, job, strategy)
     if code.with_gradient:
-        return tape(model.name, usual._replace(code=own.code).name)
+        return usual._replace(code=own.code).name
     if code.on_all_linear and own.precision.weights in QUANTISED and own.method != WIDE:
-        return tape(model.name, usual._replace(method=WIDE).name)
-    return None
+        return usual._replace(method=WIDE).name
+    return ""
 
 
 def counts_elements(strategy: Strategy) -> bool:

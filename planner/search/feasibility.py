@@ -47,7 +47,7 @@ class Feasibility:
 
     def overhead(self, strategy: ResolvedStrategy) -> float:
         """Device bytes that replays of a strategy took, over its quick estimates; 1 before the first replay."""
-        return self._overheads.get(_counted(strategy), 1.0)
+        return self._overheads.get(_counted(strategy), 1.0) if self._overheads else 1.0
 
     def expected_bytes(self, quick: QuickEstimate) -> int:
         """The device peak in bytes that a replay will probably give: the quick estimate times the strategy's

@@ -8,12 +8,12 @@ only swap, offloaded checkpoints and the optimizer's states are counted.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.errors import VplanError
@@ -150,6 +150,9 @@ class Walked(NamedTuple):
     offloaded_peak: int
     """the most of a backward whose blocks' inputs wait in host RAM, but for the next one's; its own is not counted"""
 
+    rounded_peak: int
+    """the most of a backward whose blocks' inputs wait in 8 bits; its own is not counted"""
+
     inputs: int
     """what checkpoints keep of all blocks"""
 
@@ -170,8 +173,9 @@ class Walked(NamedTuple):
         return peak if strategy.swap_blocks else max(peak, self.load_peak)
 
     def passes_peak(self, strategy: Strategy) -> int:
-        """The most of forward and backward. Of checkpoints in 8 bits nothing is counted."""
-        return self.offloaded_peak if strategy.gradient_checkpointing in ("offload", "fp8") else self.step_peak
+        """The most of forward and backward."""
+        kept_otherwise = {"offload": self.offloaded_peak, "fp8": self.rounded_peak}
+        return kept_otherwise.get(strategy.gradient_checkpointing, self.step_peak)
 
     def _most_swapped_out(self, blocks: int) -> int:
         """What so many swapped blocks or fewer take off the GPU, their ring counted."""
@@ -187,9 +191,10 @@ class Walked(NamedTuple):
         return (self.inputs if offloads else 0) + (sum(self.frozen[-swapped:]) if swapped else 0)
 
 
-def walked(tape: Tape, grid: Mapping[str, int], bare: bool = False) -> Walked:
+def walked(tape: Tape, grid: Mapping[str, int], width: int | None, bare: bool = False) -> Walked:
     """Walks through a recorded step at a shape and keeps the levels of allocated bytes that bounds are made of.
-    ``grid``: values of the tape's atoms. ``bare``: as if weights and gradients took nothing."""
+    ``grid``: values of the tape's atoms. ``width``: numbers of a token in what blocks hand on, where that is known.
+    ``bare``: as if weights and gradients took nothing."""
     walk = _Walk(tape, grid, bare)
     load, step = _order(tape, "load"), _order(tape, "step")
     loading = walk.levels(load, 0)
@@ -207,19 +212,28 @@ def walked(tape: Tape, grid: Mapping[str, int], bare: bool = False) -> Walked:
         frozen[id(weights)] = sum(sizes), sum(map(_whole, sizes))
     by_block = [frozen[id(loaded[block])] for block in forward]
     inputs = [sum(part.inputs for part in parts) for parts in backward]
-    offloaded = 0
+    number = _number_bytes(inputs, grid, width)
+    offloaded = rounded = 0
     for at, parts in enumerate(backward):
-        waiting = inputs[at] + sum(inputs[at + 2 :])  # its own goes once it is recomputed
-        offloaded = max(offloaded, max(part.peak for part in parts) - waiting)
+        peak = max(part.peak for part in parts) - inputs[at]  # its own goes once it is recomputed
+        offloaded = max(offloaded, peak - sum(inputs[at + 2 :]))
+        rounded = max(rounded, peak - sum(nbytes - nbytes // number for nbytes in inputs[at + 1 :]))
     return Walked(
         max(loading.peaks, default=0),
         max(stepping.peaks, default=0),
         offloaded,
+        rounded,
         sum(inputs),
         gradients,
         tuple(nbytes for nbytes, _ in by_block),
         tuple(nbytes for _, nbytes in by_block),
     )
+
+
+def _number_bytes(inputs: Sequence[int], grid: Mapping[str, int], width: int | None) -> int:
+    """The most bytes of a number in what blocks hand on, 2 or 4: one has the clip's tokens, or more of them."""
+    numbers = math.prod(grid[atom] for atom in "BFHW") * (width or 0)
+    return HALF if max(inputs, default=0) < FULL * numbers else FULL
 
 
 def least_sizes(program: Program, grid: Mapping[str, int], bare: bool) -> list[int]:
@@ -250,8 +264,6 @@ class Backward(NamedTuple):
     inputs: int
 
 
-Sizes = NDArray[np.int64]
-
 BlockOfRun = tuple[int, int]
 """(run, block)"""
 
@@ -259,7 +271,7 @@ BlockOfRun = tuple[int, int]
 class Made(NamedTuple):
     """What a template allocates, bytes: all buffers, weights and gradients."""
 
-    sizes: Sizes
+    sizes: list[int]
     """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels, nor for a mask
     beside its padded copy or such a copy of a shared mask"""
     weights: list[Weight]
@@ -281,10 +293,10 @@ class _Frees(NamedTuple):
 
     columns: TemplateColumns
     others: tuple[TemplateColumns, ...]
-    places: NDArray[np.intp]
+    places: list[int]
     """per event: where its size stands among those of ``columns`` and, negated, of ``others``, with a 0 behind all for
     what is freed by name"""
-    inputs: NDArray[np.intp]
+    inputs: list[int]
     """events that free what other blocks made in forward, but for weights"""
     masks: list[tuple[int, int]]
     """of what ``columns`` makes: (mask, its padded copy)"""
@@ -295,18 +307,17 @@ class _Frees(NamedTuple):
     def of(cls, columns: TemplateColumns, freed: Sequence[tuple[TemplateColumns, bool]]) -> _Frees:
         """``freed``: the template that made it, and whether in another block's forward."""
         others = tuple(other for other, _ in freed)
-        starts = np.cumsum([0, *(len(each.sizes) for each in (columns, *others))])
-        origins, positions = np.array(columns.origins, dtype=np.intp), np.array(columns.positions, dtype=np.intp)
-        places = starts[origins] + positions
-        by_name = [at for tensors in columns.named.values() for at, position, _ in tensors if position < 0]
-        places[by_name] = starts[-1]
+        starts = list(itertools.accumulate((len(each.sizes) for each in (columns, *others)), initial=0))
+        places = list(map(operator.add, map(starts.__getitem__, columns.origins), columns.positions))
+        for at in (at for tensors in columns.named.values() for at, position, _ in tensors if position < 0):
+            places[at] = starts[-1]
         inputs = [
             event
             for event, (origin, position) in enumerate(zip(columns.origins, columns.positions, strict=True))
             if origin and freed[origin - 1][1] and others[origin - 1].categories[position] != "weight"
         ]
         masks, copies = padded_masks(columns.ops), copies_of_shared_masks(columns.ops)
-        return cls(columns, others, places, np.array(inputs, dtype=np.intp), masks, copies)
+        return cls(columns, others, places, inputs, masks, copies)
 
 
 class _Order(NamedTuple):
@@ -315,7 +326,7 @@ class _Order(NamedTuple):
     piece: str
     frees: tuple[_Frees, ...]
     """each template with what it frees, by when it first runs"""
-    which: NDArray[np.intp]
+    which: list[int]
     """of every stretch, which of them it is"""
     times: dict[int, int]
     """which of them -> how many stretches"""
@@ -364,7 +375,7 @@ def _order(tape: Tape, piece: str) -> _Order:
                 which.append(known[key])
     except (KeyError, IndexError) as error:
         raise _not_there(tape, piece, error) from None
-    return _Order(piece, tuple(frees), np.array(which, dtype=np.intp), Counter(which), last, tuple(forward), backward)
+    return _Order(piece, tuple(frees), which, Counter(which), last, tuple(forward), backward)
 
 
 def _not_there(tape: Tape, piece: str, error: LookupError) -> VplanError:
@@ -388,7 +399,7 @@ class _Walk:
         values = tape.values(grid)
         assert not tape.growing, "only the chunks of a VAE grow"
         self.sizes = values_of((size for size in tape.sizes if not isinstance(size, Growing)), values)
-        self.whole: Sizes = -(-np.array(self.sizes, dtype=np.int64) // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
+        self.whole = list(map(_whole, self.sizes))
         self.trained: set[tuple[int, str]] = set()
         """(run, name in its block)"""
         self._made: dict[int, Made] = {}
@@ -403,21 +414,23 @@ class _Walk:
             does = [(self.made_by(frees), self.did_by(frees))[1] for frees in order.frees]
         except KeyError as error:
             raise _not_there(self.tape, order.piece, error) from None
-        rises = np.array([did.rise for did in does], dtype=np.int64)[order.which]
-        ends = start + np.cumsum(rises)
-        peaks = ends - rises + np.array([did.most for did in does], dtype=np.int64)[order.which]
-        return _Levels(peaks.tolist(), int(ends[-1]) if len(ends) else start)
+        peaks, level = [], start
+        for which in order.which:
+            peaks.append(level + does[which].most)
+            level += does[which].rise
+        return _Levels(peaks, level)
 
     def made_by(self, frees: _Frees) -> Made:
         """What a template allocates."""
         columns = frees.columns
         if id(columns) not in self._made:
-            sizes = self.whole[columns.sizes] if columns.sizes else np.empty(0, dtype=np.int64)
+            sizes = list(map(self.whole.__getitem__, columns.sizes))
             for position, _ in columns.kernels:
                 sizes[position] = 0
             for mask, copy in frees.masks:  # which the mask itself may stand for
                 sizes[mask], sizes[copy] = 0, sizes[mask]
-            sizes[frees.copies] = 0  # which others may do without
+            for copy in frees.copies:  # which others may do without
+                sizes[copy] = 0
             weights, gradients = [], 0
             for (category, _, run, _), tensors in columns.named.items():
                 for _, position, leaf in tensors:
@@ -439,15 +452,16 @@ class _Walk:
         """What a template does that frees what others made."""
         if id(frees) not in self._did:
             own = self._made[id(frees.columns)].sizes
-            others = (-self._made[id(other)].sizes for other in frees.others)
-            changes = np.concatenate([own, *others, [0]])[frees.places]
+            others = (map(operator.neg, self._made[id(other)].sizes) for other in frees.others)
+            pool = [*own, *itertools.chain.from_iterable(others), 0]
+            changes = list(map(pool.__getitem__, frees.places))
             for (category, _, run, _), tensors in frees.columns.named.items():
                 for at, position, leaf in tensors:
                     if position < 0:
                         changes[at] = -_whole(self._named[category, run, leaf])
-            levels = np.cumsum(changes)
-            rise, most = (int(levels[-1]), int(levels.max())) if len(levels) else (0, 0)
-            self._did[id(frees)] = Did(rise, most, -int(changes[frees.inputs].sum()))
+            levels = list(itertools.accumulate(changes))
+            rise, most = (levels[-1], max(levels)) if levels else (0, 0)
+            self._did[id(frees)] = Did(rise, most, -sum(map(changes.__getitem__, frees.inputs)))
         return self._did[id(frees)]
 
 

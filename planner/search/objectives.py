@@ -141,9 +141,12 @@ def other_kind(search: Search, plan: Estimate, objective: Objective, fastest: bo
         for value in objective.values
         if (objective.size(value) < best if plan.lossy else objective.size(value) > best)
     ]
-    other = _largest(search, job, objective, _takeable(search, job, objective, values), not plan.lossy, fastest)
+    takeable = _takeable(search, job, objective, values)
+    if not plan.lossy and takeable:  # what is the tightest one value further is the tightest at the plan's own
+        job = objective.put(job, takeable[0])
+    other = _largest(search, job, objective, takeable, not plan.lossy, fastest)
     if other is not None:
-        before, after = objective.read(job), objective.read(other.job)
+        before, after = objective.read(plan.job), objective.read(other.job)
         yield Relaxed(objective.name, _as_text(before), _as_text(after), other)
 
 
@@ -287,7 +290,8 @@ def _largest(
 ) -> Estimate | None:
     """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed.
     Where any will do, the tightest are asked first, and all others only where none of these fits."""
-    anchors = _anchors(search, [objective.put(job, value) for value in values[:1]] + [job], lossy)
+    shapes = dict.fromkeys([objective.put(job, value) for value in values[:1]] + [job])
+    anchors = _anchors(search, list(shapes), lossy)
     refused: list[int] = []
     for index in _may_fit(search, job, objective, values, anchors):
         there = objective.put(job, values[index])

@@ -94,4 +94,6 @@ class Pruning:
 
     def _was_run(self, job: Job, strategy: ResolvedStrategy) -> bool:
         """Whether this very plan was run, which says more than any bound."""
+        if not self.question.learned.proofs:
+            return False
         return self.screen.outcome(self.question.candidate(job, strategy)) is not None

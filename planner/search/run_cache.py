@@ -42,6 +42,7 @@ class RunCache:
         run.trainer = trainer
         for transform in transforms(trainer):
             transform(run)
+        run.sums = {}  # nothing changes it from here on
         return run
 
     def untransformed(self, configuration: Configuration, facts: Facts, grid: dict[str, int]) -> Run:
@@ -97,7 +98,7 @@ class RunCache:
                 peak = max(peak, level + most)
                 level += rise
         gradients = sum(sizes[buffer] for buffer in recordings.program.named.get("gradient", {}).values())
-        return Walked(0, peak, 0, 0, gradients, (), ())
+        return Walked(0, peak, 0, 0, 0, gradients, (), ())
 
     def passes(self, run: Run) -> Passes:
         """The work of a run's forward and backward."""

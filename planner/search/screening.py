@@ -6,8 +6,10 @@ they are exact but for fragmentation: what is allocated is a lower bound of what
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from planner.allocator.implementation import held
@@ -37,6 +39,10 @@ FactsGetter = Callable[[Configuration], Facts]
 
 PastOutcome = Literal["ran", "ran out"] | None
 """Of runs of one plan, where some were measured: it had memory enough, or ran out."""
+
+
+RUNS_KEPT = 8
+"""Laid out for host RAM, with all their buffers: a search asks about one strategy's swapped blocks in a row."""
 
 
 class QuickEstimate(NamedTuple):
@@ -70,6 +76,7 @@ class Screen:
         self._facts: dict[Configuration, Facts | NotEstimatedError] = {}
         self._floors: dict[tuple[object, ...], lower_bounds.Walked] = {}
         self._quick_estimates: dict[Configuration, QuickEstimate] = {}
+        self._on_hosts: dict[tuple[object, ...], Run] = {}
 
     def facts(self, configuration: Configuration, recorded: Configuration | None = None) -> Facts:
         """What is known about a configuration, looked up once; a NotEstimatedError where nothing is, or not enough.
@@ -184,7 +191,7 @@ class Screen:
             key = (id(facts.step), id(facts.checkpointed), count, bare, *where.values())
             if key not in self._floors:
                 if count is None:
-                    self._floors[key] = lower_bounds.walked(facts.step, where, bare)
+                    self._floors[key] = lower_bounds.walked(facts.step, where, facts.model.hidden_size, bare)
                 else:
                     self._floors[key] = self.run_cache.walked_in_part(configuration, facts, where, bare)
             steps.append(self._floors[key])
@@ -212,16 +219,32 @@ class Screen:
         return self.facts(configuration).measurements.past_outcome(configuration, self.trainer)
 
     def host_ram_bytes(self, configuration: Configuration) -> int:
-        """Host RAM in bytes per node at the worst of the job's shapes; of our own trainer faster than a quick
-        estimate."""
-        # What waits there is divided by a layout of several GPUs, and another trainer's terms pin, round or copy it.
-        if configuration.strategy.context_parallel > 1 or self.trainer != "vplan":
+        """Host RAM in bytes per node at the worst of the job's shapes; faster than a quick estimate."""
+        if configuration.strategy.context_parallel > 1:  # what waits there is divided by a layout of several GPUs
             return self.quick_estimate(configuration).host_ram_bytes
-        facts = self.facts(configuration)
         runs = (
-            self.run_cache.untransformed(configuration, facts, where) for where in grids(facts.model, configuration.job)
+            self._on_host(configuration, where) for where in grids(self.facts(configuration).model, configuration.job)
         )
         return max(host_ram.ram_bytes(run, configuration.machine) for run in runs)
+
+    def _on_host(self, configuration: Configuration, where: dict[str, int]) -> Run:
+        """A run as far as host RAM is asked about: of our own trainer before any transformation. The terms of others
+        pin, round or copy what waits there, and do so alike for any number of swapped blocks."""
+        facts, strategy = self.facts(configuration), configuration.strategy
+        if self.trainer == "vplan":
+            return self.run_cache.untransformed(configuration, facts, where)
+        alike, one = configuration, replace(configuration, strategy=strategy.replace(swap_blocks=1))
+        stays = strategy.validation_mode != "offload"  # else what is not swapped waits there too while a VAE decodes
+        if strategy.swap_blocks or (stays and (one, *where.values()) in self._on_hosts):
+            alike = one
+        key = (alike, *where.values())
+        if key not in self._on_hosts:
+            if len(self._on_hosts) == RUNS_KEPT:
+                self._on_hosts.clear()
+            self._on_hosts[key] = self.run_cache.lay_out(alike, facts, where, self.trainer)
+        run = copy.copy(self._on_hosts[key])
+        run.configuration = configuration
+        return run
 
     def exceeds_encoding(self, configuration: Configuration, exceeds: Callable[[int], bool]) -> bool:
         """Whether what is cached before training, at the worst of the job's shapes and at the most, takes so many

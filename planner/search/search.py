@@ -265,9 +265,10 @@ class Search:
         in_optimizer: dict[ResolvedStrategy, bool] = {}
         least: list[int] = []
         short: list[ResolvedStrategy] = []
+        beyond = WORTH_LOSS if lossy is None else 1.0  # where both kinds are asked for, a lossless one may stand ahead
         # By rising lower bound, so that it can end early; `short` grows meanwhile and comes last.
         for strategy in itertools.chain(sorted(floors, key=floors.__getitem__), short):
-            if len(least) >= count and (strategy in short or floors[strategy] > WORTH_LOSS * least[count - 1]):
+            if len(least) >= count and (strategy in short or floors[strategy] > beyond * least[count - 1]):
                 break
             if strategy not in short and self.pruning.short_of_ram(job, strategy):
                 short.append(strategy)

@@ -53,6 +53,9 @@ class CowList(Sequence[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
+            places = range(len(self))[index]
+            if places and min(places[0], places[-1]) >= self._count:  # of those added since, which are few
+                return [self._own[place - self._count] for place in places]
             return list(self)[index]
         if index < 0:
             index = range(len(self))[index]

@@ -18,41 +18,59 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import profiles
 import vplan
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
+from planner.foreign.export import SLURM, targets
 from tests.planner.test_browser import COMMAND, CONFIG, MESSAGE
 from tests.tools import browse_site
 
 FIRST = {"model": "wan2.1-t2v-1.3b", "gpu": "24GB", "method": "lora", "steps": "2000"}
-TRAINERS = ("musubi-tuner", "ai-toolkit", "diffusion-pipe", "diffusers")
+INPUTS = Path(__file__).parents[1] / "golden" / "inputs"
 _TIME = re.compile(r'^  "seconds": [\d.e-]+', re.MULTILINE)
 """How long an answer took: alone at the top of it, for estimated seconds lie deeper."""
 
 
 def questions() -> Iterator[dict[str, str]]:
-    """Forms, the most different ones first."""
+    """Forms and what is pasted, in turns: the first 200 have every model, card and trainer, and every pasted file."""
     names = profiles.model_names()
-    cards = itertools.cycle(("24GB", "16GB", "80GB", "rtx4090", "12GB", "2x24GB", "h100-80gb", "48GB"))
-    for name in names:
-        yield {"model": name, "gpu": next(cards), "method": "lora", "steps": "1000"}
-    for paste, card in itertools.product((COMMAND, CONFIG, MESSAGE), ("16GB", "24GB", "80GB")):
-        yield {"gpu": card, "paste": paste}
-    for name, trainer in zip(names, itertools.cycle(TRAINERS), strict=False):
-        yield {"model": name, "gpu": next(cards), "trainer": trainer, "host_ram": "64GiB"}
-    for name in names:
-        yield {"model": name, "gpu": next(cards), "method": "full", "host_ram": "128GiB"}
-    for name, part in itertools.product(names, (1, 2, 3)):
-        shape = lookup.model(name).shape
-        length = 1 + shape.frame_step * round(shape.default_frames * part / 4 / shape.frame_step)
-        height, width = shape.resolutions[-1]
-        size = {"resolution": f"{height}x{width}"}
-        frames = {"frames": str(length)} if shape.frame_step > 1 else {}
-        yield {"model": name, "gpu": next(cards), "method": "lora", **frames, **size}
+    cards = itertools.cycle(("2x24GB", *(group.name for group in card_lookup.gpu_classes()), *card_lookup.gpu_names()))
+    trainers = itertools.cycle(name for name in targets() if name != SLURM)
+    kinds = (
+        ({"model": name, "method": "lora", "steps": "1000"} for name in _rotated(names, 0)),
+        ({"paste": text} for text in pasted()),
+        ({"model": name, "trainer": next(trainers), "host_ram": "64GiB"} for name in _rotated(names, 1)),
+        ({"model": name, "method": "full", "host_ram": "128GiB"} for name in _rotated(names, 2)),
+        ({"model": name, "method": "lora", **_clip(name)} for name in _rotated(names, 3)),
+    )
+    for turn in itertools.zip_longest(*kinds):
+        yield from ({"gpu": next(cards), **form} for form in turn if form)
+
+
+def pasted() -> list[str]:
+    """Commands, configs and messages of every trainer, as people paste them."""
+    files = sorted(path for path in INPUTS.iterdir() if path.suffix in (".sh", ".yaml", ".log"))
+    return [COMMAND, CONFIG, MESSAGE, *(path.read_text() for path in files)]
+
+
+def _rotated(names: Sequence[str], quarter: int) -> list[str]:
+    """The names from a quarter on, so that each kind of question begins with others."""
+    start = quarter * len(names) // 4
+    return [*names[start:], *names[:start]]
+
+
+def _clip(name: str) -> dict[str, str]:
+    """Another size than a model's usual one, and half the length of its usual clip."""
+    shape = lookup.model(name).shape
+    length = 1 + shape.frame_step * round(shape.default_frames / 2 / shape.frame_step)
+    height, width = shape.resolutions[-1]
+    frames = {"frames": str(length)} if shape.frame_step > 1 else {}
+    return {"resolution": f"{height}x{width}", **frames}
 
 
 def cold(url: str, times: int) -> dict[str, Any]:
@@ -83,10 +101,11 @@ def typed(command: str, form: dict[str, str], folder: str) -> tuple[int, str]:
 
 def compare(url: str, most: int, minutes: float) -> dict[str, Any]:
     """What the page answers beside what the command line prints, times left out."""
-    differ, seconds = [], []
+    differ, seconds, answers = [], [], []
     codes: Counter[int] = Counter()
     until = time.monotonic() + 60 * minutes
-    with browse_site.chromium() as browser, tempfile.TemporaryDirectory() as folder:
+    # The command line answers on one core while the page is at the next question on another.
+    with browse_site.chromium() as browser, tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
         page = browser.new_page()
         page.goto(f"{url}#{browse_site.address(FIRST)}")
         page.wait_for_selector("#shown .verdict", timeout=browse_site.FIRST_MS)
@@ -96,7 +115,9 @@ def compare(url: str, most: int, minutes: float) -> dict[str, Any]:
             answer = browse_site.ask(page, form)
             codes[answer["code"]] += 1
             seconds.append(answer["seconds"])
-            code, printed = typed(answer["command"], form, folder)
+            answers.append((answer, beside.submit(typed, answer["command"], form, folder)))
+        for answer, other in answers:
+            code, printed = other.result()
             if (code, _TIME.sub("", printed)) != (answer["code"], _TIME.sub("", answer["json"])):
                 differ.append({"command": answer["command"], "codes": [code, answer["code"]]})
                 print("differs:", answer["command"], flush=True)

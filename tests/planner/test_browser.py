@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 
 from planner import browser
 from planner.commands import cli
+
+HOME = Path(__file__).parents[2]
 
 COMMAND = """accelerate launch wan_train_network.py \\
   --task t2v-14B --dit wan.safetensors --sdpa --mixed_precision bf16 --blocks_to_swap 2 \\
@@ -56,6 +61,27 @@ def test_a_form_is_answered_as_on_the_command_line(capsys: pytest.CaptureFixture
     assert shown["verdict"] == "fits" and shown["sentence"].startswith(f"Fits: needs {need:.1f} GiB")
     assert dict(shown["facts"])["Whole run"].startswith("500 steps: ")
     assert shown["copies"][0]["text"].startswith(f"{answer['command']} -o plan.toml\n")
+
+
+def test_it_needs_no_package_that_the_page_has_not(tmp_path: Path) -> None:
+    """In a process where nothing installed can be imported but what the site brings along."""
+    lines = (HOME / "reports" / "site" / "files" / "requirements.txt").read_text().splitlines()
+    brought = {line.partition("==")[0].replace("-", "_") for line in lines if "==" in line}
+    names = metadata.packages_distributions()
+    missing = sorted(
+        name for name, of in names.items() if not brought & {each.lower().replace("-", "_") for each in of}
+    )
+    ours = {"planner", "profiles", "trainers", "reports", "vplan", "tests"}
+    question = json.dumps({"model": "sdxl", "gpu": "12GB"})
+    program = (
+        f"import sys; sys.path.insert(0, {str(HOME)!r})\n"
+        f"sys.modules.update(dict.fromkeys({[name for name in missing if name not in ours]!r}))\n"
+        "from planner import browser\nsys.platform = 'emscripten'\n"
+        f"print([*browser.answers({question!r})][-1])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["shown"]["verdict"] == "fits"
 
 
 def test_a_trainer_gets_its_files_and_the_command_that_starts_them() -> None:

@@ -73,4 +73,5 @@ def address(form: Mapping[str, str]) -> str:
 def ask(page: Page, form: Mapping[str, str]) -> dict[str, Any]:
     """The answer of an open page to another form: `command`, `code`, `json`, and the `seconds` from asked to shown."""
     answer: dict[str, Any] = page.evaluate(_ASK, address(form))
+    assert "command" in answer, page.inner_text("#shown")  # the planner itself failed
     return answer

@@ -17,6 +17,10 @@ class Ltx2(Family):
     fixed: dict[str, int] = {}
     extra_tokens = True
 
+    def without_gradient(self, name: str, blocks: int) -> bool:
+        """Whether a parameter never gets a gradient: 2.5's mark of frames that stand alone."""
+        return name == "keyframes_abs_pos_embedding" or super().without_gradient(name, blocks)
+
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Text embeddings are those that LTX-2's connectors make, one for each stream."""
         text = (grid["B"], grid["T"])

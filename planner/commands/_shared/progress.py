@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from planner.commands._shared.rendering.render import memory_bar
+from planner.commands._shared.rendering.render import used_bar
 from planner.commands._shared.verb import table
 from planner.spec.wording import ways
 from planner.terminal import console
-from planner.units import gib
+from planner.units import format_seconds, gib
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -29,7 +29,10 @@ class Progress:
         self._console = console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._said: set[tuple[int, str]] = set()
-        self._console.print(f"study {study} in {storage}", style="dim", soft_wrap=True)
+        self._study = f"study {study} in {storage}"
+        self._tuning: Tuning | None = None
+        if self._live is None:
+            self._console.print(self._study, style="dim", soft_wrap=True)
 
     def __enter__(self) -> Self:
         if self._live:
@@ -40,13 +43,17 @@ class Progress:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live:
+            if self._tuning is not None:
+                self.show(self._tuning, "")  # with what the last probe came to
             self._live.stop()
 
     def show(self, tuning: Tuning, now: str) -> None:
-        """Shows the probes so far and, as `now`, what happens at the moment."""
+        """Shows the probes so far and, as `now`, what happens at the moment; nothing does at the end."""
+        self._tuning = tuning
         rows = [_cells(tuning, number, trial) for number, trial in enumerate(tuning.study.trials(), start=1)]
         if self._live:
-            self._live.update(_page(self._console, rows, tuning, now), refresh=True)
+            beneath = [f"now: {now}"] if now else []
+            self._live.update(_page(self._console, rows, tuning, [*beneath, self._study]), refresh=True)
             return
         for number, cells in enumerate(rows, start=1):
             if (number, cells[-1]) not in self._said:
@@ -58,8 +65,8 @@ class Progress:
                 self._console.print(f"{line}{seen}: {cells[-1]}", soft_wrap=True, markup=False)
 
 
-def _page(console: Console, rows: list[tuple[str, ...]], tuning: Tuning, now: str) -> RenderableType:
-    """As every answer: the best plan so far, its bar, then what was probed."""
+def _page(console: Console, rows: list[tuple[str, ...]], tuning: Tuning, beneath: list[str]) -> RenderableType:
+    """As every answer: what the best plan so far comes to, its bar and its options, then what was probed."""
     from rich.console import Group
     from rich.text import Text
 
@@ -67,15 +74,15 @@ def _page(console: Console, rows: list[tuple[str, ...]], tuning: Tuning, now: st
     if best is None:
         parts.append(Text("no plan proved yet", style="bold"))
     else:
-        seconds = best.measured.step_seconds
-        speed = f", {seconds:.2f} s/step" if seconds else ""
-        parts.append(Text(f"best so far: {ways(best.estimate)}{speed}", style="bold green"))
-        if best.measured.device_bytes is not None:
-            budget = best.estimate.budget_bytes
-            parts.append(
-                memory_bar(console, best.measured.device_bytes, budget, "bold green", f"of {gib(budget):.2f} GiB")
-            )
-    return Group(*parts, table(COLUMNS, rows), Text(f"now: {now}", style="dim"))
+        seen, budget = best.measured, best.estimate.budget_bytes
+        seconds, basis = seen.step_seconds, ""
+        if seconds is None:
+            seconds, basis = best.estimate.step_seconds, " (estimated)"
+        parts.append(Text(f"best so far: {format_seconds(seconds)} per step{basis}", style="bold green"))
+        if seen.device_bytes is not None:
+            parts.append(used_bar(console, seen.device_bytes, budget))
+        parts.append(Text(f"plan: {ways(best.estimate)}", style="bold"))
+    return Group(*parts, Text(), table(COLUMNS, rows), Text(), *(Text(line, style="dim") for line in beneath))
 
 
 def _cells(tuning: Tuning, number: int, trial: StudyTrial) -> tuple[str, ...]:

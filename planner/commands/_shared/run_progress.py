@@ -8,8 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rich.console import Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from planner.commands._shared.rendering.render import share_bar
 from planner.errors import VplanError
 from planner.launch import launch
 from planner.launch.launch import MEMORY, PREPARE_FOLDER, SAMPLES, Outcome, Preparation
@@ -30,7 +34,8 @@ RECENT = 20
 
 
 class Follower:
-    """Reads a metrics file as it grows. On a terminal it draws a bar; elsewhere it says a line at each checkpoint."""
+    """Reads a metrics file as it grows. On a terminal it shows how far the run is; elsewhere it says a line at each
+    checkpoint."""
 
     def __init__(
         self, path: Path, steps: int, every: int, high_bytes: int | None, done: int = 0, before: Follower | None = None
@@ -48,24 +53,35 @@ class Follower:
         # What is there already is of an earlier call; the run writes its metrics anew.
         self._metrics = GrowingFile(path, skip=True)
         self._memory = GrowingFile(path.with_name(MEMORY), skip=True)
-        errors = console(stderr=True)
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(BAR),
-            TextColumn("{task.description}", markup=False),
-        )
-        self._bar = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
-        self._task = self._bar.add_task("loading", total=steps, completed=done)
+        self._console = console(stderr=True)
+        watched = self._console.is_terminal
+        self._live = Live(console=self._console, transient=True, auto_refresh=False) if watched else None
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        if self._live:
+            self._live.start()
+            self._show(self.done, "loading")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._live:
+            self._live.stop()
+
+    def _show(self, step: int, words: str) -> None:
+        """Two lines, as every answer begins: how far the run is, and the bar, beside what was used at the most."""
+        if self._live is None:
+            return
+        peak = self.peaks.get("device_bytes")
+        used = "" if peak is None else f", peak {format_gib(peak)}"
+        self._live.update(
+            Group(
+                Text(f"step {step} of {self.steps}: {words}", "bold", no_wrap=True, overflow="ellipsis"),
+                share_bar(self._console, step, self.steps, "bold green", f"done{used}"),
+            ),
+            refresh=True,
+        )
 
     def tick(self) -> None:
         """Reads what was written since the last call: metrics, and the memory of what is no step."""
@@ -81,14 +97,14 @@ class Follower:
     def _take_samples(self, line: dict[str, Any]) -> None:
         """Samples that are being made, or are made, or could not be."""
         if "validating" in line:
-            self._bar.update(self._task, description=f"making sample {line['validating']} of {line['of']}")
+            self._show(line["step"], f"making sample {line['validating']} of {line['of']}")
             return
         names = [str(self.path.parent / SAMPLES / name) for name in line["samples"]]
         self.samples += [name for name in names if name not in self.samples]
         if line["note"]:
             self.warnings.append(f"no more samples after step {line['step']}: {line['note']}")
             echo(f"warning: {self.warnings[-1]}", err=True)
-        elif self._bar.disable:
+        elif self._live is None:
             echo(f"step {line['step']}/{self.steps}, samples: {', '.join(names)}", err=True)
 
     def _take(self, line: dict[str, Any]) -> None:
@@ -99,9 +115,10 @@ class Follower:
         if retries and line["step"] > self.done + 1:  # in the first step the allocator finds its sizes
             said = f"step {line['step']} emptied the allocator's cache {plural(retries, 'time')}"
             self._warn("retries", f"{said}: the run is at the card's limit, and slower for it")
-        self._bar.update(self._task, completed=line["step"], description=self._words(line))
-        if self._bar.disable and (line["step"] % self.every == 0 or line["step"] == self.steps):
-            echo(f"step {line['step']}/{self.steps}, {self._words(line)}", err=True)
+        self._show(line["step"], self._words(line))
+        if self._live is None and (line["step"] % self.every == 0 or line["step"] == self.steps):
+            used = f", peak {format_gib(self.peaks['device_bytes'])}" if "device_bytes" in self.peaks else ""
+            echo(f"step {line['step']}/{self.steps}, {self._words(line)}{used}", err=True)
 
     def _take_peaks(self, line: dict[str, Any], where: str) -> None:
         for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
@@ -129,8 +146,6 @@ class Follower:
         words = [f"loss {line['loss']:.4f}", f"{seconds:.2f} s/step"]
         if (left := self.steps - line["step"]) > 0:
             words.append(f"{format_seconds(left * seconds)} left")
-        if "device_bytes" in self.peaks:
-            words.append(f"peak {format_gib(self.peaks['device_bytes'])}")
         return ", ".join(words)
 
 

@@ -13,7 +13,7 @@ from planner.commands import USAGE
 from planner.commands._shared.batch import write_script
 from planner.commands._shared.data_options import typed_settings
 from planner.commands._shared.pick_plan import PLAN, weights_of
-from planner.commands._shared.rendering.render import memory_bar, print_plan
+from planner.commands._shared.rendering.render import print_plan, used_bar
 from planner.commands._shared.run_progress import Follower, prepare
 from planner.commands._shared.run_report import ReportWriter
 from planner.commands._shared.verb import (
@@ -31,7 +31,6 @@ from planner.preflight import preflight
 from planner.preflight.checks import FAILED
 from planner.spec.plan import RAN_OUT, Plan, read_plan, write_plan
 from planner.terminal import echo
-from planner.units import gib
 from planner.worker_process import read_json, result_file
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class TrainingSupervisor:
         if begins:
             print_plan(talk(), self.plan, report.estimate)
         for line in training_laws.words(self.plan.training, self.profile, self.plan.strategy):
-            echo(line, err=True)
+            talk().print(line)
         report.raise_fault()
         self.estimate = report.estimate
         for one in report.checks:
@@ -410,8 +409,7 @@ def _render(console: Console, answer: dict[str, Any], budget: int) -> None:
     console.print(f"trained to step {answer['steps']}", style="bold green", end="")
     console.print("" if loss is None else f", loss {loss:.4f}")
     if peak is not None:
-        console.print(f"used {gib(peak):.2f} GiB of {gib(budget):.2f}")
-        console.print(memory_bar(console, peak, budget, "bold green"))
+        console.print(used_bar(console, peak, budget))
     for name in ("weights", "checkpoint"):
         console.print(f"{name}: {answer[name]}", markup=False, soft_wrap=True)
     if answer["samples"]:

@@ -8,7 +8,7 @@ its input to ``lora_down`` as it is (sd-scripts networks/lora_flux.py:124, musub
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from planner.layout.run import Run
@@ -52,8 +52,9 @@ def _uncast(run: Run, stage: Stage) -> None:
     gone: set[int] = set()
     stays: dict[int, int] = {}
     """input -> the copy with whose free it goes now"""
+    casts = {buffer for buffer, op in enumerate(run.program.op) if op == CAST} & freed.keys()
     for moment, events in stage.stretches:
-        for pair in _pairs(run, events, freed) if moment.block >= 0 else ():
+        for pair in _pairs(run, events, casts) if moment.block >= 0 else ():
             half = freed.get(pair.half)
             if _is_gradient(run, events, pair):
                 gone.add(pair.wide)
@@ -69,7 +70,11 @@ def _uncast(run: Run, stage: Stage) -> None:
                 if half > last:
                     stays[source] = pair.half
     ends = {half: source for source, half in stays.items()}
+    changed = gone | stays.keys() | ends.keys()
+    changed |= {~buffer for buffer in changed}
     for at, (moment, events) in enumerate(stage.stretches):
+        if changed.isdisjoint(events):
+            continue
         kept = []
         for event in events:
             buffer = event if event >= 0 else ~event
@@ -80,16 +85,16 @@ def _uncast(run: Run, stage: Stage) -> None:
         stage.stretches[at] = (moment, kept)
 
 
-def _pairs(run: Run, events: list[int], freed: Mapping[int, Place]) -> list[_Pair]:
-    """Every fp32 copy whose next large neighbour is its own copy in 16 bits; a gradient, which stays, is none."""
-    op, sizes = run.program.op, run.sizes
+def _pairs(run: Run, events: list[int], casts: Set[int]) -> list[_Pair]:
+    """Every fp32 copy whose next large neighbour is its own copy in 16 bits; a gradient, which stays, is none.
+    ``casts``: the copies that are freed."""
+    sizes = run.sizes
     found = []
-    for position, event in enumerate(events):
-        if event < 0 or op[event] != CAST or event not in freed:
-            continue
+    for position in [at for at, event in enumerate(events) if event in casts]:
+        event = events[position]
         for behind, other in enumerate(events[position + 1 : position + 5], start=position + 1):
             if other >= 0 and 2 * sizes[other] >= sizes[event]:
-                if op[other] == CAST and 2 * sizes[other] == sizes[event] and other in freed:
+                if other in casts and 2 * sizes[other] == sizes[event]:
                     found.append(_Pair(event, other, behind + 1))
                 break
     return found

@@ -75,10 +75,12 @@ def positions_in_fp64(trainer: str) -> Transform:
         nbytes = FP64 * tokens * config["num_attention_heads"] * config["attention_head_dim"]
         copy, product = (run.new(nbytes, "temporary", name) for name in ("fp64 copy", "fp64 product"))
         turned = [copy, product, ~copy, ~product] * 2
+        of_forward, of_backward = run.shared(_attention_outputs)
         for position, (moment, events) in enumerate(run.step.stretches):
-            kernels = [(at, run.program.op[event]) for at, event in enumerate(events) if event >= 0 <= moment.block]
-            forward = [at for at, op in kernels if op.endswith("_attention")]
-            backward = [at for at, op in kernels if op.endswith("_attention_backward")]
+            if moment.block < 0 or (of_forward | of_backward).isdisjoint(events):
+                continue
+            forward = [at for at, event in enumerate(events) if event in of_forward]
+            backward = [at for at, event in enumerate(events) if event in of_backward]
             inserted = list(events)
             if backward:  # self-attention comes first in a block, so its backward comes last
                 inserted[backward[-1] + 1 : backward[-1] + 1] = turned
@@ -87,6 +89,15 @@ def positions_in_fp64(trainer: str) -> Transform:
             run.step.stretches[position] = (moment, inserted)
 
     return term
+
+
+def _attention_outputs(run: Run) -> tuple[frozenset[int], frozenset[int]]:
+    """What attention's kernels make in forward, and in backward."""
+    endings = ("_attention", "_attention_backward")
+    forward, backward = (
+        frozenset(buffer for buffer, op in enumerate(run.program.op) if op.endswith(ending)) for ending in endings
+    )
+    return forward, backward
 
 
 def cache_emptied(run: Run) -> None:

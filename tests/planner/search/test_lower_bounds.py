@@ -24,12 +24,24 @@ def test_every_model_trains_nearly_all_of_its_parameters() -> None:
         try:
             job = lookup.job_for(model, {"method": "full"})
             configuration = Configuration.of(job, Strategy(gradient_checkpointing="full"), Machine(gpu="h200"))
-            found = walked(load_facts(configuration).step, grid(model, job))
+            found = walked(load_facts(configuration).step, grid(model, job), None)
         except VplanError:  # trained in part, or as a LoRA alone
             continue
         shares[name] = found.gradients / 4 / model.parameters
     assert len(shares) > 25
     assert LEAST_TRAINED <= min(shares.values()) < 1
+
+
+@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", "hunyuan-video", "flux.1-dev", "ltx-video-13b"])
+def test_checkpoints_in_8_bits_are_bounded_by_what_is_left_of_them(name: str) -> None:
+    model, screen = lookup.model(name), Screen(load_facts)
+    job = lookup.job_for(model, {"batch_size": 2})
+    strategy = Strategy.read({"gradient_checkpointing": "fp8", "weights_dtype": "fp8"})
+    candidate = Configuration.of(job, strategy, Machine(gpu="h200"))
+    inputs = walked(screen.facts(candidate).step, grid(model, job), model.hidden_size).inputs
+    quick, floor = screen.quick_estimate(candidate).device_bytes, screen.floor_bytes(candidate)
+    assert quick - inputs / 2 < floor <= quick
+    assert inputs / 2 > quick / 50
 
 
 @pytest.mark.parametrize("seed", [3, 13, 17, 20])

@@ -383,6 +383,20 @@ def test_batches_that_are_sampled_are_recorded_ones() -> None:
     assert found is not None and found.plan.job.batch_size == 2
 
 
+@pytest.mark.parametrize("trainer", ["musubi-tuner", "onetrainer", "simpletuner", "ai-toolkit", "diffusion-pipe"])
+@pytest.mark.parametrize("validation", ["off", "offload"])
+def test_host_ram_is_counted_alike_without_laying_each_number_of_swapped_blocks_out(
+    trainer: str, validation: str
+) -> None:
+    screen = Screen(load_facts, trainer)
+    for swap in (0, 20, 1, 0):
+        typed: dict[str, Any] = {"gradient_checkpointing": "offload", "weights_dtype": "fp8"}
+        typed |= {"validation_mode": validation, "swap_blocks": swap}
+        question = ask_of(lookup.model("wan2.1-t2v-14b"), "24GB", typed, frames=33).question
+        configuration = Configuration.of(question.job, question.strategy, question.machine)
+        assert screen.host_ram_bytes(configuration) == screen.quick_estimate(configuration).host_ram_bytes
+
+
 @pytest.mark.parametrize("checkpointing", ["full", "offload"])
 def test_host_ram_is_divided_among_the_gpus_that_share_a_clip(checkpointing: str) -> None:
     model = lookup.model("wan2.1-t2v-1.3b")

@@ -331,7 +331,7 @@ def test_a_wrong_value_anywhere_is_refused_in_one_line_or_changes_what_is_laid_o
         sizes = program.bytes_of(GRID)
         for stage in stages:
             allocator.run(stage.ops, sizes)
-        walked(tape, GRID)
+        walked(tape, GRID, None)
     except VplanError as error:
         assert "\n" not in str(error)
 
@@ -373,7 +373,7 @@ def test_an_event_that_is_none_is_refused_where_it_is_laid_out(event: object) ->
     with pytest.raises(VplanError, match="tape step-tiny of tiny is damaged"):
         Program().unfold(tape, "step")
     with pytest.raises(VplanError, match="tape step-tiny of tiny is damaged"):
-        walked(parsed(data), GRID)
+        walked(parsed(data), GRID, None)
 
 
 def test_a_small_file_of_endless_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,16 +167,23 @@ def print_windows(console: Console, found: Estimate) -> None:
 
 
 def bar(console: Console, found: Estimate) -> Text:
-    """A bar of the device memory that is needed, against the budget, with both and the range in numbers."""
-    low, high = gib(found.low_bytes), gib(found.high_bytes)
-    need = f"{gib(found.peak.device_bytes):.2f} of {gib(found.budget_bytes):.2f} GiB"
-    words = f"{need} ({low:.1f} to {high:.1f}, {found.basis})"
-    return _bar(console, found.peak.device_bytes, found.budget_bytes, VERDICTS[found.verdict][1], words, NUMBERED)
+    """A bar of the device memory that is needed, against the budget, with both and the range in numbers. Of a plan that
+    was measured it is what was measured."""
+    nbytes = min(max(found.peak.device_bytes, found.low_bytes), found.high_bytes)
+    need = f"{gib(nbytes):.2f} of {gib(found.budget_bytes):.2f} GiB"
+    words = f"{need} ({gib(found.low_bytes):.1f} to {gib(found.high_bytes):.1f}, {found.basis})"
+    return _bar(console, nbytes, found.budget_bytes, VERDICTS[found.verdict][1], words, NUMBERED)
 
 
-def memory_bar(console: Console, nbytes: int, whole: int, style: str, words: str = "of the budget") -> Text:
-    """A part of some memory, as wide as all of it: one cell per 1/48."""
-    return _bar(console, nbytes, whole, style, f"{nbytes / max(whole, 1):.0%} {words}", BAR_WIDTH)
+def used_bar(console: Console, nbytes: int, whole: int) -> Text:
+    """A bar of the device memory that a run used, against what it had, with both in numbers."""
+    words = f"{gib(nbytes):.2f} of {gib(whole):.2f} GiB used"
+    return _bar(console, nbytes, whole, "bold green", words, BAR_WIDTH)
+
+
+def share_bar(console: Console, part: int, whole: int, style: str, words: str = "of the budget") -> Text:
+    """A part of a whole, of memory or of a run, as wide as all of it: one cell per 1/48."""
+    return _bar(console, part, whole, style, f"{part / max(whole, 1):.0%} {words}", BAR_WIDTH)
 
 
 def _bar(console: Console, nbytes: int, whole: int, style: str, words: str, width: int) -> Text:
