@@ -21,8 +21,8 @@ KEPT = 2_007_367
 """Bytes that the connectors of 2.3 and 2.5 keep of a prompt's token for backward: 490.08 MiB of 256, 3920.56 MiB of
 2048, by torch's allocator on a virtual GPU. They are not checkpointed, and autocast is not around them."""
 
-PIECES = 12
-"""About as many tensors as a layer of the connectors keeps."""
+NARROW, WIDE = 12, 2
+"""Tensors that a layer of the connectors keeps, of its width and of its feed-forward's."""
 
 FEED_FORWARD = 4
 """How much wider than a stream its feed-forward is inside."""
@@ -57,12 +57,16 @@ def connectors(run: Run) -> None:
 
 
 def _kept_by_layer(run: Run, layers: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What each layer of the connectors keeps for backward, in pieces, by how wide it is."""
+    """What each layer of the connectors keeps for backward: tensors as wide as its stream, two as wide as its
+    feed-forward is inside, and what is left of `KEPT`, which is of no width."""
+    tokens, name = run.grid["B"] * run.grid["T"], "inputs of the text connectors"
     widths = [math.isqrt(max(layer) // FEED_FORWARD) for layer in layers]
-    nbytes = KEPT * run.grid["B"] * run.grid["T"]
-    name = "inputs of the text connectors"
+    rest = KEPT // len(layers) - HALF * (NARROW + FEED_FORWARD * WIDE) * sum(widths) // len(widths)
     return [
-        [run.new(nbytes * width // sum(widths) // PIECES, "activation", name) for _ in range(PIECES)]
+        [
+            run.new(nbytes * tokens, "activation", name)
+            for nbytes in (*[HALF * width] * NARROW, *[HALF * FEED_FORWARD * width] * WIDE, rest)
+        ]
         for width in widths
     ]
 
