@@ -223,11 +223,15 @@ def group_norm(
 
 
 @contextlib.contextmanager
-def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -> Iterator[None]:
+def cuda_semantics(
+    fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True, real_strides: bool = True
+) -> Iterator[None]:
     """While open, CPU tensors take CUDA's path through autocast, attention, dropout, GroupNorm and RMSNorm.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
     what it did before 2.12, where autocast left RMSNorm in the format of its input.
+    ``real_strides=False`` leaves the strides of one image's views, and what GroupNorm copies for them, as fake tensors
+    have them: so VAEs and text encoders are recorded, whose shipped tapes are older than this.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -235,7 +239,8 @@ def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -
         install_autocast(library, rms_norm_in_fp32)
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         library.impl("dropout", fakes.dropout, "AutogradCPU")
-        library.impl("group_norm", group_norm, "AutogradCPU")
+        if real_strides:
+            library.impl("group_norm", group_norm, "AutogradCPU")
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
@@ -244,7 +249,7 @@ def cuda_semantics(fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True) -
             fakes.autocast_asked_of_cpu(),
             fakes.autocast_to_fp32(),
             token_routing.by_row_numbers(),
-            fakes.views_as_eagerly(),
+            fakes.views_as_eagerly() if real_strides else contextlib.nullcontext(),
         ):
             yield
     finally:
