@@ -225,6 +225,7 @@ REFUSED_FAMILIES = (
     "qwen-image-edit",
     "ltx-2",
     "ltx-2.3",
+    "ltx-2.5",
 )
 
 
