@@ -34,7 +34,7 @@ POINTWISE = _aten(
     "eq exp fill_ floor floor_divide ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log "
     "logical_not lt ne masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout "
     "native_dropout_backward neg normal_ polar pow reciprocal round rsqrt rsqrt_ rsub sigmoid sigmoid_backward "
-    "silu silu_backward sin _softmax _softmax_backward_data sqrt sub sub_ tanh tanh_backward _to_copy where"
+    "silu silu_backward sin _softmax sqrt sub sub_ tanh tanh_backward _to_copy where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh); dropout
 and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer only between devices (Copy.cu,

@@ -214,8 +214,9 @@ def test_settings_are_shown_kept_and_held_to(place: Path, tmp_path: Path) -> Non
     first = train(2, *knobs)
     assert first.returncode == 0, first.stderr
     shown = "mode noise levels (scale 1.29), shift 3, loss weights bell, captions dropped from 50%"
-    assert f"training: {shown}" in first.stderr
-    assert "betas 0.9,0.95, clipped at 0.5, LoRA alpha 8, begins kaiming" in first.stderr
+    said = " ".join(first.stderr.split())  # wrapped to the terminal's width
+    assert f"training: {shown}" in said
+    assert "betas 0.9,0.95, clipped at 0.5, LoRA alpha 8, begins kaiming" in said
     kept = read_plan(tmp_path / "plan.toml").training
     assert (kept.timestep_sampling, kept.timestep_shift, kept.lora_alpha, kept.betas) == ("mode", 3.0, 8.0, (0.9, 0.95))
     with safe_open(tmp_path / "final" / "comfyui_lora.safetensors", framework="pt") as file:
@@ -228,7 +229,7 @@ def test_settings_are_shown_kept_and_held_to(place: Path, tmp_path: Path) -> Non
     assert "pass --timestep-sampling mode --mode-scale 1.29 --timestep-shift 3" in other.stdout
     last = train(4, *knobs, "--learning-rate", "0.001")
     assert last.returncode == 0, last.stderr
-    assert "learning_rate 0.0001 -> 0.001" in last.stderr
+    assert "learning_rate 0.0001 -> 0.001" in " ".join(last.stderr.split())
     answer = json.loads(last.stdout)
     assert (answer["resumed_from"], answer["training"]["loss_weighting"]) == (2, "bell")
     refused = train(4, "--snr-gamma", "5")

@@ -247,7 +247,9 @@ def expected() -> set[Path]:
     found = {profiles.TAPES / model / PARAMETERS for model in profiles.model_names()}
     for model in profiles.model_names():
         profile = lookup.model(model)
-        requested = (*StepVariant.on_request(profile), *SampleVariant.on_request(profile))
+        requested = itertools.chain.from_iterable(
+            kind.on_request(profile) for kind in (StepVariant, SampleVariant, OptimizerVariant)
+        )
         variants = (*tapes.all_variants(profile), *requested)
         found |= {profiles.TAPES / model / f"{variant.name}.json.gz" for variant in variants}
         found |= {profiles.TAPES / COMPONENTS / name / f"{part}.json.gz" for name, part in components(profile)}
