@@ -74,7 +74,8 @@ def _streams(settings: Settings) -> tuple[bool, bool]:
     """Whether video and sound take part in a step. A VplanError for what is not priced: sound alone, and clips that are
     concatenated as references."""
     if _of(settings, "training_strategy.name") == "video_to_video":
-        raise VplanError("training_strategy video_to_video puts reference clips before a clip, which is not priced", "")
+        fault = "training_strategy video_to_video puts reference clips before a clip, which is not priced"
+        raise VplanError(fault, "text_to_video and flexible without reference conditions are")
     if _of(settings, "training_strategy.name") != "flexible":
         return True, bool(_of(settings, "training_strategy.with_audio"))
     video, audio = (
@@ -82,7 +83,8 @@ def _streams(settings: Settings) -> tuple[bool, bool]:
     )
     for key, value in settings.items():
         if key.startswith(f"{CONFIG}training_strategy.") and key.endswith(".type") and value == "reference":
-            raise VplanError("a reference condition puts its tokens before a clip's, which is not priced", "")
+            fault = "a reference condition puts its tokens before a clip's, which is not priced"
+            raise VplanError(fault, f"leave {key.removeprefix(CONFIG).rpartition('.')[0]} out")
     if not video:
         raise VplanError("training_strategy.audio alone, without video, is not priced", "add training_strategy.video")
     return video, audio
