@@ -42,15 +42,16 @@ def connectors(run: Run) -> None:
     run.place(run.load, weights, "text connectors", at=0)
     if run.samples_only:
         return
-    trained = streams["video"] if run.trainer.endswith(f"@{VIDEO_ALONE}") else layers
+    sound = not run.trainer.endswith(f"@{VIDEO_ALONE}")
+    with_gradient = [sound or stream == "video" for stream, own in streams.items() for _ in own]
     run.first_step = run.first_step or Stage(run.step.name, list(run.step.stretches))
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
         kept = _kept_by_layer(run, layers)
         run.place(stage, [piece for layer in kept for piece in layer], "text connectors", at=0)
         backward: list[int] = []
-        for layer, inputs in reversed(list(zip(layers, kept, strict=True))):
+        for layer, inputs, has_gradient in reversed(list(zip(layers, kept, with_gradient, strict=True))):
             backward += [~piece for piece in inputs]
-            if stage is run.first_step and layer in trained:
+            if stage is run.first_step and has_gradient:
                 name = "gradients of the text connectors"
                 backward += [run.new(HALF * size, "residents", name) for size in layer]
         run.place(stage, backward, "text connectors")
