@@ -232,6 +232,7 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
         fragmentation.peak_sides(played, correction, where, peak.device_bytes, most),
         facts.gpu,
     )
+    sides = fragmentation.widen(sides, peak.device_bytes, *run.device.kept_for_adapters)
     ram = host_ram.host_ram(run, machine)
     disk_bytes = host_ram.disk_bytes(run)
     unrecorded = phases.unrecorded_components(run)
@@ -328,10 +329,17 @@ def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[Com
     compiled = ("torch.compile decides what backward keeps: estimated as without it, with 10 % more margin either way",)
     more = compiled if run.strategy.compile != "none" else ()
     part = ("activations are those of full training, so this is an upper bound",) if run.job.trainable else ()
+    chosen = (_CHOSEN_LAYERS,) if any(run.device.kept_for_adapters) else ()
     tried = ".".join(map(str, NEWEST_TRIED))
     newer = f"torch {run.machine.torch} is newer than what estimates were compared with ({tried})"
     untried = (newer,) if is_untried(run.machine.torch) else ()
-    return (*_of_class(run), *left_out, *words, *_elastic(run.strategy), *more, *part, *untried)
+    return (*_of_class(run), *left_out, *words, *_elastic(run.strategy), *more, *part, *chosen, *untried)
+
+
+_CHOSEN_LAYERS = (
+    "no recording has adapters on just these layers: their weights, gradients and states are counted, and the range "
+    "takes in what a step may keep for them"
+)
 
 
 def _of_class(run: Run) -> tuple[str, ...]:

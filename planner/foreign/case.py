@@ -94,8 +94,6 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
         own = {name: value for name, value in buckets[0].__dict__.items() if value is not None}
         fields |= {**own, "buckets": ()} if len(buckets) == 1 else {"buckets": buckets}
-    if fields.get("lora_dropout"):
-        notes.append(f"LoRA dropout {fields.pop('lora_dropout')} is not recorded: estimated without its masks")
     job = job_for(profile, fields)
     if "height" not in fields and not job.buckets:
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
@@ -115,6 +113,12 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
         fix = _its_words(dialect, fields, error.fix) or f"in vplan's terms: {error.fix}"
         raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
+    if job.lora_dropout and (not dialect.drops_inputs or not _is_recorded(configuration)):
+        small = "is behind an adapter's first matrix: its masks, of rank numbers a token, are not counted"
+        why = "is not recorded: estimated without its masks" if dialect.drops_inputs else small
+        notes.append(f"LoRA dropout {job.lora_dropout} {why}")
+        job = job.replace(lora_dropout=0.0)
+        configuration = replace(configuration, job=job)
     try:
         strategy = _recorded(configuration, notes)
     except NotRecordedError as error:
@@ -213,6 +217,14 @@ def _recorded(configuration: Configuration, notes: list[str]) -> ResolvedStrateg
             notes.append(f"{strategy.weights_dtype} as in this trainer is not recorded: estimated with {what}")
         return variant
     raise AssertionError("bf16 is recorded for every model")
+
+
+def _is_recorded(configuration: Configuration) -> bool:
+    try:
+        load_facts(replace(configuration, job=_at_a_recorded_batch(configuration.job)))
+    except NotRecordedError:
+        return False
+    return True
 
 
 def _at_a_recorded_batch(job: Job) -> Job:

@@ -22,7 +22,7 @@ from planner.tape.format import NOTHING, Tape
 from planner.tape.packs import is_stored, written_ns
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.tape.parameter_table import Parameters, read_parameters
-from planner.tape.variants import OWN_CODE, WIDE, OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants import OWN_CODE, WIDE, OptimizerVariant, SampleVariant, StepVariant, on_recorded_layers
 
 
 def tape(model: str, variant: str) -> Tape:
@@ -169,8 +169,9 @@ def _recorded(configuration: Configuration, model: ModelProfile, card: GpuProfil
 def _own_code(model: ModelProfile, job: Job, strategy: Strategy, variant: StepVariant) -> dict[str, OwnRecording]:
     """What is recorded, and shipped, of each trainer whose model is its own, by the trainer's name: of Wan 2.1 T2V 14B
     and 2.2 T2V only LoRA without autocast is of DiffSynth-Studio's, and diffusers' model answers for the rest. So it
-    does where some blocks are checkpointed, which takes two recordings of one model."""
-    if strategy.gradient_checkpointing == "partial":
+    does where some blocks are checkpointed, which takes two recordings of one model, and for adapters on layers of the
+    user's choice, whose names are diffusers'."""
+    if strategy.gradient_checkpointing == "partial" or not on_recorded_layers(model, job, strategy):
         return {}
     recorded = set(StepVariant.in_own_code(model))
     in_code = {trainer: variant._replace(code=trainer) for trainer in OWN_CODE}

@@ -6,6 +6,7 @@ To add a strategy field, write a function on a Run that changes its stages in pl
 from __future__ import annotations
 
 from planner.layout import trainer_terms
+from planner.layout.adapters import adapters_as_named
 from planner.layout.checkpoints.fp8 import fp8_checkpoints
 from planner.layout.checkpoints.offload import checkpoint_offload
 from planner.layout.cublas import cublas_workspace, workspaces_at_use
@@ -40,6 +41,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     # First what the recorded step itself is: what comes later copies it, or weaves into it, as it stands by then.
     stored_positions,
     context_parallel,
+    adapters_as_named,
     freeze_unmatched,  # from here on `run.named("gradient")` is what trains
     # What is loaded beside the weights. The order is that of loading: some add before what is there, some behind it.
     cublas_workspace,

@@ -63,6 +63,9 @@ class DeviceTerms:
     encoders_together: bool = False
     """whether a trainer holds all encoders on the GPU while it caches"""
 
+    kept_for_adapters: tuple[int, int] = (0, 0)
+    """(the most that a step keeps in its recording for adapters that are not there, for those that it lacks)"""
+
 
 class HostTerms:
     """How a trainer uses host RAM, where the strategy does not say. Read by `planner.estimate.host_ram`."""

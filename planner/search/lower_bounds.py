@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
+from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
@@ -27,6 +28,7 @@ from planner.spec.job import SPLIT, Job, Strategy
 from planner.tape.format import CATEGORIES, Growing, Tape, values_of
 from planner.tape.program import Program
 from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
+from planner.tape.variants import on_recorded_layers
 
 HALF, FULL = 2, 4
 """Bytes of a number in 16 bits and in fp32."""
@@ -134,6 +136,8 @@ def keeps_activations(job: Job, strategy: Strategy) -> bool:
     """Whether a strategy keeps at least that on the GPU, whole, and for as long, which is recorded and is neither a
     weight nor a gradient."""
     whole = job.method != "sample" and not job.trainable
+    if whole and job.lora_targets:  # those of other layers have adapters that go
+        whole = on_recorded_layers(lookup.model(job.model), job, strategy)
     whole = whole and not (strategy.gradient_checkpointing == "partial" and strategy.swap_blocks)
     return whole and strategy.context_parallel == 1 and strategy.compile == "none"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
@@ -124,9 +124,6 @@ trainers.memory.quantise)."""
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.catalog.profiles.LoraDefaults`."""
 
-MANY_LAYERS = 20
-"""Choices of more are not spelled out: FLUX.2's names every single-stream block."""
-
 SHARED = "-shared"
 """What names a tape whose adapters read their layer's input itself."""
 
@@ -160,18 +157,37 @@ def methods(profile: ModelProfile) -> tuple[str, ...]:
     return ("lora", WIDE, "full") if profile.lora.wide else ("lora", "full")
 
 
-def recorded_method(profile: ModelProfile, job: Job) -> str:
-    """The recorded method (one of the tape variants) that answers for a job. Raises a NotRecordedError for a LoRA on
-    layers that no tape has."""
-    targets = frozenset(job.lora_targets or profile.lora.targets)
-    if job.method != "lora" or targets == frozenset(profile.lora.targets):
+def recorded_method(profile: ModelProfile, job: Job, strategy: Strategy) -> str:
+    """The recorded method (one of the tape variants) that answers for a job. Of a LoRA on layers that no tape has it is
+    the nearest: the fewest layers that hold all of its, else the most of them (`planner.layout.adapters`)."""
+    if job.method != "lora" or not job.lora_targets:
         return job.method
-    if targets == frozenset(profile.lora.wide):
-        return WIDE
-    choices = (profile.lora.targets, profile.lora.wide)
-    known = " or ".join(",".join(layers) for layers in choices if 0 < len(layers) <= MANY_LAYERS)
-    fault = f"no tape of {profile.name} for LoRA on {', '.join(sorted(targets))}"
-    raise NotRecordedError(fault, "leave --lora-targets out" + (f", or use {known}" if known else ""))
+    targets = frozenset(job.lora_targets)
+    choices = ["lora"]
+    if profile.lora.wide and strategy.weights_dtype not in QUANTISED:
+        choices.append(WIDE)
+
+    def nearness(method: str) -> tuple[bool, int, int]:
+        layers = recorded_layers(profile, method)
+        return targets == layers, sum(_holds(layers, target) for target in targets), -len(layers)
+
+    return max(choices, key=nearness)
+
+
+def recorded_layers(profile: ModelProfile, method: str) -> frozenset[str]:
+    """The names of the layers that a recorded LoRA has adapters on."""
+    return frozenset(profile.lora.wide if method == WIDE else profile.lora.targets)
+
+
+def on_recorded_layers(profile: ModelProfile, job: Job, strategy: Strategy) -> bool:
+    """Whether the layers with adapters are those of the recording that answers."""
+    layers = recorded_layers(profile, recorded_method(profile, job, strategy))
+    return job.method != "lora" or not job.lora_targets or frozenset(job.lora_targets) == layers
+
+
+def _holds(layers: Collection[str], target: str) -> bool:
+    """Whether some recorded layers are all that a target names."""
+    return any(target == layer or target.endswith(f".{layer}") for layer in layers)
 
 
 def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
@@ -303,7 +319,7 @@ class StepVariant(NamedTuple):
             raise NotRecordedError(fault, "use --gradient-checkpointing none")
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
-        method = recorded_method(profile, job)
+        method = recorded_method(profile, job, strategy)
         known = precisions(profile, method)
         if precision not in known:
             fault = f"{job.method} of {profile.name} is not recorded with {' '.join(precision.flags)}"
@@ -392,7 +408,7 @@ class SampleVariant(NamedTuple):
         cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int, torch: str | None = None
     ) -> SampleVariant:
         """The variant that answers for a job. To sample without adapters is the forward of full fine-tuning."""
-        method = "full" if job.method == "sample" else recorded_method(profile, job)
+        method = "full" if job.method == "sample" else recorded_method(profile, job, strategy)
         precision = Precision.of(job, strategy)
         if job.method != "sample" and precision.weights in QUANTISED:  # its activations are those over 16 bits
             precision = precision._replace(weights="half")
@@ -441,7 +457,7 @@ class OptimizerVariant(NamedTuple):
 
     @classmethod
     def of(cls, profile: ModelProfile, job: Job, strategy: Strategy) -> OptimizerVariant:
-        method = recorded_method(profile, job)
+        method = recorded_method(profile, job, strategy)
         optimizer, how = UNPAGED.get(strategy.optimizer, strategy.optimizer), strategy.optimizer_step
         if optimizer != "adamw" and how == "loop":
             how = "foreach"

@@ -7,6 +7,7 @@ import math
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.launchers import find_model
+from planner.dialects.base.layer_names import chosen_layers
 from planner.dialects.base.values import as_list, integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
@@ -46,8 +47,8 @@ ARCHES: dict[str, tuple[str, str]] = {
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""
 
-IGNORED = f"{NETWORK}network_kwargs.ignore_if_contains"
-"""Words of the names of layers that get no adapter (toolkit/lora_special.py ``ignore_if_contains``)."""
+IGNORED, ONLY = (f"{NETWORK}network_kwargs.{name}_if_contains" for name in ("ignore", "only"))
+"""Words of the names of layers that get no adapter, and of those that alone do (toolkit/lora_special.py)."""
 
 NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_kwargs.train_low_noise"}
 """Expert -> what says that it is trained; it is unless that says no (diffusion_models/wan22/wan22_14b_model.py)."""
@@ -85,10 +86,35 @@ def version_of(settings: Settings, fields: Fields) -> str:
     whole before it is quantised, `WITHOUT_EXPERTS` when its experts get no adapters."""
     quantised_on_gpu = settings.get(f"{MODEL}quantize") and not settings.get(f"{MODEL}low_vram")
     decides = lookup.model(fields["model"]).trained_with("ai-toolkit", "moved-whole-without-low-vram")
-    ignored = [str(value) for name, value in settings.items() if name.startswith(IGNORED)]
-    without = any("experts" in word and "shared" not in word for word in ignored) and fields["method"] == "lora"
+    without = fields["method"] == "lora" and any(map(_names_experts, words_of(settings, IGNORED)))
     whole = quantised_on_gpu and decides
     return "-".join(filter(None, [QUANTISED_WHOLE if whole else "", WITHOUT_EXPERTS if without else ""]))
+
+
+def named_layers(settings: Settings) -> tuple[str, ...] | None:
+    """`lora_targets` where two lists of words choose among the linear layers of the blocks (toolkit/lora_special.py
+    ``clean_name``); None where they do not. Experts that are left out alone are a version of the memory terms."""
+    profile = lookup.model(model_of(settings)["model"])
+    only, ignored = words_of(settings, ONLY), words_of(settings, IGNORED)
+    if not only and all(map(_names_experts, ignored)):
+        return None
+    starts = tuple(f"{stack.list}." for stack in profile.stacks)
+
+    def is_adapted(layer: str) -> bool:
+        name = f"transformer.{layer}"
+        left = layer.startswith(starts) and not any(word in name for word in ignored)
+        return left and (not only or any(word in name for word in only))
+
+    return chosen_layers(profile, is_adapted) or profile.lora.targets
+
+
+def words_of(settings: Settings, key: str) -> list[str]:
+    """The words of a list of a config."""
+    return [str(word) for name, value in settings.items() if name.startswith(key) for word in as_list(value)]
+
+
+def _names_experts(word: str) -> bool:
+    return "experts" in word and "shared" not in word
 
 
 def write_model(fields: Fields) -> Settings:

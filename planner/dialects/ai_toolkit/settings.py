@@ -18,6 +18,7 @@ from planner.dialects.ai_toolkit.models import (
     SAMPLE,
     TRAIN,
     model_of,
+    named_layers,
     shape_of,
     validation_of,
     version_of,
@@ -132,7 +133,7 @@ def _write_encoders(fields: Fields) -> Settings:
 
 def _targets_of(settings: Settings) -> Fields:
     profile = lookup.model(model_of(settings)["model"])
-    return {"lora_targets": on_all_linear(profile, _formats_of(settings)["weights_dtype"])}
+    return {"lora_targets": named_layers(settings) or on_all_linear(profile, _formats_of(settings)["weights_dtype"])}
 
 
 def _write_targets(fields: Fields) -> Settings:
@@ -339,7 +340,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     elif profile.traits.stages or (profile.lora.wide and profile.traits.wide_is_all_linear):
         if note := unpriced_layers_note(profile, fields["lora_targets"]):
             yield note
-    else:
+    elif fields["lora_targets"] is None:
         yield "every linear layer of the blocks has an adapter: what the step keeps for the unusual ones is not priced"
     if settings.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
         yield "low_vram tiles the VAE and moves parts away while sampling; not estimated, needs less there"

@@ -120,6 +120,9 @@ class Dialect:
     """which of the trainer's `OLDER` terms these settings mean; empty: those of what is written"""
     user_loop: bool = False
     """whether the training loop is the user's: fields without a binding are then his to set, and not at our defaults"""
+    drops_inputs: bool = True
+    """whether dropout of adapters is of a layer's input, whose mask is as large; else it is behind an adapter's first
+    matrix, of ``rank`` numbers a token, and not counted"""
     assigns: str = " = "
     """between a key and its value in the trainer's files: TOML's, or YAML's `: `"""
     successor: str = ""

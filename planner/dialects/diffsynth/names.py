@@ -55,16 +55,6 @@ FOLDERS = {
 }
 """Family -> folder of its example."""
 
-WAN_LAYERS = {
-    "q": "to_q",
-    "k": "to_k",
-    "v": "to_v",
-    "o": "to_out.0",
-    "ffn.0": "ffn.net.0.proj",
-    "ffn.2": "ffn.net.2",
-}
-"""Its name of a Wan layer -> diffusers'."""
-
 _UMT5 = "models_t5_umt5-xxl-enc-bf16.pth"
 _CLIP = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
 _WEIGHTS = "diffusion_pytorch_model*.safetensors"

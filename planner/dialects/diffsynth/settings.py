@@ -34,6 +34,7 @@ from planner.dialects.base.launchers import (
     script_head,
     word_for,
 )
+from planner.dialects.base.layer_names import WAN_LAYERS
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.diffsynth.names import (
     AT,
@@ -49,7 +50,6 @@ from planner.dialects.diffsynth.names import (
     SHIPPED,
     SPLIT_COST,
     TRAINABLE,
-    WAN_LAYERS,
     files_of,
     folder_of,
 )

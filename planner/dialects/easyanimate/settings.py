@@ -1,12 +1,10 @@
-"""EasyAnimate's words, read at c2a70d1, and those of its successor VideoX-Fun, read at 804a425."""
+"""EasyAnimate's words, read at c2a70d1, and what its successor VideoX-Fun has of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 
 from planner.catalog import lookup
-from planner.dialects.base import flags
 from planner.dialects.base.bindings import (
     Binding,
     Choice,
@@ -69,28 +67,14 @@ def read_script(script: Script) -> Invocation | None:
     return parse_program("easyanimate", programs[-1], launch, [*script.notes, *notes])
 
 
-def read_videox_script(script: Script) -> Invocation | None:
-    """The settings of a command of VideoX-Fun's scripts (scripts/<model>/); None for another trainer's script."""
-    programs = [
-        program
-        for program in script.programs
-        if program.script.rpartition("/")[2] in ("train.py", "train_lora.py")
-        and program.script.rpartition("scripts/")[2].count("/") == 1
-        and (entry_point := flags.find("videox-fun", program.script)) is not None
-        and program.script.endswith(entry_point.path)
-    ]
-    if not programs:
-        return None
-    launch, notes = launch_settings(programs[-1], script, SHIPPED)
-    return parse_program("videox-fun", programs[-1], launch, [*script.notes, *notes])
-
-
-def _model(settings: Settings) -> Fields:
+def model_of(settings: Settings) -> Fields:
+    """The model of a command, which its folder or its config names."""
     name = require_model(settings, "--pretrained_model_name_or_path", "--config_path")
     return {"model": lookup.model(name).name}
 
 
-def _write_model(fields: Fields) -> Settings:
+def write_model(fields: Fields) -> Settings:
+    """The setting with a model's repository in its own format."""
     profile = lookup.model(fields["model"])
     repositories = [name for name in profile.aliases if "/" in name and not name.lower().endswith("-diffusers")]
     return {"--pretrained_model_name_or_path": repositories[0] if repositories else profile.name}
@@ -100,7 +84,7 @@ def _write_own_model(fields: Fields) -> Settings:
     if not lookup.model(fields["model"]).trained_with("easyanimate", "own-model"):
         why = "its scripts build EasyAnimate's own transformer"
         raise InexpressibleError(UnsupportedValue("model", fields["model"], "easyanimate-v5.1-7b", why))
-    return _write_model(fields)
+    return write_model(fields)
 
 
 def _is_image(model: object) -> bool:
@@ -110,7 +94,7 @@ def _is_image(model: object) -> bool:
 def _size(settings: Settings) -> Fields:
     """Buckets of many shapes hold as many pixels as a square of --video_sample_size, or of an image model's
     --image_sample_size."""
-    image = _is_image(_model(settings)["model"])
+    image = _is_image(model_of(settings)["model"])
     side = int(settings.get("--image_sample_size" if image else "--video_sample_size", 512))
     frames = 1 if image else int(settings.get("--video_sample_n_frames", 17))
     return {"height": side, "width": side, "frames": frames}
@@ -131,7 +115,7 @@ def _write_size(fields: Fields) -> Settings:
     return settings | ({"--video_sample_n_frames": fields["frames"]} if not image and fields["frames"] != 17 else {})
 
 
-def _plain(settings: Settings) -> Fields:
+def plain(settings: Settings) -> Fields:
     """The transformer is loaded in bf16 and stays so, in full training too; adapters are made in fp32; accelerate's
     mixed precision adds autocast (`from_pretrained_2d`, `create_network`, `accelerator.prepare`)."""
     precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
@@ -139,7 +123,8 @@ def _plain(settings: Settings) -> Fields:
     return {"weights_dtype": "bf16", "adapter_dtype": "fp32", "autocast": autocast}
 
 
-def _write_plain(fields: Fields) -> Settings:
+def write_plain(fields: Fields) -> Settings:
+    """The setting that adds autocast."""
     return {"--mixed_precision": fields["autocast"]} if fields["autocast"] != "none" else {}
 
 
@@ -169,7 +154,14 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
         yield Remark("--use_deepspeed", "on one GPU it shards nothing, and keeps fp32 masters beside")
 
 
-def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+def _own_notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    yield from notes(settings, fields)
+    if fields["method"] == "lora":
+        yield "adapters are estimated on the model's usual layers, which its script picks by class"
+
+
+def notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    """What the scripts of both do without being asked."""
     if settings.get("--low_vram"):
         yield "--low_vram moves VAE and text encoder only; the transformer and the optimizer never move"
     if settings.get("--low_vram") and settings["script"] in (FULL, LORA):
@@ -185,62 +177,44 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     modules = settings.get("--trainable_modules")
     if fields["method"] == "full" and modules not in (None, ["."], "."):
         yield "--trainable_modules is estimated as training everything: it needs at most this"
-    if fields["method"] == "lora":
-        yield "adapters are estimated on the model's usual layers, whatever --target_name says"
     if settings.get("--enable_text_encoder_in_dataloader"):
         yield "--enable_text_encoder_in_dataloader is not estimated: the text encoder counts as on the GPU"
 
 
-def _videox_extra(plan: Plan, script: str) -> dict[str, object]:
-    """What a VideoX-Fun script needs to run: its Wan scripts read a model config, and are told whether clips come
-    with their first image and which expert trains (scripts/wan2.1/train_lora.py:656, wan2.2/train_lora.py:716)."""
-    config, model = WAN_CONFIGS.get(script.split("/")[1]), lookup.model(plan.job.model)
-    if config is None:
-        return {}
-    sees = model.config["in_channels"] > model.vae.latent_channels
-    one, mode = model.experts == 1, "i2v" if sees else "normal"
-    if "{}" not in config:
-        return {"--config_path": config, "--train_mode": mode}
-    return {
-        "--config_path": config.format("5b" if one else "i2v" if sees else "t2v"),
-        "--train_mode": "ti2v" if one else mode,
-        "--boundary_type": "full" if one else plan.job.experts or "low",
-    }
-
-
-WAN_CONFIGS = {"wan2.1": "config/wan2.1/wan_civitai.yaml", "wan2.2": "config/wan2.2/wan_civitai_{}.yaml"}
-"""Folder of scripts -> the config that they read; of 2.2 one for each kind of model."""
-
-
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
     """name -> text of one shell script with the training command."""
+    extra: dict[str, object] = {"--train_mode": "inpaint"}
+    if lookup.model(plan.job.model).trained_with("easyanimate", "own-model"):
+        extra["--config_path"] = "config/easyanimate_video_v5.1_magvit_qwen.yaml"
+    return shell_script(plan, settings, extra)
+
+
+def shell_script(plan: Plan, settings: Settings, extra: Mapping[str, object]) -> dict[str, str]:
+    """name -> text of one shell script. ``extra``: flags that a script needs to run, beside those that both need."""
     launcher = ["accelerate", "launch", f"--num_processes {plan.machine.world}"]
     if plan.machine.nodes > 1:
         launcher.append(f"--num_machines {plan.machine.nodes}")
-    extra: dict[str, object] = {
+    own = {
         "--train_data_dir": "data/my_set",
         "--train_data_meta": "data/my_set/metadata.json",
         "--output_dir": "output",
         "--learning_rate": "2e-05",
+        **extra,
     }
-    if settings["script"] in (FULL, LORA):
-        extra["--train_mode"] = "inpaint"
-    else:
-        extra |= _videox_extra(plan, str(settings["script"]))
     if plan.job.method == "full":
-        extra["--trainable_modules"] = "."
-    if lookup.model(plan.job.model).trained_with("easyanimate", "own-model"):
-        extra["--config_path"] = "config/easyanimate_video_v5.1_magvit_qwen.yaml"
-    return {"train.sh": script_head(plan) + command_line(command_settings(settings), extra, launcher)}
+        own["--trainable_modules"] = "."
+    return {"train.sh": script_head(plan) + command_line(command_settings(settings), own, launcher)}
 
 
-def _table(write_model: Callable[[Fields], Settings], *bindings: Binding | When) -> tuple[Binding | When, ...]:
+def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> tuple[Binding | When, ...]:
+    """The bindings that EasyAnimate and VideoX-Fun share, with those of the method, the layers and the formats, which
+    are their own. ``written``: how a model is."""
     return (
         FunctionPair(
             ("model",),
             ("--pretrained_model_name_or_path",),
-            _model,
-            write_model,
+            model_of,
+            written,
             {"model": "--pretrained_model_name_or_path"},
         ),
         *bindings,
@@ -268,20 +242,12 @@ def _table(write_model: Callable[[Fields], Settings], *bindings: Binding | When)
             _write_validation,
             {"validation_mode": "off, on"},
         ),
-        engine(
-            _plain,
-            _write_plain,
-            {"weights_dtype": "bf16", "adapter_dtype": "fp32 (bf16 with an engine)"},
-            with_deepspeed={"--use_deepspeed": True},
-        ),
         Fixed("optimizer_step", "foreach", "default torch.optim.AdamW"),
         Fixed("grad_buckets", "copy", "accelerate's DDP without gradient_as_bucket_view"),
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults(
-            "experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references", "validation"
-        ),
+        *our_defaults("experts", "trainable", "lora_dropout", "buckets", "text_tokens", "references", "validation"),
         *our_defaults(
             "compute_dtype", "checkpointed_blocks", "swap_blocks", "text_encoder_dtype", "vae_dtype", "vae_tiling"
         ),
@@ -292,7 +258,8 @@ def _table(write_model: Callable[[Fields], Settings], *bindings: Binding | When)
     )
 
 
-def _several_gpus(fields: Fields) -> bool:
+def several_gpus(fields: Fields) -> bool:
+    """Whether there is more than one to share among."""
     return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
@@ -314,7 +281,7 @@ MOVES = (
         {"sharding": "zero-2", **DEEPSPEED},
         "gradients and states are sharded across the GPUs, with an fp32 master",
         words_for=lambda settings: [ZERO_2],
-        when=_several_gpus,
+        when=several_gpus,
     ),
 )
 
@@ -323,68 +290,21 @@ DIALECT = Dialect(
     title="EasyAnimate",
     source="https://github.com/aigc-apps/EasyAnimate at c2a70d1",
     scripts=(FULL, LORA),
-    table=_table(
+    table=table(
         _write_own_model,
+        engine(
+            plain,
+            write_plain,
+            {"weights_dtype": "bf16", "adapter_dtype": "fp32 (bf16 with an engine)"},
+            with_deepspeed={"--use_deepspeed": True},
+        ),
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
+        *our_defaults("lora_targets"),
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
     ),
     read_script=read_script,
     remarks=_remarks,
-    notes=_notes,
+    notes=_own_notes,
     moves=MOVES,
     files=files,
-)
-
-FAMILIES = {
-    "wan2.1": ("wan2.1-",),
-    "wan2.2": ("wan2.2-",),
-    "flux": ("flux.1-dev",),
-    "flux2": ("flux.2-",),
-    "qwenimage": ("qwen-image",),
-    "z_image": ("z-image",),
-    "ltx2": ("ltx-2",),
-    "hunyuanvideo": ("hunyuan-video",),
-}
-"""Folder of scripts -> starts of the names of its models."""
-
-OTHER_SCRIPTS = ("ltx-2.3", "ltx-2.5")
-"""Models of one of these names that have scripts of their own (scripts/ltx2.3), which are not written."""
-
-
-def _method(settings: Settings) -> Fields:
-    return {"method": "lora" if str(settings["script"]).endswith("train_lora.py") else "full"}
-
-
-def _write_method(fields: Fields) -> Settings:
-    model = str(fields["model"])
-    folder = next((name for name, starts in FAMILIES.items() if model.startswith(starts)), None)
-    if folder is None or model in OTHER_SCRIPTS:
-        why = f"its scripts are for {', '.join(FAMILIES)}"
-        raise InexpressibleError(UnsupportedValue("model", model, "wan2.1-t2v-14b", why))
-    if fields["method"] == "sample":
-        raise InexpressibleError(UnsupportedValue("method", "sample", "lora", "these scripts train"))
-    return {"script": f"scripts/{folder}/{'train_lora' if fields['method'] == 'lora' else 'train'}.py"}
-
-
-VIDEOX_FUN = replace(
-    DIALECT,
-    name="videox-fun",
-    title="VideoX-Fun",
-    source="https://github.com/aigc-apps/VideoX-Fun at 804a425",
-    scripts=tuple(f"scripts/{folder}/train.py" for folder in FAMILIES),
-    table=_table(
-        _write_model,
-        FunctionPair(("method",), ("script",), _method, _write_method, {"method": "full, lora, by the script"}),
-        Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
-    ),
-    read_script=read_videox_script,
-    moves=(
-        *MOVES,
-        Move(
-            {"sharding": "zero-3", **DEEPSPEED},
-            "weights too are sharded across the GPUs and gathered for every block",
-            words_for=lambda settings: [ZERO_3],
-            when=_several_gpus,
-        ),
-    ),
 )

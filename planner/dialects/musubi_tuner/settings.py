@@ -421,6 +421,7 @@ DIALECT: Dialect = Dialect(
     name="musubi-tuner",
     title="musubi-tuner",
     source="https://github.com/kohya-ss/musubi-tuner at 30c658c",
+    drops_inputs=False,  # networks/lora.py `forward`: "normal dropout" of `lora_down`
     scripts=tuple(SCRIPT.format(family) for family in dict.fromkeys(family for family, _ in FAMILIES.values())),
     table=TABLE,
     read_script=read_script,

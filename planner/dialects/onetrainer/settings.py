@@ -12,11 +12,12 @@ from planner.dialects.base import flags
 from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, FunctionPair, Settings, Value, When
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, one_of, our_defaults, word_for
+from planner.dialects.base.layer_names import chosen_layers
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
+from planner.dialects.base.values import integer
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.lora_layers import on_all_linear
-from planner.layout.trainer_terms.onetrainer import ATTENTION_AND_MLP, EVERY_LAYER, LAYERS_OF_BLOCKS
+from planner.layout.trainer_terms.onetrainer import EVERY_LAYER, LAYERS_OF_BLOCKS
 from planner.untrusted import flat
 
 CONFIG = "config:"
@@ -63,13 +64,22 @@ OPTIMIZERS = {
     "CAME": "came",
     "MUON": "muon",
 }
+TEXT_TOKENS = {"STABLE_DIFFUSION_3": 77 + 77, "STABLE_DIFFUSION_35": 77 + 77, "HUNYUAN_VIDEO": 77}
+"""Its ModelType -> tokens of a prompt that the transformer reads, where they are not our model's usual ones: of SD 3
+CLIP's and T5's, of Hunyuan Llama's behind its template (model/StableDiffusion3Model.py, model/HunyuanVideoModel.py)."""
+
+SEQUENCE_LENGTH = {
+    "FLUX_DEV_1": ("text_encoder_2_sequence_length", 77),
+    "FLUX_2": ("text_encoder_sequence_length", 512),
+}
+"""Its ModelType -> the setting with the number of tokens, and its default (util/config/TrainConfig.py); none is as many
+as the tokenizer takes."""
+
 PARTS_SINCE = 11
 """The first ``__version`` that says per part what is checkpointed and offloaded."""
 OLD_CHECKPOINTS = f"{CONFIG}gradient_checkpointing"
 BLOCKS = frozenset({"transformer_block", "transformer_blocks", "layers"})
 """Its filters that take the blocks whole (``LAYER_PRESETS`` of modules/modelSetup)."""
-MLP = ("mlp", "ff", "feed_forward")
-"""Words of filters that take feed-forward layers too."""
 
 
 def read_script(script: Script) -> Invocation | None:
@@ -234,21 +244,32 @@ def _with_checkpoints(settings: Settings) -> list[str]:
 
 
 def _layers(settings: Settings) -> Fields:
-    """Attention alone is the model's usual layers; a wider choice is recorded over a base in 16 bits."""
-    if settings[f"{CONFIG}training_method"] != "LORA" or not _version_of_layers(settings):
+    """Adapters are on the layers whose names contain one of the words of ``layer_filter``, or are found by one as a
+    regular expression with ``layer_filter_regex`` (util/ModuleFilter.py)."""
+    if settings[f"{CONFIG}training_method"] != "LORA" or _version_of_layers(settings):
         return {"lora_targets": None}
+    words = [word.strip() for word in str(_of(settings, "layer_filter", "")).split(",")]
+    try:
+        found = [re.compile(word if _of(settings, "layer_filter_regex") else re.escape(word)).search for word in words]
+    except re.error as error:
+        raise VplanError(f"layer_filter: {error}", "OneTrainer stops at it too; mend the expression") from None
     profile = lookup.model(_model(settings)["model"])
-    return {"lora_targets": on_all_linear(profile, _formats(settings)["weights_dtype"])}
+    return {"lora_targets": chosen_layers(profile, lambda layer: any(search(layer) for search in found))}
+
+
+def _prompt_length(settings: Settings) -> Fields:
+    kind = str(_of(settings, "model_type"))
+    if kind not in SEQUENCE_LENGTH:
+        return {"text_tokens": TEXT_TOKENS.get(kind)}
+    name, default = SEQUENCE_LENGTH[kind]
+    length = _of(settings, name, default)
+    return {"text_tokens": None if length is None else integer(length, name)}
 
 
 def _version_of_layers(settings: Settings) -> str:
-    """Which layers have adapters: those whose names have one of the words of ``layer_filter``, all without any."""
+    """The version of memory terms with adapters on every layer, or every one of the blocks; empty for a choice."""
     words = str(_of(settings, "layer_filter", "")).strip()
-    if not words:
-        return EVERY_LAYER
-    if words in BLOCKS:
-        return LAYERS_OF_BLOCKS
-    return ATTENTION_AND_MLP if any(word in words for word in MLP) else ""
+    return EVERY_LAYER if not words else LAYERS_OF_BLOCKS if words in BLOCKS else ""
 
 
 def _version(settings: Settings, fields: Fields) -> str:
@@ -294,9 +315,6 @@ def _compiled(value: Any) -> str:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5 and SD 1.5 alone"
     yield from own_model_notes("onetrainer", fields)
-    usual = fields["method"] == "lora" and _version(settings, fields) in ("", ATTENTION_AND_MLP)
-    if usual and not lookup.model(fields["model"]).traits.wide_is_all_linear:
-        yield f"LoRA estimated on the model's usual layers (layer_filter {_of(settings, 'layer_filter')})"
     if fields["swap_blocks"]:
         yield f"offload_fraction: {fields['swap_blocks']} blocks wait in host RAM"
 
@@ -322,9 +340,16 @@ DIALECT = Dialect(
             {"height": "resolution", "width": "resolution", "frames": "frames"},
         ),
         FunctionPair(
-            ("lora_targets",), (f"{CONFIG}layer_filter",), _layers, _nothing, {"lora_targets": "all linear layers"}
+            ("lora_targets",), (f"{CONFIG}layer_filter",), _layers, _nothing, {"lora_targets": "by their names"}
         ),
         Value("batch_size", f"{CONFIG}batch_size", 1, int),
+        FunctionPair(
+            ("text_tokens",),
+            (f"{CONFIG}text_encoder_sequence_length", f"{CONFIG}text_encoder_2_sequence_length"),
+            _prompt_length,
+            _nothing,
+            {"text_tokens": "text_encoder_2_sequence_length (FLUX.1), text_encoder_sequence_length (FLUX.2)"},
+        ),
         Value("gradient_accumulation", f"{CONFIG}gradient_accumulation_steps", 1, int),
         Value(
             "optimizer",
@@ -374,7 +399,7 @@ DIALECT = Dialect(
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults("experts", "trainable", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("experts", "trainable", "lora_dropout", "buckets", "references"),
         *our_defaults("validation"),
     ),
     read_script=read_script,

@@ -231,6 +231,7 @@ DIALECT = Dialect(
     name="sd-scripts",
     title="sd-scripts",
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
+    drops_inputs=False,  # networks/lora.py `forward`: "normal dropout" of `lora_down`
     scripts=(FULL, LORA),
     table=(
         FunctionPair(

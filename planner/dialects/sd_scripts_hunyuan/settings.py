@@ -128,6 +128,7 @@ DIALECT = Dialect(
     name="sd-scripts@hunyuan-image",
     title="sd-scripts (HunyuanImage 2.1)",
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
+    drops_inputs=False,  # networks/lora.py `forward`: "normal dropout" of `lora_down`
     scripts=(SCRIPT,),
     table=(
         FunctionPair(

@@ -266,6 +266,7 @@ DIALECT = Dialect(
     name="sd-scripts@unet",
     title="sd-scripts (SDXL, SD 1.5)",
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
+    drops_inputs=False,  # networks/lora.py `forward`: "normal dropout" of `lora_down`
     scripts=SCRIPTS,
     table=(
         FunctionPair(

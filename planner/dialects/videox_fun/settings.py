@@ -1,5 +1,183 @@
-"""VideoX-Fun's words, read at 804a425: its scripts are EasyAnimate's, with flags of their own."""
+"""VideoX-Fun's words, read at 804a425: its scripts are EasyAnimate's, a folder of them for each model."""
 
-from planner.dialects.easyanimate.settings import VIDEOX_FUN as DIALECT
+from __future__ import annotations
 
-__all__ = ["DIALECT"]
+from dataclasses import replace
+
+from planner.catalog import lookup
+from planner.dialects.base import flags
+from planner.dialects.base.bindings import (
+    Choice,
+    Fields,
+    FunctionPair,
+    InexpressibleError,
+    Settings,
+    UnsupportedValue,
+)
+from planner.dialects.base.dialect import Invocation, Move
+from planner.dialects.base.launchers import engine, launch_settings, parse_program
+from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
+from planner.dialects.base.script import Script
+from planner.dialects.easyanimate import settings as easyanimate
+from planner.layout.adapters import is_named
+from planner.spec.plan import Plan
+from planner.spec.rules import DEEPSPEED
+
+AT = "VideoX-Fun 804a425"
+
+
+def read_script(script: Script) -> Invocation | None:
+    """The settings of a command of VideoX-Fun's scripts (scripts/<model>/); None for another trainer's script."""
+    programs = [
+        program
+        for program in script.programs
+        if program.script.rpartition("/")[2] in ("train.py", "train_lora.py")
+        and program.script.rpartition("scripts/")[2].count("/") == 1
+        and (entry_point := flags.find("videox-fun", program.script)) is not None
+        and program.script.endswith(entry_point.path)
+    ]
+    if not programs:
+        return None
+    launch, notes = launch_settings(programs[-1], script, easyanimate.SHIPPED)
+    return parse_program("videox-fun", programs[-1], launch, [*script.notes, *notes])
+
+
+def files(plan: Plan, settings: Settings) -> dict[str, str]:
+    """name -> text of one shell script with the training command."""
+    return easyanimate.shell_script(plan, settings, _extra(plan, str(settings["script"])))
+
+
+def _extra(plan: Plan, script: str) -> dict[str, object]:
+    """What a VideoX-Fun script needs to run: its Wan scripts read a model config, and are told whether clips come
+    with their first image and which expert trains (scripts/wan2.1/train_lora.py:656, wan2.2/train_lora.py:716)."""
+    config, model = WAN_CONFIGS.get(script.split("/")[1]), lookup.model(plan.job.model)
+    if config is None:
+        return {}
+    sees = model.config["in_channels"] > model.vae.latent_channels
+    one, mode = model.experts == 1, "i2v" if sees else "normal"
+    if "{}" not in config:
+        return {"--config_path": config, "--train_mode": mode}
+    return {
+        "--config_path": config.format("5b" if one else "i2v" if sees else "t2v"),
+        "--train_mode": "ti2v" if one else mode,
+        "--boundary_type": "full" if one else plan.job.experts or "low",
+    }
+
+
+WAN_CONFIGS = {"wan2.1": "config/wan2.1/wan_civitai.yaml", "wan2.2": "config/wan2.2/wan_civitai_{}.yaml"}
+"""Folder of scripts -> the config that they read; of 2.2 one for each kind of model."""
+
+FAMILIES = {
+    "wan2.1": ("wan2.1-",),
+    "wan2.2": ("wan2.2-",),
+    "flux": ("flux.1-dev",),
+    "flux2": ("flux.2-",),
+    "qwenimage": ("qwen-image",),
+    "z_image": ("z-image",),
+    "ltx2": ("ltx-2",),
+    "hunyuanvideo": ("hunyuan-video",),
+}
+"""Folder of scripts -> starts of the names of its models."""
+
+OTHER_SCRIPTS = ("ltx-2.3", "ltx-2.5")
+"""Models of one of these names that have scripts of their own (scripts/ltx2.3), which are not written."""
+
+
+def _method(settings: Settings) -> Fields:
+    return {"method": "lora" if str(settings["script"]).endswith("train_lora.py") else "full"}
+
+
+def _write_method(fields: Fields) -> Settings:
+    model = str(fields["model"])
+    folder = next((name for name, starts in FAMILIES.items() if model.startswith(starts)), None)
+    if folder is None or model in OTHER_SCRIPTS:
+        why = f"its scripts are for {', '.join(FAMILIES)}"
+        raise InexpressibleError(UnsupportedValue("model", model, "wan2.1-t2v-14b", why))
+    if fields["method"] == "sample":
+        raise InexpressibleError(UnsupportedValue("method", "sample", "lora", "these scripts train"))
+    return {"script": f"scripts/{folder}/{'train_lora' if fields['method'] == 'lora' else 'train'}.py"}
+
+
+def _plain(settings: Settings) -> Fields:
+    """The model is loaded in the dtype of mixed precision, in fp32 without any, and moved to it once more when its
+    adapters are there (scripts/*/train_lora.py ``transformer3d.to(accelerator.device, dtype=weight_dtype)``)."""
+    formats = easyanimate.plain(settings)
+    dtype = formats["autocast"] if formats["autocast"] != "none" else "fp32"
+    lora = str(settings.get("script", "")).endswith("train_lora.py")
+    return {**formats, "weights_dtype": dtype, "adapter_dtype": dtype if lora else formats["adapter_dtype"]}
+
+
+def _layers(settings: Settings) -> Fields:
+    """Adapters are on the layers whose full names end with one of --target_name with --use_peft_lora, and contain one
+    without it: "k" is then in "blocks". Without names they are on every linear layer (videox_fun/utils/lora_utils.py
+    ``create_modules``)."""
+    profile = lookup.model(easyanimate.model_of(settings)["model"])
+    if _method(settings)["method"] == "full":
+        return {"lora_targets": None}
+    names, skipped = (_words(settings, flag) for flag in ("--target_name", "--lora_skip_name"))
+
+    def is_adapted(layer: str) -> bool:
+        own = in_wan(layer) if _is_wan(settings) else layer
+        if settings.get("--use_peft_lora"):
+            return is_named(own, names)
+        return (not names or any(name in own for name in names)) and not any(name in own for name in skipped)
+
+    return {"lora_targets": chosen_layers(profile, is_adapted)}
+
+
+def _write_layers(fields: Fields) -> Settings:
+    if fields["method"] != "lora":
+        return {}
+    targets = fields["lora_targets"] or lookup.model(fields["model"]).lora.targets
+    own = {layer: name for name, layer in WAN_LAYERS.items()} if _is_wan(_write_method(fields)) else {}
+    return {"--use_peft_lora": True, "--target_name": ",".join(own.get(target, target) for target in targets)}
+
+
+def _words(settings: Settings, flag: str) -> list[str]:
+    return [name.strip() for name in str(settings.get(flag) or "").split(",") if name.strip()]
+
+
+def _is_wan(settings: Settings) -> bool:
+    """Whether the script trains Wan's own model; the others' layers are called as in diffusers (videox_fun/models)."""
+    folder = str(settings["script"]).rpartition("scripts/")[2].partition("/")[0]
+    return folder.partition("_")[0] in WAN_CONFIGS
+
+
+DIALECT = replace(
+    easyanimate.DIALECT,
+    name="videox-fun",
+    title="VideoX-Fun",
+    source="https://github.com/aigc-apps/VideoX-Fun at 804a425",
+    scripts=tuple(f"scripts/{folder}/train.py" for folder in FAMILIES),
+    table=easyanimate.table(
+        easyanimate.write_model,
+        engine(
+            _plain,
+            easyanimate.write_plain,
+            {"weights_dtype": "--mixed_precision", "adapter_dtype": "--mixed_precision"},
+            with_deepspeed={"--use_deepspeed": True},
+            context=_write_method,
+        ),
+        FunctionPair(("method",), ("script",), _method, _write_method, {"method": "full, lora, by the script"}),
+        FunctionPair(
+            ("lora_targets",),
+            ("--target_name", "--use_peft_lora", "--lora_skip_name"),
+            _layers,
+            _write_layers,
+            {"lora_targets": "--target_name"},
+        ),
+        Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
+    ),
+    read_script=read_script,
+    notes=easyanimate.notes,
+    files=files,
+    moves=(
+        *easyanimate.MOVES,
+        Move(
+            {"sharding": "zero-3", **DEEPSPEED},
+            "weights too are sharded across the GPUs and gathered for every block",
+            words_for=lambda settings: [easyanimate.ZERO_3],
+            when=easyanimate.several_gpus,
+        ),
+    ),
+)

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
-from planner.layout.inputs import load_facts, parameters
+from planner.layout.adapters import add_adapters, keep_beside, linear_layers
+from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
 from planner.spec.configuration import Configuration
-from planner.spec.job import QUANTISED, SPLIT, Strategy
+from planner.spec.job import QUANTISED, Strategy
 from planner.tape.program import Block, Stage
 
 
@@ -104,7 +105,7 @@ def wider_adapters(run: Run) -> None:
     if run.strategy.offload_optimizer == "none" and own:
         run.add(run.optimizer_first, copies * states * trained // own, "optimizer", "states of more adapters")
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-        _keep_beside(run, stage, kept)
+        keep_beside(run, stage, kept)
 
 
 MODULATION = re.compile(r"(\.norm\w*\.linear|_mod\.1)\.weight$")
@@ -138,7 +139,7 @@ def adapters_on_modulation(trainer: str) -> Transform:
         # there than we say without them, which is not explained: they are left out rather than added to that.
         kept = _factors(run) if run.strategy.gradient_checkpointing == "none" else {}
         for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-            _keep_beside(run, stage, trained)
+            keep_beside(run, stage, trained)
             keep_by_block(run, stage, kept, "factors of scales and gates")
 
     return term
@@ -151,48 +152,17 @@ def adapters_on_linear_layers(of_blocks: bool) -> Transform:
 
     def term(run: Run) -> None:
         """Adapters on the linear layers that have none in the recording."""
-        if run.job.method != "lora" or run.strategy.sharding in SPLIT:
+        if run.job.method != "lora":
             return
+        layers = linear_layers(run).values()
+        there = run.job.lora_rank * sum(
+            layer.rows + layer.columns for layer in layers if layer.block is not None or not of_blocks
+        )
+        each = 4 if run.strategy.adapter_dtype == "fp32" else 2
         own = run.total_bytes(run.named("gradient").values())
-        there = run.job.lora_rank * _adapted_sizes(run, of_blocks)
-        trained = run.trained_experts * (4 if run.strategy.adapter_dtype == "fp32" else 2) * there - own
-        if trained <= 0 or not own:
-            return
-        states = run.total_bytes(run.named("optimizer").values())
-        run.add(run.load, trained, "weight", "adapters on more layers")
-        if run.strategy.offload_optimizer == "none":
-            run.add(run.optimizer_first, states * trained // own, "optimizer", "states of more adapters")
-        for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-            _keep_beside(run, stage, trained)
-        for stage in (run.optimizer_first, run.optimizer):
-            _keep_beside(run, stage, trained + _passing(run, run.optimizer) * trained // own)
+        add_adapters(run, there - own // (each * run.trained_experts))
 
     return term
-
-
-def _adapted_sizes(run: Run, of_blocks: bool) -> int:
-    """The sum of out + in over all linear layers and convolutions of the model, or of its blocks."""
-    strategy = Strategy.read({"weights_dtype": "bf16", "adapter_dtype": "fp32", "gradient_checkpointing": "full"})
-    configuration = Configuration.of(run.job.replace(lora_targets=None), strategy, run.machine)
-    return _sizes_in_16_bits(configuration, tuple(run.grid.items()), of_blocks)
-
-
-@functools.lru_cache(maxsize=64)
-def _sizes_in_16_bits(configuration: Configuration, shape: tuple[tuple[str, int], ...], of_blocks: bool) -> int:
-    recorded = recorded_step(configuration, load_facts(configuration))
-    table, sizes = parameters(recorded.facts.model.name), recorded.program.bytes_of(dict(shape))
-    total = 0
-    for name, buffer in recorded.named("weight").items():
-        is_matrix = name.endswith(".weight") and ".lora_" not in name and table.is_parameter(name)
-        if is_matrix and (not of_blocks or recorded.facts.step.block_of(name) is not None):
-            rows, elements = table.rows_of(name, 1), table.elements(name, sizes[buffer])
-            total += rows + elements // rows if elements > rows else 0  # not of a norm
-    return total
-
-
-def _passing(run: Run, stage: Stage) -> int:
-    """Bytes that a stage takes at most over what was there before it."""
-    return max(0, *itertools.accumulate(run.sizes[event] if event >= 0 else -run.sizes[~event] for event in stage.ops))
 
 
 def width_of(run: Run) -> int:
@@ -250,17 +220,6 @@ def keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int], name: str, 
         (moment, [*begins.get(at, ()), *events, *ends.get(at, ())])
         for at, (moment, events) in enumerate(stage.stretches)
     ]
-
-
-PIECES = 16
-"""About as many layers as a block has."""
-
-
-def _keep_beside(run: Run, stage: Stage, nbytes: int) -> None:
-    """Puts what more adapters keep beside a whole step, in pieces as they come one by one."""
-    kept = [run.new(nbytes // PIECES, "activation", "kept for more adapters") for _ in range(PIECES)]
-    run.place(stage, kept, "kept for more adapters", at=0)
-    run.free(stage, kept)
 
 
 @functools.lru_cache(maxsize=64)

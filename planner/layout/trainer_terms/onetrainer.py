@@ -16,14 +16,12 @@ from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import (
     adapters_on_linear_layers,
     keep_by_block,
-    wider_adapters,
     width_of,
 )
 from planner.layout.trainer_terms.shared import modulation_in_8_bits
 
-EVERY_LAYER, LAYERS_OF_BLOCKS, ATTENTION_AND_MLP = "every-layer", "layers-of-blocks", "attention-and-mlp"
-"""The versions of memory terms with adapters on more linear layers than are recorded (``layer_filter``): on all, on
-those of the blocks, and on those of the blocks but modulation."""
+EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
+"""The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""
 
 ALIGNMENT = 4096
 HALF = 2
@@ -89,5 +87,4 @@ TERMS: tuple[Transform, ...] = (
 OLDER: dict[str, tuple[Transform, ...]] = {
     EVERY_LAYER: (adapters_on_linear_layers(of_blocks=False),),
     LAYERS_OF_BLOCKS: (adapters_on_linear_layers(of_blocks=True),),
-    ATTENTION_AND_MLP: (wider_adapters,),
 }

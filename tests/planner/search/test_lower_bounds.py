@@ -64,3 +64,17 @@ def test_no_bound_is_above_what_it_bounds(seed: int) -> None:
             assert screen.floor_seconds(candidate) <= quick.step_seconds * (1 + 1e-9), candidate
             assert screen.floor_ram_bytes(candidate) <= quick.host_ram_bytes, candidate
             checked += 1
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero-3"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_no_bound_counts_adapters_that_are_left_out(mode: str, sharding: str) -> None:
+    model, screen = lookup.model("qwen-image"), Screen(load_facts)
+    job = lookup.job_for(model, {"lora_rank": 512, "lora_targets": ["img_mlp.net.0.proj"]})
+    fields = {"gradient_checkpointing": mode, "sharding": sharding}
+    machine = Machine(gpu="b200", gpus=1 if sharding == "none" else 2)
+    candidate = Configuration.of(job, Strategy.read(fields), machine)
+    quick = screen.quick_estimate(candidate)
+    assert screen.floor_bytes(candidate) <= quick.device_bytes
+    assert screen.floor_seconds(candidate) <= quick.step_seconds * (1 + 1e-9)
+    assert screen.floor_ram_bytes(candidate) <= quick.host_ram_bytes
