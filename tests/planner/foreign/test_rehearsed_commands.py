@@ -21,8 +21,8 @@ FURTHER = {
     "diffusers-sd3.5-medium-full-8bit": (ALLOCATED, 0.07),
 }
 """sd-scripts, four samples without checkpointing: one bf16 tensor of each transformer block is not found yet, of
-every sample. OneTrainer over a quantised base takes 0.2 to 0.3 GiB more in a step than is said. Of SD 1.5 it
-checkpoints the transformer blocks alone and not what is around them, which is not recorded: too low. The others are
+every sample. OneTrainer over a quantised base takes 0.2 to 0.3 GiB more in a step than is said. With
+adapters on every layer of SD 1.5, what a step keeps for those on convolutions is not recorded: too low. The others are
 not explained."""
 
 
