@@ -1,25 +1,28 @@
 """How fast `vplan site` answers in Chromium, how much it loads, and whether it says what the command line says.
 
-    python tests/benchmarks/site_page.py SITE [--questions 200] [--cold 3] [--minutes 30] [-o FILE.json]
+    python -m tests.benchmarks.site_page SITE [--questions 200] [--cold 3] [--minutes 60] [--journal FILE.jsonl]
 
-SITE: a folder that `vplan site -o SITE` wrote. Needs playwright and Chromium; VPLAN_HOME should name an empty folder,
-for the page knows no measurements of yours.
+SITE: a folder that `vplan site -o SITE` wrote, of these very sources. Needs playwright and Chromium. VPLAN_HOME is set
+to an empty folder, for the page knows no measurements of yours. With --journal each comparison is a line of that file,
+and those that stand there for this build of the site are not made again: a run that was stopped goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
+import os
 import re
 import shlex
 import statistics
 import subprocess
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,42 +98,74 @@ def typed(command: str, form: dict[str, str], folder: str) -> tuple[int, str]:
     words = shlex.split(command)[1:]
     if form.get("paste"):
         Path(folder, words[-1]).write_text(form["paste"])
-    done = subprocess.run(vplan.command(*words, "--json"), cwd=folder, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "VPLAN_HOME": str(Path(folder, "home"))}
+    done = subprocess.run(
+        vplan.command(*words, "--json"), cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout
 
 
-def compare(url: str, most: int, minutes: float) -> dict[str, Any]:
-    """What the page answers beside what the command line prints, times left out."""
-    differ, seconds, answers = [], [], []
-    codes: Counter[int] = Counter()
+def compared(form: dict[str, str], answer: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A question, its seconds, and both exit codes; where they or the JSON differ, both texts."""
+    if "failure" in answer:
+        return {"form": form, "command": "", "codes": [0, -1], "same": False, **answer}
+    code, printed = typed(answer["command"], form, folder)
+    found = {key: answer[key] for key in ("command", "seconds")} | {"form": form, "codes": [code, answer["code"]]}
+    same = (code, _TIME.sub("", printed)) == (answer["code"], _TIME.sub("", answer["json"]))
+    return found | {"same": same} | ({} if same else {"printed": printed, "answered": answer["json"]})
+
+
+def compare(url: str, site: Path, most: int, minutes: float, journal: Path) -> dict[str, Any]:
+    """What the page answers beside what the command line prints, times left out. Each comparison is a line of the
+    journal as soon as it is made."""
+    forms = list(itertools.islice(questions(), most))
+    build = hashlib.sha256((site / "manifest.json").read_bytes()).hexdigest()[:12]
+    done = [each for each in _lines(journal) if each["build"] == build and each["form"] in forms]
+    missing = [form for form in forms if form not in [each["form"] for each in done]]
     until = time.monotonic() + 60 * minutes
+    waiting: deque[Future[dict[str, Any]]] = deque()
+
+    def collect(ready: int) -> None:
+        """Writes down what the command line has answered, until at most `ready` answers are left."""
+        while waiting and (len(waiting) > ready or waiting[0].done()):
+            found = {"build": build, **waiting.popleft().result()}
+            done.append(found)
+            with journal.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+            word = "as typed" if found["same"] else "DIFFERS"
+            print(f"{len(done):4} of {len(forms)}  {word}  {found['seconds']:5.1f} s  {found['command']}", flush=True)
+
     # The command line answers on one core while the page is at the next question on another.
     with browse_site.chromium() as browser, tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
-        page = browser.new_page()
-        page.goto(f"{url}#{browse_site.address(FIRST)}")
-        page.wait_for_selector("#shown .verdict", timeout=browse_site.FIRST_MS)
-        for form in itertools.islice(questions(), most):
+        page = browse_site.opened(browser, url, FIRST)
+        for form in missing:
             if time.monotonic() > until:
                 break
-            answer = browse_site.ask(page, form)
-            codes[answer["code"]] += 1
-            seconds.append(answer["seconds"])
-            answers.append((answer, beside.submit(typed, answer["command"], form, folder)))
-        for answer, other in answers:
-            code, printed = other.result()
-            if (code, _TIME.sub("", printed)) != (answer["code"], _TIME.sub("", answer["json"])):
-                differ.append({"command": answer["command"], "codes": [code, answer["code"]]})
-                print("differs:", answer["command"], flush=True)
-    median = statistics.median(seconds)
-    return {"asked": len(seconds), "codes": codes, "differ": differ, "median_seconds": median, "seconds": seconds}
+            answer = browse_site.answered(page, form)
+            waiting.append(beside.submit(compared, form, answer, folder))
+            if "failure" in answer:  # Python may have no memory left
+                page.close()
+                page = browse_site.opened(browser, url, FIRST)
+            collect(4)
+        collect(0)
+    seconds = [each["seconds"] for each in done]
+    return {
+        "asked": len(done),
+        "codes": Counter(each["codes"][0] for each in done),
+        "differ": [each for each in done if not each["same"]],
+        "median_seconds": statistics.median(seconds),
+        "longest": max(done, key=lambda each: each["seconds"]),
+    }
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def again(url: str) -> list[float]:
     """Seconds from a changed field to its answer, where the model's tapes are there."""
     with browse_site.chromium() as browser:
-        page = browser.new_page()
-        page.goto(f"{url}#{browse_site.address(FIRST)}")
-        page.wait_for_selector("#shown .verdict", timeout=browse_site.FIRST_MS)
+        page = browse_site.opened(browser, url, FIRST)
         return [browse_site.ask(page, {**FIRST, "frames": str(frames)})["seconds"] for frames in range(17, 98, 8)]
 
 
@@ -139,24 +174,35 @@ def main() -> None:
     parser.add_argument("site", type=Path)
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--cold", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--journal", type=Path, help="a line for each comparison; those of this build are kept")
     said = parser.parse_args()
-    with browse_site.served(said.site.absolute()) as url:
-        found: dict[str, Any] = {"cold": cold(url, said.cold)} if said.cold else {}
+    with browse_site.served(said.site.absolute()) as url, tempfile.TemporaryDirectory() as folder:
         if said.cold:
-            first = found["cold"]
-            print(f"first answer: {statistics.median(first['seconds']):.1f} s, {first['bytes'] / 1e6:.1f} MB")
+            first = cold(url, said.cold)
+            print(f"first answer: median {_spread(first['seconds'])}, {first['bytes'] / 1e6:.1f} MB", _load())
             print(f"from elsewhere: {first['elsewhere'] or 'nothing'}")
-            found["again"] = again(url)
-            print(f"later answers: median {statistics.median(found['again']):.2f} s, worst {max(found['again']):.2f}")
+            print(f"later answers: median {_spread(again(url))}", _load(), flush=True)
         if said.questions:
-            found["compared"] = compared = compare(url, said.questions, said.minutes)
-            same = compared["asked"] - len(compared["differ"])
-            print(f"{same} of {compared['asked']} as the command line, by exit code {dict(compared['codes'])}")
-            print(f"median {compared['median_seconds']:.1f} s, with the model's tapes")
-    if said.output:
-        said.output.write_text(json.dumps(found, indent=1))
+            journal = said.journal or Path(folder, "journal.jsonl")
+            found = compare(url, said.site, said.questions, said.minutes, journal)
+            for each in found["differ"]:
+                print("differs:", each["command"] or each["failure"], "exit codes", each["codes"])
+            same = found["asked"] - len(found["differ"])
+            print(f"{same} of {found['asked']} as the command line, by exit code {dict(found['codes'])}", _load())
+            longest = found["longest"]
+            print(f"median {found['median_seconds']:.1f} s, longest {longest['seconds']:.1f} s: {longest['command']}")
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    middle = statistics.median(seconds)
+    return f"{middle:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}, {len(seconds)} times)"
+
+
+def _load() -> str:
+    """What else the machine does: processes that run or wait, in the last minute and the last fifteen."""
+    last, _, longer = os.getloadavg()
+    return f"[load {last:.1f}, {longer:.1f}; {os.cpu_count()} cores]"
 
 
 if __name__ == "__main__":

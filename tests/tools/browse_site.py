@@ -25,9 +25,13 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 FIRST_MS = 180_000
 """A cold load on a busy machine."""
 
-_ASK = """address => new Promise(done => {
+ANSWER_MS = 400_000
+"""The longest `check` of a pasted command, many times over."""
+
+_ASK = """([address, most]) => new Promise(done => {
   const section = document.getElementById("answer");
   const began = performance.now();
+  setTimeout(() => done({ seconds: most / 1000 }), most);
   const watching = new MutationObserver(() => {
     if (section.getAttribute("aria-busy") !== "false") return;
     watching.disconnect();
@@ -70,8 +74,27 @@ def address(form: Mapping[str, str]) -> str:
     return urlencode(form)
 
 
+def opened(browser: Browser, url: str, form: Mapping[str, str]) -> Page:
+    """A page that shows the answer to a form. What it complains of is printed."""
+    page = browser.new_page()
+    page.on("console", lambda message: print("console:", message.text, flush=True))
+    page.on("pageerror", lambda error: print("page:", error, flush=True))
+    page.on("crash", lambda _: print("the page crashed", flush=True))
+    page.goto(f"{url}#{address(form)}")
+    page.wait_for_selector("#shown .verdict", timeout=FIRST_MS)
+    return page
+
+
+def answered(page: Page, form: Mapping[str, str]) -> dict[str, Any]:
+    """The answer of an open page to another form: `command`, `code`, `json`, and the `seconds` from asked to shown; of
+    a planner that failed, or is not done after `ANSWER_MS`, `failure` instead of the first three."""
+    answer: dict[str, Any] = page.evaluate(_ASK, [address(form), ANSWER_MS])
+    said = "; ".join(page.inner_text(part) for part in ("#status", "#shown"))
+    return answer if "command" in answer else {"failure": said, "seconds": answer["seconds"]}
+
+
 def ask(page: Page, form: Mapping[str, str]) -> dict[str, Any]:
-    """The answer of an open page to another form: `command`, `code`, `json`, and the `seconds` from asked to shown."""
-    answer: dict[str, Any] = page.evaluate(_ASK, address(form))
-    assert "command" in answer, page.inner_text("#shown")  # the planner itself failed
+    """The answer as in `answered`, of a planner that did not fail."""
+    answer = answered(page, form)
+    assert "command" in answer, answer["failure"]
     return answer
