@@ -393,6 +393,8 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     comments = config_text.comments(config_text.fields_by_setting(DIALECT, settings, carries), "config:")
     tree = config_text.tree(settings, "config:")["config"]["process"][0]
     dataset = {"folder_path": "data/my_set", "caption_ext": "txt", **tree["datasets"][0]}
+    if plan.job.references:  # config/examples/train_lora_flux_kontext_24gb.yaml
+        dataset = {"folder_path": dataset.pop("folder_path"), "control_path": "data/my_references", **dataset}
     train = {"steps": 2000, "lr": 1e-4, "noise_scheduler": "flowmatch", **tree["train"]}
     process: Settings = {
         "type": "sd_trainer", "training_folder": "output", "device": "cuda:0",

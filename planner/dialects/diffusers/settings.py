@@ -370,6 +370,14 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         }
     elif "text_to_image" in str(settings["script"]):
         extra["--train_data_dir"] = "data/my_set"
+    elif plan.job.references:  # conditioning images are read from a data set's column only (README_flux.md)
+        extra |= {
+            "--dataset_name": "data/my_set",
+            "--image_column": "image",
+            "--cond_image_column": "reference",
+            "--caption_column": "text",
+            "--instance_prompt": "a photo of sks dog",
+        }
     else:
         extra |= {"--instance_data_dir": "data/my_set", "--instance_prompt": "a photo of sks dog"}
     return {"train.sh": script_head(plan) + command_line(command_settings(settings), extra, launcher)}

@@ -401,7 +401,10 @@ MOVES = (
 def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     """dataset.toml, config.toml and train.sh."""
     carries = config_text.fields_by_setting(DIALECT, settings, CARRIES)
-    data = {"size_buckets": settings[BUCKETS], "directory": [{"path": "data/my_set", "num_repeats": 1}]}
+    directory: Settings = {"path": "data/my_set", "num_repeats": 1}
+    if plan.job.references:  # examples/flux_kontext_dataset.toml
+        directory["control_path"] = "data/my_references"
+    data = {"size_buckets": settings[BUCKETS], "directory": [directory]}
     head = "The dataset. The comment after each line names its plan field. Fill in the folder."
     dataset = config_text.toml(data, config_text.comments(carries, "dataset:"), head)
     keys = config_text.tree(settings, "config:")

@@ -19,6 +19,16 @@ ENCODERS: dict[str, dict[str, object]] = {
 }
 """Script family -> its flags for text encoders; `--text_encoder` of all others."""
 
+OWN_VAE_DTYPE = frozenset({"qwen_image", "flux_kontext", "krea2"})
+"""Script families whose caching of latents ends on `--vae_dtype`: the VAE has one format there
+(qwen_image_cache_latents.py:150, flux_kontext_cache_latents.py:99, krea2_cache_latents.py:52)."""
+
+CONTROLS: dict[str, object] = {"control_directory": "data/my_references"}
+"""Where the conditioning images of an editing model are (docs/dataset_config.md), by the names of the targets."""
+
+CLIP: dict[str, dict[str, object]] = {"i2v-14B": {"--clip": "models/clip.pth"}}
+"""Task -> the encoder of its first image, without which training ends (docs/wan.md:119); Wan 2.2 has none."""
+
 VAE: dict[str, object] = {"--vae": "models/vae.safetensors"}
 EXTRA: dict[str, object] = {
     "--dataset_config": "dataset.toml",
@@ -66,6 +76,7 @@ def _dataset(carried: Mapping[str, tuple[str, ...]], plan: Plan, settings: Setti
     data = config_text.tree(settings, "dataset:")
     first = {f"{kind}_directory": "data/my_set", "cache_directory": "data/my_cache", **data.get("datasets", [{}])[0]}
     first |= {"frame_extraction": "head"} if kind == "video" else {}
+    first |= CONTROLS if plan.job.references else {}
     general = {**data["general"], "caption_extension": ".txt", "enable_bucket": True}
     comments = config_text.comments(carried, "dataset:")
     head = "The dataset. The comment after each line names its plan field. Fill in the folders."
@@ -80,12 +91,14 @@ def _script(plan: Plan, settings: Settings) -> str:
     flags = {name: value for name, value in settings.items() if name.startswith("--")}
     fp8 = {name: value for name, value in flags.items() if name in ("--fp8_t5", "--fp8_llm", "--fp8_vl", *_FP8)}
     data: dict[str, object] = {"--dataset_config": "dataset.toml"}
-    latents: Settings = {"script": caching.format("latents")}
+    # What is cached is named after the model's version, and training looks for its own (dataset/architectures.py).
+    version = {name: value for name, value in flags.items() if name == "--model_version"}
+    latents: Settings = {"script": caching.format("latents"), **version}
     if family == "wan" and str(flags.get("--task")).startswith("i2v"):
         latents["--i2v"] = True
-    if "--vae_dtype" in flags:
+    if "--vae_dtype" in flags and family not in OWN_VAE_DTYPE:
         latents["--vae_dtype"] = flags["--vae_dtype"]
-    prompts: Settings = {"script": caching.format("text_encoder_outputs"), **fp8}
+    prompts: Settings = {"script": caching.format("text_encoder_outputs"), **version, **fp8}
     launcher = ["accelerate", "launch", "--num_cpu_threads_per_process 1", f"--num_processes {plan.machine.world}"]
     launcher += ["--multi_gpu"] if plan.machine.world > 1 else []
     launcher += [f"--num_machines {plan.machine.nodes}"] if plan.machine.nodes > 1 else []
@@ -93,10 +106,11 @@ def _script(plan: Plan, settings: Settings) -> str:
     text = "#!/bin/bash\nset -e\n"
     if plan.strategy.expandable_segments:
         text += "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
-    text += command_line(latents, data | VAE, ["python"])
+    seeing = CLIP.get(str(flags.get("--task")), {})
+    text += command_line(latents, data | VAE | seeing, ["python"])
     text += command_line(prompts, data | encoders, ["python"])
     levels = SAMPLING.get(family, {}) | OF_WAN_2_2.get(str(flags.get("--task")), {})
-    extra = EXTRA | levels | (VAE | encoders if "--sample_prompts" in flags else {})
+    extra = EXTRA | levels | (VAE | encoders | seeing if "--sample_prompts" in flags else {})
     return text + command_line({"script": script, **flags}, extra, launcher)
 
 

@@ -79,8 +79,18 @@ FAMILIES = {
 }
 """Folder of scripts -> starts of the names of its models."""
 
-OTHER_SCRIPTS = ("ltx-2.3", "ltx-2.5")
-"""Models of one of these names that have scripts of their own (scripts/ltx2.3), which are not written."""
+OTHER_SCRIPTS = {
+    "ltx-2.3": "scripts/ltx2.3 are not written",
+    "ltx-2.5": "it has no scripts for it",
+    "flux.2-klein-4b": "scripts/flux2 load Mistral 3, which Klein has not (train_lora.py:914)",
+    "flux.2-klein-9b": "scripts/flux2 load Mistral 3, which Klein has not (train_lora.py:914)",
+    "hunyuan-video-1.5": "scripts/hunyuanvideo build HunyuanVideo 1.0's transformer",
+    "qwen-image-edit": "scripts/qwenimage/train_edit.py and train_edit_lora.py are not written",
+    "wan2.1-vace-1.3b": "scripts/wan2.1_vace/train.py is not written",
+    "wan2.1-vace-14b": "scripts/wan2.1_vace/train.py is not written",
+    "wan2.2-animate-14b": "scripts/wan2.2/train_animate.py and train_animate_lora.py are not written",
+}
+"""Models of one of these names that those scripts do not train -> why."""
 
 
 def _method(settings: Settings) -> Fields:
@@ -91,7 +101,7 @@ def _write_method(fields: Fields) -> Settings:
     model = str(fields["model"])
     folder = next((name for name, starts in FAMILIES.items() if model.startswith(starts)), None)
     if folder is None or model in OTHER_SCRIPTS:
-        why = f"its scripts are for {', '.join(FAMILIES)}"
+        why = OTHER_SCRIPTS.get(model) or f"its scripts are for {', '.join(FAMILIES)}"
         raise InexpressibleError(UnsupportedValue("model", model, "wan2.1-t2v-14b", why))
     if fields["method"] == "sample":
         raise InexpressibleError(UnsupportedValue("method", "sample", "lora", "these scripts train"))

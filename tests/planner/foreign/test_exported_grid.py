@@ -1,0 +1,27 @@
+"""A sample of `tests/tools/exported_grid.py`: what is written has the trainer's own options alone, and its price."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from planner.catalog import lookup
+from planner.foreign.export import targets
+from tests.tools.exported_grid import FAULTS, STRATEGIES, ask
+
+MODELS_OF_EACH = 3
+
+
+@pytest.mark.parametrize("target", targets())
+def test_what_is_written_is_read_back_at_the_same_price(target: str) -> None:
+    drawn = random.Random(target)
+    written = 0
+    for model in drawn.sample(lookup.model_names(), len(lookup.model_names())):
+        answers = {strategy: ask(model, strategy, target) for strategy in drawn.sample(list(STRATEGIES), 3)}
+        wrong = {strategy: words for strategy, (kind, words) in answers.items() if kind in FAULTS}
+        assert not wrong, (model, wrong)
+        written += any(kind != "refused" for kind, _ in answers.values())
+        if written == MODELS_OF_EACH:
+            break
+    assert written, f"no model of {target} was written"
