@@ -105,6 +105,8 @@ class AnyClass(Family):
         for name, argument in self._leaves.items():
             if argument.kind in LEVELS:
                 level = steps if argument.kind.startswith("timestep") else levels
+                if not level.is_floating_point() and argument.kind.startswith("sigma"):
+                    level = level / self.profile.training.num_train_timesteps
                 level = level.to(latents.dtype) if argument.kind.endswith("_as_latents") else level
                 values[name] = self._expanded(level, argument)
         inputs = {name: self._built(tree, name, values, per_sample=False) for name, tree in self.called.forward.items()}
