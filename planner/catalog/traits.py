@@ -169,6 +169,10 @@ class Traits(Record):
     """torch: its blocks call torch's own RMSNorm, which CUDA's autocast computes in fp32 since 2.12; torch-in-fp32:
     they do, and cast to fp32 themselves, whatever autocast does; none: they do not (diffusers' class of that name is
     made of other operators)"""
+    attends_by_card: Flag = False
+    """it attends with a mask and with fewer heads of keys than of queries, which of CUDA's kernels cuDNN's alone takes:
+    where torch puts that first it runs, and elsewhere the math path, so both are recorded (`trainers.recording`
+    `.cuda_ops.Attention`)"""
     guidance_in_one_batch: Flag = False
     """its pipeline runs the prompt and the empty prompt as one batch of two (diffusers pipelines); else the model is
     called twice, or was distilled to need it once"""

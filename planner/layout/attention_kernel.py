@@ -1,7 +1,8 @@
 """Which attention kernel torch's ``scaled_dot_product_attention`` runs on a card, and what it takes beside its output.
 
 All of flash, cuDNN and memory-efficient attention save q, k, v, the output and one fp32 logsumexp per row, so a tape
-holds for any of them; what they take inside backward differs a little, and the math path is another graph altogether.
+holds for any of them; what they take inside backward differs a little. The math path is another graph altogether: of a
+model that goes it on some cards only there are two tapes (`planner.catalog.traits.Traits.attends_by_card`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,16 @@ def plain_kernel(machine: Machine, gpu: GpuProfile) -> str:
     if gpu.capability[0] in CUDNN_FIRST:
         return "cudnn"
     return "efficient" if gpu.capability < FLASH_FROM or machine.os == "windows" else "flash"
+
+
+def takes_grouped_masks(strategy: Strategy, machine: Machine, gpu: GpuProfile) -> bool:
+    """Whether cuDNN runs attention with a mask and with fewer heads of keys than of queries, where elsewhere torch goes
+    the math path. Raises a NotEstimatedError for the kernels that take none, which end in an error when they are asked
+    for by name (check_batch_size_and_num_heads_dense in ATen/native/transformers/sdp_utils_cpp.h)."""
+    if strategy.attention in ("flash", "efficient"):
+        fault = f"attention {strategy.attention} does not support a mask with fewer heads of keys than of queries"
+        raise NotEstimatedError(fault, "use --attention sdpa, which lets torch choose for each")
+    return strategy.attention == "cudnn" or plain_kernel(machine, gpu) == "cudnn"
 
 
 def workspaces(name: str) -> tuple[str, ...]:

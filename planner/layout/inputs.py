@@ -14,6 +14,7 @@ from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import coded_frames
 from planner.errors import NotRecordedError
+from planner.layout import attention_kernel
 from planner.layout.run import Facts, OwnRecording
 from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
@@ -84,8 +85,9 @@ class Library:
         self._tapes: dict[tuple[str, ...], list[Tape] | NotRecordedError] = {}
         self._components: dict[tuple[str, str], Tape | None] = {}
         self._parameters: dict[str, Parameters] = {}
-        self.on_a_card: dict[tuple[str, Job, Strategy, str | None], Facts] = {}
-        """model, job, strategy and version of torch -> the facts for whatever card they were first asked for"""
+        self.on_a_card: dict[tuple[str, Job, Strategy, str | None, bool], Facts] = {}
+        """model, job, strategy, version of torch, and whether cuDNN takes what no other kernel does -> the facts for
+        whatever card they were first asked for"""
 
     def tapes(self, model: str, *variants: str) -> list[Tape]:
         """The tapes of some variants, or the error that names the missing ones, as `tapes` has them."""
@@ -129,27 +131,30 @@ def load_facts(
     model = model or lookup.model(job.model)
     card = gpu or card_lookup.parse_gpus(machine.gpu)[1]
     refuse_on_card(configuration, card, model)
-    key = model.name, job, strategy, machine.torch
+    cudnn = model.traits.attends_by_card and attention_kernel.takes_grouped_masks(strategy, machine, card)
+    key = model.name, job, strategy, machine.torch, cudnn
     if key not in library.on_a_card:
-        library.on_a_card[key] = _recorded(configuration, model, card, library)
+        library.on_a_card[key] = _recorded(configuration, model, card, library, cudnn)
     return library.on_a_card[key]._replace(model=model, gpu=card)
 
 
-def _recorded(configuration: Configuration, model: ModelProfile, card: GpuProfile, library: Library) -> Facts:
-    """The recordings, which are the same on all cards."""
+def _recorded(
+    configuration: Configuration, model: ModelProfile, card: GpuProfile, library: Library, cudnn: bool
+) -> Facts:
+    """The recordings, which are the same on all cards where ``cudnn`` is."""
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
     side_by_side = together(model, job.guided)
     if job.method == "sample":
-        sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch)
+        sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch, cudnn)
         (call,) = library.tapes(job.model, sampled.name)
         return Facts(model, card, call, NOTHING, around=around(model, job, strategy, library))
     validates = strategy.validation_mode != "off"
-    variant = StepVariant.of(model, job, strategy, batch, machine.torch)
+    variant = StepVariant.of(model, job, strategy, batch, machine.torch, cudnn)
     partial = strategy.gradient_checkpointing == "partial"
     wanted = {"step": variant.name, "optimizer": OptimizerVariant.of(model, job, strategy).name}
     if validates:
-        wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side, machine.torch).name
+        wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side, machine.torch, cudnn).name
     if partial:
         wanted["checkpointed"] = variant._replace(checkpointing="full").name
     recordings = dict(zip(wanted, library.tapes(job.model, *wanted.values()), strict=True))

@@ -24,6 +24,9 @@ NEWEST_TRIED = (2, 15)
 OLDER = "torch2.11"
 """What names a tape of the torch in between."""
 
+CUDNN = "cudnn"
+"""What names a tape for cards, and plans, whose attention is cuDNN's, of a model that attends by card."""
+
 
 def is_untried(torch: str | None) -> bool:
     """Whether a torch, as 2.16, is newer than any that was compared with the tapes."""
@@ -203,6 +206,11 @@ def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
 BOTH = (False, True)
 
 
+def attention_paths(profile: ModelProfile, precision: Precision) -> tuple[bool, ...]:
+    """Whether a recording is of cuDNN's attention: both, where cards differ in more than a kernel. Never in fp32."""
+    return BOTH if profile.traits.attends_by_card and precision != PLAIN_FP32 else (False,)
+
+
 class OwnCode(NamedTuple):
     """What is recorded of a trainer whose model is its own, and not diffusers': the tensors that it makes, in its
     order, leave the allocator with other holes."""
@@ -299,12 +307,22 @@ class StepVariant(NamedTuple):
     code: str = ""
     """The trainer whose own model and step it is of, see `OwnCode`; else diffusers' model and our step."""
 
+    cudnn: bool = False
+    """With cuDNN's attention, of a model that attends by card; else as cards run it that put flash first."""
+
     @classmethod
     def of(
-        cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int, torch: str | None = None
+        cls,
+        profile: ModelProfile,
+        job: Job,
+        strategy: Strategy,
+        batch: int,
+        torch: str | None = None,
+        cudnn: bool = False,
     ) -> StepVariant:
-        """The variant that answers for a job. Checkpoints in host RAM and in 8 bits are
-        transformations of ``full``; partial ones are put together from ``none``, which this gives, and ``full``."""
+        """The variant that answers for a job; ``cudnn``: where cuDNN's attention runs. Checkpoints in host RAM and in 8
+        bits are transformations of ``full``; partial ones are put together from ``none``, which this gives, and
+        ``full``."""
         precision = Precision.of(job, strategy)
         mode = {"offload": "full", "fp8": "full", "partial": "none"}.get(
             strategy.gradient_checkpointing, strategy.gradient_checkpointing
@@ -335,7 +353,8 @@ class StepVariant(NamedTuple):
         samples = batch if counts and batch > 1 else None
         dropout, shared = job.method == "lora" and job.lora_dropout > 0, strategy.adapter_inputs == "shared"
         older = is_older(profile, precision, torch)
-        return cls(method, precision, mode, batch == 1, samples, dropout, shared, older)
+        by_cudnn = cudnn and True in attention_paths(profile, precision)
+        return cls(method, precision, mode, batch == 1, samples, dropout, shared, older, cudnn=by_cudnn)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
@@ -343,9 +362,10 @@ class StepVariant(NamedTuple):
             batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
             modes = CHECKPOINTING if profile.traits.checkpoints else ("none",)
             for precision, mode in itertools.product(precisions(profile, method), modes):
-                for older in ages(profile, precision):
-                    yield cls(method, precision, mode, one_sample=True, older=older)
-                    yield from (cls(method, precision, mode, False, samples, older=older) for samples in batches)
+                for older, cudnn in itertools.product(ages(profile, precision), attention_paths(profile, precision)):
+                    one = cls(method, precision, mode, one_sample=True, older=older, cudnn=cudnn)
+                    yield one
+                    yield from (one._replace(one_sample=False, samples=samples) for samples in batches)
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
@@ -377,8 +397,16 @@ class StepVariant(NamedTuple):
         batch = "one" if self.one_sample else str(self.samples or "many")
         method = self.method + ("-dropout" if self.dropout else "") + (SHARED if self.shared else "")
         code = self.code and f"-{self.code}".replace("@", "-")
-        name = f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}{code}"
-        return f"{name}-{OLDER}" if self.older else name
+        return "-".join(
+            filter(
+                None,
+                [
+                    f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}{code}",
+                    CUDNN if self.cudnn else "",
+                    OLDER if self.older else "",
+                ],
+            )
+        )
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The job and strategy to make this recording with."""
@@ -403,11 +431,21 @@ class SampleVariant(NamedTuple):
     older: bool = False
     """As a step's."""
 
+    cudnn: bool = False
+    """As a step's."""
+
     @classmethod
     def of(
-        cls, profile: ModelProfile, job: Job, strategy: Strategy, batch: int, torch: str | None = None
+        cls,
+        profile: ModelProfile,
+        job: Job,
+        strategy: Strategy,
+        batch: int,
+        torch: str | None = None,
+        cudnn: bool = False,
     ) -> SampleVariant:
-        """The variant that answers for a job. To sample without adapters is the forward of full fine-tuning."""
+        """The variant that answers for a job; ``cudnn`` as a step's. To sample without adapters is the forward of full
+        fine-tuning."""
         method = "full" if job.method == "sample" else recorded_method(profile, job, strategy)
         precision = Precision.of(job, strategy)
         if job.method != "sample" and precision.weights in QUANTISED:  # its activations are those over 16 bits
@@ -418,13 +456,15 @@ class SampleVariant(NamedTuple):
             fix = f"use {precision.nearest(known)}" + (", or --validation-mode off" if what == "validation" else "")
             raise NotRecordedError(f"{what} is not recorded with {' '.join(precision.flags)}", fix)
         shared = strategy.adapter_inputs == "shared" and precision.casts_inputs
-        return cls(method, precision, batch == 1, shared, is_older(profile, precision, torch))
+        by_cudnn = cudnn and True in attention_paths(profile, precision)
+        return cls(method, precision, batch == 1, shared, is_older(profile, precision, torch), by_cudnn)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
         for method in methods(profile):
             for precision, one in itertools.product(PRECISIONS[method.removesuffix("-wide")], (True, False)):
-                yield from (cls(method, precision, one, older=older) for older in ages(profile, precision))
+                ways = itertools.product(ages(profile, precision), attention_paths(profile, precision))
+                yield from (cls(method, precision, one, older=older, cudnn=cudnn) for older, cudnn in ways)
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
@@ -435,7 +475,7 @@ class SampleVariant(NamedTuple):
     def name(self) -> str:
         method = self.method + (SHARED if self.shared else "")
         name = f"sample-{method}-{self.precision.name}-{'one' if self.one_sample else 'many'}"
-        return f"{name}-{OLDER}" if self.older else name
+        return "-".join(filter(None, [name, CUDNN if self.cudnn else "", OLDER if self.older else ""]))
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The job and strategy to make this recording with."""

@@ -31,7 +31,7 @@ from planner.tape.packs import is_stored
 from planner.tape.program import Program
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
-from trainers.recording.recorder import RawRecording, record_optimizer, record_sample, record_step
+from trainers.recording.recorder import Dispatch, RawRecording, record_optimizer, record_sample, record_step
 
 LIMIT_PCT = 0.1
 GIB = 2**30
@@ -153,7 +153,7 @@ def directly(case: Case, config: dict[str, Any] | None = None) -> tuple[Played, 
         trace = record_optimizer(*known)
     else:
         record = record_step if isinstance(case.variant, StepVariant) else record_sample
-        trace = record(*known, case.variant.older)
+        trace = record(*known, Dispatch.of(case.variant))
     return Played(pieces(trace), [alloc.nbytes for alloc in trace.allocations]), [run.count for run in trace.runs]
 
 

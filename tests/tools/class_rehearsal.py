@@ -9,6 +9,7 @@ from planner.catalog import card_lookup, user_data
 from planner.catalog.profiles import ModelProfile
 from planner.estimate.estimate import estimate
 from planner.evidence.measurement import peaks_of, phases_of
+from planner.layout import attention_kernel
 from planner.layout.inputs import load_facts
 from planner.rehearsal.probe_runner import RehearsalRunner, torch_release
 from planner.spec.configuration import Configuration
@@ -16,7 +17,7 @@ from planner.spec.job import Job, Machine
 from planner.spec.plan import Plan
 from planner.tape.codec import tape_json
 from planner.tape.packed_json import write_packed
-from planner.tape.variants import OptimizerVariant, Precision, StepVariant
+from planner.tape.variants import OptimizerVariant, Precision, StepVariant, attention_paths
 from tests.benchmarks.held_out import Case
 from trainers.recording import tapes
 
@@ -89,7 +90,9 @@ def _rehearsed(
     job, strategy = _smaller(case.job, profile, halvings), case.strategy.replace(validation_mode="off")
     card = card_lookup.parse_gpus(CARD)[1]
     machine = Machine(gpu=card.name, torch=torch_release(runner.interpreter))
-    for needed in (variant, OptimizerVariant.of(profile, job, strategy)):
+    cudnn = attention_kernel.takes_grouped_masks(strategy, machine, card)
+    ours = variant._replace(cudnn=cudnn and cudnn in attention_paths(profile, variant.precision))
+    for needed in (ours, OptimizerVariant.of(profile, job, strategy)):
         path = user_data.tapes() / profile.name / f"{needed.name}.json.gz"
         if not path.exists():
             write_packed(tape_json(tapes.record(profile, needed)), path)

@@ -64,14 +64,16 @@ class AnyClass(Family):
         return super().for_job(job)
 
     def prepare(self, model: nn.Module) -> None:
-        """Moves what a module without weights makes to where its input is, once a step: a few classes make their
-        tables of positions on the host (EasyAnimate), and each block would copy them, and keep its copies for
-        backward."""
+        """Moves what a module without weights makes to where the model's own inputs are, once a step: a few classes
+        make their tables of positions on the host (EasyAnimate), and each block would copy them, and keep its copies
+        for backward. What such a module is given may lie on the host itself (Helios' frames)."""
         blocks = tuple(f"{stack.list}." for stack in self.profile.stacks)
+        device = _DeviceOfInputs()
+        model.register_forward_pre_hook(device.note, with_kwargs=True)
         for name, module in model.named_modules():
             plain = type(module).__module__.startswith("torch.nn.") or any(True for _ in module.parameters())
             if name and not plain and not f"{name}.".startswith(blocks):
-                module.register_forward_hook(_on_the_device_of_its_input, with_kwargs=True)
+                module.register_forward_hook(device.moved)
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         self._grid = dict(grid)
@@ -105,6 +107,8 @@ class AnyClass(Family):
         for name, argument in self._leaves.items():
             if argument.kind in LEVELS:
                 level = steps if argument.kind.startswith("timestep") else levels
+                if not level.is_floating_point() and argument.kind.startswith("sigma"):
+                    level = level / self.profile.training.num_train_timesteps
                 level = level.to(latents.dtype) if argument.kind.endswith("_as_latents") else level
                 values[name] = self._expanded(level, argument)
         inputs = {name: self._built(tree, name, values, per_sample=False) for name, tree in self.called.forward.items()}
@@ -183,12 +187,19 @@ class AnyClass(Family):
         return latents[0].numel() // self._leaves[self.called.main].numbers
 
 
-def _on_the_device_of_its_input(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """What a module returns, on the device of the first tensor it was given."""
-    given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-    if given is None:
-        return output
-    return tree_map_only(Tensor, lambda tensor: tensor.to(given.device), output)
+class _DeviceOfInputs:
+    """Where the first tensor lies that a model is called with."""
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None
+
+    def note(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """A hook before the model's forward."""
+        self._device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+    def moved(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """A hook behind a module's: what it returns, there."""
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), output)
 
 
 def _filled(size: tuple[int, ...], kind: str, device: torch.device | str, dtype: torch.dtype) -> Tensor:

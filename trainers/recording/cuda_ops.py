@@ -117,22 +117,19 @@ MASK_ALIGNMENT = 8
 """Elements that rows of a mask are padded to (mem_eff_alignment in ATen/native/transformers/attention.cpp)."""
 
 
-def _mask_of_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a boolean mask becomes. The two numbers that it is made of are gone before attention begins."""
+def _mask_of_numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What a mask becomes beside queries of a dtype: a boolean one numbers. The two that it is made of are gone before
+    attention begins. Raises a RuntimeError for one of another dtype, as torch does (attention.cpp,
+    validate_sdpa_input)."""
+    if mask is None or mask.dtype in (torch.float32, dtype):
+        return mask
+    if mask.dtype != torch.bool:
+        raise RuntimeError(f"attention takes no mask of {mask.dtype} with queries of {dtype}")
     kept, blocked = (torch.full((), number, dtype=dtype, device=mask.device) for number in (0.0, -math.inf))
     return torch.where(mask, kept, blocked)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+class Attention:
     """``scaled_dot_product_attention`` as CUDA runs it: flash without a mask, memory-efficient with one or in fp32.
 
     Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the
@@ -140,42 +137,74 @@ def attention(
     and newer: ATen/native/transformers/attention.cpp, convert_boolean_attn_mask). For memory-efficient attention a
     mask whose rows are not a multiple of 8 elements is then copied into padded rows (pad_bias), and the copy is what is
     saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows. cuDNN takes
-    it as it is, see `planner.layout.attention_kernel`. Fewer heads of keys than of queries are taken by flash alone
-    (check_batch_size_and_num_heads_dense in sdp_utils_cpp.h); what it does not take goes the plain way, as does what
-    has no axis of heads (check_tensor_shapes, likewise). Of heads whose size is no multiple of 16 bytes flash takes
-    padded copies (attention.cpp, pad_last_dim), and memory-efficient attention none at all (sdp_utils.cpp,
+    it as it is, see `planner.layout.attention_kernel`. Fewer heads of keys than of queries are taken by flash and cuDNN
+    alone (check_batch_size_and_num_heads_dense in sdp_utils_cpp.h), and with a mask by cuDNN alone: it runs where torch
+    puts it first, which is what is recorded with ``cudnn``, and elsewhere the plain way, as does what has no axis of
+    heads (check_tensor_shapes, likewise). Of heads whose size is no multiple of 16 bytes flash takes padded copies
+    (attention.cpp, pad_last_dim), and memory-efficient attention none at all (sdp_utils.cpp,
     check_head_dim_size_mem_efficient).
     """
-    plain: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_attention_math
-    if query.dim() != 4:
-        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    size, aligned = query.shape[-1], 16 // query.element_size()
-    left_over = size % aligned
-    if attn_mask is None and half and size <= 256:
-        flash: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention
-        if not left_over:
-            return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        padded = [torch.constant_pad_nd(each, [0, aligned - left_over]) for each in (query, key, value)]
-        return flash(*padded, dropout_p, is_causal, scale=size**-0.5 if scale is None else scale)[0][..., :size]
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
-    if attn_mask is not None:
-        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):  # validate_sdpa_input in attention.cpp
-            raise RuntimeError(f"attention takes no mask of {attn_mask.dtype} with queries of {query.dtype}")
-        if attn_mask.dtype == torch.bool:
-            attn_mask = _mask_of_numbers(attn_mask, query.dtype)
-    if left_over:
-        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-    if attn_mask is not None:
-        length = key.shape[2]
-        if attn_mask.shape[-2] > 1 and length % MASK_ALIGNMENT:
-            attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]
-        attn_mask = attn_mask.expand(*query.shape[:3], length)
-    saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
-    efficient: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_efficient_attention
-    outputs = efficient(query, key, value, attn_mask, saves_logsumexp, dropout_p, is_causal, scale=scale)
-    return outputs[0]
+
+    def __init__(self, cudnn: bool = False) -> None:
+        self.cudnn = cudnn
+        self.differs_by_card = False
+        """whether there was a call that cuDNN takes in 16 bits, and that elsewhere goes the plain way"""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        plain: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_attention_math
+        if query.dim() != 4:
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        size, aligned = query.shape[-1], 16 // query.element_size()
+        left_over = size % aligned
+        if attn_mask is None and half and size <= 256:
+            return _flash(query, key, value, dropout_p, is_causal, scale, aligned)
+        if enable_gqa and key.shape[1] != query.shape[1]:
+            taken = attn_mask is not None and key.shape[2] > 1 and size % 8 == 0 and size <= CUDNN_HEAD_SIZE
+            self.differs_by_card |= taken
+            if not (taken and half and self.cudnn):
+                return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
+        attn_mask = _mask_of_numbers(attn_mask, query.dtype)
+        saves = query.requires_grad or key.requires_grad or value.requires_grad
+        if key.shape[1] != query.shape[1]:
+            cudnn: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_cudnn_attention
+            return cudnn(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
+        if left_over:
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+        if attn_mask is not None:
+            length = key.shape[2]
+            if attn_mask.shape[-2] > 1 and length % MASK_ALIGNMENT:
+                attn_mask = torch.constant_pad_nd(attn_mask, [0, -length % MASK_ALIGNMENT])[..., :length]
+            attn_mask = attn_mask.expand(*query.shape[:3], length)
+        efficient: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
+
+
+CUDNN_HEAD_SIZE = 128
+"""The largest head that cuDNN's attention takes on every card; on Hopper alone it takes up to 256 (ATen/native/
+transformers/cuda/sdp_utils.cpp, check_cudnn_tensor_shapes)."""
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None, aligned: int
+) -> Tensor:
+    """Flash attention, of heads that are padded where their size is no multiple of ``aligned``."""
+    flash: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention
+    size = query.shape[-1]
+    if not size % aligned:
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    padded = [torch.constant_pad_nd(each, [0, -size % aligned]) for each in (query, key, value)]
+    return flash(*padded, dropout_p, is_causal, scale=size**-0.5 if scale is None else scale)[0][..., :size]
 
 
 class FusedRmsNorm(torch.autograd.Function):
@@ -224,16 +253,17 @@ def group_norm(
 
 @contextlib.contextmanager
 def cuda_semantics(
-    fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True, real_strides: bool = True
-) -> Iterator[None]:
-    """While open, CPU tensors take CUDA's path through autocast, attention, dropout, GroupNorm and RMSNorm.
+    fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True, real_strides: bool = True, cudnn: bool = False
+) -> Iterator[Attention]:
+    """While open, CPU tensors take CUDA's path through autocast, attention, dropout, GroupNorm and RMSNorm; yields what
+    attention met. ``cudnn``: where that kernel runs, of an `Attention` that differs by card.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
     what it did before 2.12, where autocast left RMSNorm in the format of its input.
     ``real_strides=False`` leaves the strides of one image's views, and what GroupNorm copies for them, as fake tensors
     have them: so VAEs and text encoders are recorded, whose shipped tapes are older than this.
     """
-    library = torch.library.Library("aten", "IMPL")
+    library, attention = torch.library.Library("aten", "IMPL"), Attention(cudnn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
         install_autocast(library, rms_norm_in_fp32)
@@ -251,7 +281,7 @@ def cuda_semantics(
             token_routing.by_row_numbers(),
             fakes.views_as_eagerly() if real_strides else contextlib.nullcontext(),
         ):
-            yield
+            yield attention
     finally:
         library._destroy()
 
@@ -294,6 +324,14 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
     if query.dtype != torch.float32:
         workspaces.append(("any", (4, batch, heads, rows, _round_up(size, 32))))
     return workspaces
+
+
+def cudnn_backward(args: tuple[Any, ...]) -> list[Workspace]:
+    """cuDNN's attention backward: row sums and a dq accumulator in fp32. Heads that share keys need nothing more
+    (NVIDIA/cudnn-frontend include/cudnn_frontend/node/scaled_dot_product_flash_attention.h: softmax_sum_size and
+    dQ_accum_size, and dK_fullhead, which is virtual)."""
+    batch, heads, rows, size = args[1].shape
+    return [("any", (4, batch, heads, rows)), ("any", (4, batch, heads, rows, size))]
 
 
 def softmax_backward(args: tuple[Any, ...]) -> list[Workspace]:
@@ -342,6 +380,7 @@ class Rounded(int):
 WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "aten._softmax_backward_data": softmax_backward,
     "bitsandbytes.gemm_4bit": gemm_4bit,
 }

@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bitsandbytes import functional
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from planner.catalog.profiles import ModelProfile
 from planner.garbage_collection import without_garbage_collection
 from planner.spec.job import Job, Strategy
+from planner.tape.variants import SampleVariant, StepVariant
 from trainers.families import family
 from trainers.memory import quantise
 from trainers.recording import cuda_ops, fakes
@@ -237,11 +238,21 @@ class Recorder(TorchDispatchMode):
         allocation.rounded = exact, multiple, allocation.nbytes
 
     def label(self, tensor: Tensor, category: str, name: str, place: Place | None = None) -> None:
-        """Sets what an existing allocation holds. The category ``host`` marks what a run on a GPU keeps in host RAM."""
+        """Sets what an existing allocation holds. The category ``host`` marks what a run on a GPU keeps in host RAM.
+
+        Gradients may be parts of one storage, as of biases that a block joins: autograd keeps each as it comes
+        (torch/csrc/autograd/functions/accumulate_grad.h, ``accumulateGrad``). The first has all of its bytes then, and
+        each other one is a gradient of none.
+        """
         number = self._number.get(tensor.untyped_storage()._cdata)
         if number is None:
             return
         allocation = self.recording.allocations[number]
+        if category == "gradient" == allocation.category and allocation.name != name:
+            self.recording.allocations.append(RawAllocation(0, allocation.op, place, self.phase, category, name))
+            self._event_of.append(len(self.recording.events))
+            self._event(len(self.recording.allocations) - 1, self.place)
+            return
         allocation.category, allocation.name = category, name
         if category in ("weight", "optimizer", "gradient", "batch"):
             allocation.place = place
@@ -258,23 +269,40 @@ def _plain(leaves: list[Any]) -> list[Tensor]:
     return tensors
 
 
+class Dispatch(NamedTuple):
+    """What decides, beside its arguments, which operators CUDA runs a call as."""
+
+    older_torch: bool = False
+    """autocast as it was before `planner.tape.variants.RMS_NORM_IN_FP32`"""
+    cudnn: bool = False
+    """the card's attention is cuDNN's, of a model that attends by card (`trainers.recording.cuda_ops.Attention`)"""
+
+    @classmethod
+    def of(cls, variant: StepVariant | SampleVariant) -> Dispatch:
+        """That of a variant of a tape."""
+        return cls(variant.older, variant.cudnn)
+
+
+USUAL = Dispatch()
+
+
 def record_step(
     profile: ModelProfile,
     job: Job,
     strategy: Strategy,
     grid: Mapping[str, int],
     config: dict[str, Any] | None = None,
-    older_torch: bool = False,
+    dispatch: Dispatch = USUAL,
     code: TrainerCode | None = None,
     version: str = "",
 ) -> RawRecording:
     """Records loading (piece ``load``) and one forward and backward (``step``) at the shape of ``grid``.
 
-    ``config`` replaces the published architecture, e.g. by one of fewer blocks. ``older_torch``: autocast as it was
-    before `planner.tape.variants.RMS_NORM_IN_FP32`. ``code``: another trainer's own model and step, of a ``version``.
+    ``config`` replaces the published architecture, e.g. by one of fewer blocks. ``code``: another trainer's own model
+    and step, of a ``version``.
     """
     build = step.build_model if code is None else functools.partial(code.build_model, version=version)
-    with _recording(profile, job, strategy, grid, config, older_torch, build) as (recorder, trainee, places):
+    with _recording(profile, job, strategy, grid, config, dispatch, build) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
         watch_gradients(trainee.trainable, recorder, places)
         watch_casts(trainee.model, recorder, places)
@@ -310,10 +338,10 @@ def record_sample(
     strategy: Strategy,
     grid: Mapping[str, int],
     config: dict[str, Any] | None = None,
-    older_torch: bool = False,
+    dispatch: Dispatch = USUAL,
 ) -> RawRecording:
     """Records loading and one forward without gradients (``denoise``), as sampling calls it at every noise level."""
-    with _recording(profile, job, strategy, grid, config, older_torch) as (recorder, trainee, places):
+    with _recording(profile, job, strategy, grid, config, dispatch) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
         kind = family(profile)
         recorder.adds_masks_up = kind.adds_masks_up
@@ -369,7 +397,7 @@ def _recording(
     strategy: Strategy,
     grid: Mapping[str, int],
     config: dict[str, Any] | None,
-    older_torch: bool = False,
+    dispatch: Dispatch = USUAL,
     build: Callable[..., nn.Module] = step.build_model,
 ) -> Iterator[tuple[Recorder, step.Trainee, dict[str, Place]]]:
     """A loaded model of fake tensors, with the recorder on."""
@@ -379,8 +407,9 @@ def _recording(
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers, tables and noise schedules are real
     gc.collect()
+    semantics = cuda_ops.cuda_semantics(rms_norm_in_fp32=not dispatch.older_torch, cudnn=dispatch.cudnn)
     # Frees must come from reference counts, not from a collection that runs at a random moment.
-    with without_garbage_collection(), cuda_ops.cuda_semantics(rms_norm_in_fp32=not older_torch), fake:
+    with without_garbage_collection(), semantics, fake:
         lists = [stack.list for stack in profile.stacks]
         partial = strategy.checkpointed_blocks if strategy.gradient_checkpointing == "partial" else None
         recorder.recording.runs, places = find_runs(model, lists, partial)

@@ -31,7 +31,7 @@ from trainers.recording.components import short_tape, vae_tape
 from trainers.recording.compress import Header, compress
 from trainers.recording.cuda_ops import MASK_ALIGNMENT
 from trainers.recording.encoders import text_tape
-from trainers.recording.recorder import RawRecording, record_optimizer, record_sample, record_step
+from trainers.recording.recorder import Dispatch, RawRecording, record_optimizer, record_sample, record_step
 from trainers.recording.trainer_code import check_out
 from trainers.step import step
 
@@ -158,7 +158,7 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
     code = check_out(trainer) if trainer else None
     whole = variant.method == "full" and profile.traits.layer_beside_each_block
     config = dict(profile.config) if whole else shallow_config(profile)
-    recording = record_step(profile, job, strategy, grid, config, variant.older, code, trainer_version)
+    recording = record_step(profile, job, strategy, grid, config, Dispatch.of(variant), code, trainer_version)
     origin = {} if code is None else {f"https://github.com/{code.REPOSITORY}": code.COMMIT}
     return tape_of(profile, variant.name, recording, grid, sums, regime, origin)
 
@@ -168,7 +168,7 @@ def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
     job, strategy = variant.records(profile)
     batches = profile.shape.batches
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else 2 if batches else None)
-    recording = record_sample(profile, job, strategy, grid, shallow_config(profile), variant.older)
+    recording = record_sample(profile, job, strategy, grid, shallow_config(profile), Dispatch.of(variant))
     return tape_of(profile, variant.name, recording, grid, sums, regime)
 
 

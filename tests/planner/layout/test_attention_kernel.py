@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from planner.catalog import shapes
+from planner.catalog import lookup, shapes
+from planner.errors import NotEstimatedError
 from planner.layout.attention_kernel import (
     copies_of_shared_masks,
     keep_shared_masks,
     round_all_rows,
     take_rows_as_they_are,
 )
-from planner.layout.inputs import load_facts
+from planner.layout.inputs import Library, load_facts
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.tape.format import Monomial
+from planner.tape.format import Monomial, Tape
 from planner.tape.program import Moment, Program, Stage
+from planner.tape.variants import StepVariant
 
 HEADS, HEAD_SIZE = 24, 128
 """Of FLUX.1's attention."""
@@ -98,3 +100,52 @@ def test_a_mask_that_attention_makes_is_no_shared_one() -> None:
     attention = "_scaled_dot_product_efficient_attention"
     assert copies_of_shared_masks(["where", "constant_pad_nd", attention, "add", "constant_pad_nd", attention]) == [4]
     assert copies_of_shared_masks(["add", "constant_pad_nd", "_scaled_dot_product_flash_attention"]) == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "attention", "ending"),
+    [("h100-80gb", "sdpa", "-cudnn"), ("rtx-4090", "sdpa", ""), ("rtx-4090", "cudnn", "-cudnn")],
+)
+def test_a_model_that_attends_by_card_is_answered_by_the_recording_of_the_cards_way(
+    gpu: str, attention: str, ending: str
+) -> None:
+    """No bundled model does: one is taken for such."""
+    usual = lookup.model("wan2.1-t2v-1.3b")
+    by_card = usual.replace(traits=usual.traits.replace(attends_by_card=True))
+    asked = Strategy(attention=attention, validation_mode="off")
+    configuration = Configuration.of(shapes.job_for(usual, {}), asked, Machine(gpu=gpu))
+    wanted, library = StepVariant.of(usual, configuration.job, configuration.strategy, 1).name, _Names()
+    load_facts(configuration, by_card, library=library)
+    assert library.asked[0] == f"{wanted}{ending}"
+
+
+def test_one_library_keeps_both_ways_apart() -> None:
+    usual = lookup.model("wan2.1-t2v-1.3b")
+    by_card = usual.replace(traits=usual.traits.replace(attends_by_card=True))
+    library = _Names()
+    for gpu in ("h100-80gb", "rtx-4090", "h100-80gb"):
+        configuration = Configuration.of(shapes.job_for(usual, {}), Strategy(validation_mode="off"), Machine(gpu=gpu))
+        load_facts(configuration, by_card, library=library)
+    steps = [name for name in library.asked if name.startswith("step")]
+    assert [name.endswith("-cudnn") for name in steps] == [True, False]
+
+
+@pytest.mark.parametrize("attention", ["flash", "efficient"])
+def test_kernels_that_take_no_grouped_mask_are_refused(attention: str) -> None:
+    usual = lookup.model("wan2.1-t2v-1.3b")
+    by_card = usual.replace(traits=usual.traits.replace(attends_by_card=True))
+    configuration = Configuration.of(shapes.job_for(usual, {}), Strategy(attention=attention), Machine(gpu="h100-80gb"))
+    with pytest.raises(NotEstimatedError, match="fewer heads of keys than of queries"):
+        load_facts(configuration, by_card)
+
+
+class _Names(Library):
+    """A library that notes which recordings it is asked for, and gives the usual ones for those of cuDNN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def tapes(self, model: str, *variants: str) -> list[Tape]:
+        self.asked += variants
+        return super().tapes(model, *(variant.removesuffix("-cudnn") for variant in variants))

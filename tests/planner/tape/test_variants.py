@@ -8,7 +8,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.errors import NotRecordedError
 from planner.spec.job import Strategy
-from planner.tape.variants import SampleVariant, StepVariant
+from planner.tape.variants import PLAIN_FP32, SampleVariant, StepVariant
 
 
 def variant(name: str, batch: int) -> StepVariant:
@@ -74,6 +74,23 @@ def test_a_recording_is_of_the_batch_its_name_says() -> None:
         for known in StepVariant.all(profile):
             assert known.samples is None or known.samples in profile.shape.batches
             assert not (known.one_sample and known.samples)
+
+
+def test_a_model_that_attends_by_card_has_two_recordings_of_each_kind_in_16_bits() -> None:
+    usual = lookup.model("wan2.1-t2v-1.3b")
+    by_card = usual.replace(traits=usual.traits.replace(attends_by_card=True, trained_in_fp32=True))
+    for kind in (StepVariant, SampleVariant):
+        names = [known.name for known in kind.all(by_card)]
+        of_cudnn = [known.name for known in kind.all(by_card) if known.cudnn]
+        in_fp32 = [known.name for known in kind.all(by_card) if known.precision == PLAIN_FP32]
+        assert len(names) == len(set(names)) == 2 * len(of_cudnn) + len(in_fp32)
+        assert all("-cudnn" in name for name in of_cudnn) and not any("-cudnn" in name for name in in_fp32)
+        assert not any(known.cudnn for known in kind.all(usual))
+    strategy, job = Strategy(weights_dtype="bf16"), job_for(usual, {})
+    for kind in (StepVariant, SampleVariant):
+        chosen = [kind.of(profile, job, strategy, 1, cudnn=True) for profile in (by_card, usual)]
+        assert [known.cudnn for known in chosen] == [True, False]
+        assert chosen[0] in list(kind.all(by_card))
 
 
 def test_samples_over_a_quantised_base_are_forwards_over_16_bits() -> None:

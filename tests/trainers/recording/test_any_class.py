@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
@@ -15,11 +16,15 @@ from planner.catalog.diffusers_folder import Source
 from planner.catalog.forward_call import FAMILY, ForwardCall
 from planner.catalog.own_inputs import OwnInputs
 from planner.commands import cli, record
+from planner.commands._shared import own_model
+from planner.layout import inputs
 from planner.tape.codec import tape_json
 from planner.tape.packed_json import write_packed
-from planner.tape.variants import Precision, StepVariant
+from planner.tape.program import Program
+from planner.tape.variants import OptimizerVariant, Precision, StepVariant
 from tests.benchmarks.held_out import Case, directly, from_tape
 from tests.trainers.recording.in_process import InProcess
+from trainers.families import family
 from trainers.recording import tapes
 from trainers.recording.any_class.block_lists import block_lists, stand_for_all
 from trainers.recording.any_class.candidates import Patch, documented, from_words
@@ -41,6 +46,14 @@ SANA = {
 }
 STEP = "step-lora-half-half-none-one"
 UNUSUAL: dict[str, dict[str, Any]] = {
+    "AceStepTransformer1DModel": {  # a mask over fewer heads of keys than of queries
+        "head_dim": 32,
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 2,
+    },
     "BriaFiboTransformer2DModel": {  # a text for each block
         "in_channels": 16,
         "joint_attention_dim": 64,
@@ -48,6 +61,17 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         "num_layers": 3,
         "num_single_layers": 3,
         "text_encoder_dim": 48,
+    },
+    "HunyuanDiT2DModel": {  # biases that are joined before they are used
+        "attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "cross_attention_dim_t5": 64,
+        "hidden_size": 32,
+        "in_channels": 4,
+        "num_attention_heads": 2,
+        "num_layers": 8,
+        "patch_size": 2,
+        "pooled_projection_dim": 32,
     },
     "LTX2VideoTransformer3DModel": {  # gradients of what all blocks are given add up from the third block on
         "attention_head_dim": 32,
@@ -127,6 +151,61 @@ def test_a_class_that_is_called_unusually_is_recorded_as_it_runs(class_name: str
     precision = Precision("half", "half" if method == "lora" else "", False)
     case = by_class(class_name, StepVariant(method, precision, "none", True))
     assert from_tape(case).peak == directly(case)[0].peak
+
+
+def test_attention_that_differs_by_card_is_recorded_as_each_runs_it() -> None:
+    """The math path keeps the scores of every head, where cuDNN keeps a number a row."""
+    variant = StepVariant("lora", Precision("half", "half", True), "none", True)
+    peaks = {}
+    for cudnn in (True, False):
+        case = by_class("AceStepTransformer1DModel", variant._replace(cudnn=cudnn))
+        operators = inputs.tape("mine", case.variant.name).operators
+        assert ("aten._scaled_dot_product_cudnn_attention" in operators) is cudnn
+        peaks[cudnn] = from_tape(case).peak
+        assert peaks[cudnn] == directly(case)[0].peak
+    assert lookup.model("mine").traits.attends_by_card
+    assert peaks[True] < peaks[False]
+    names = set(own_model.first_variants(lookup.model("mine")))
+    steps = {name for name in names if name.startswith(("step-", "sample-"))}
+    assert {name for name in steps if "-cudnn" not in name} == {name.replace("-cudnn", "") for name in steps}
+
+
+def test_biases_that_share_a_gradient_are_freed_by_their_names() -> None:
+    """Of the pooler's attention, which joins three: autograd keeps parts of one tensor (`Recorder.label`)."""
+    precision = Precision("half", "", False)
+    case = by_class("HunyuanDiT2DModel", StepVariant("full", precision, "none", True))
+    assert from_tape(case).peak == directly(case)[0].peak
+    profile = lookup.model("mine")
+    step, optimizer = inputs.tape("mine", case.variant.name), OptimizerVariant("full", "half", "adamw", "foreach")
+    program = Program()
+    for piece in ("load", "step"):
+        program.unfold(step, piece)
+    biases = [f"time_extra_emb.pooler.{layer}_proj.bias" for layer in "qkv"]
+    sizes = program.bytes_of(case.shape)
+    assert sorted(sizes[program.named["gradient"][name]] for name in biases) == [0, 0, 3 * 2 * 64]
+    program.unfold(tapes.optimizer_tape(profile, optimizer), "optimizer_first")
+
+
+def test_noise_levels_from_0_to_1_are_no_whole_numbers_where_steps_are_drawn() -> None:
+    """Stable Cascade's prior, trained on noise: its layers multiply an embedding in the dtype of its level."""
+    config = {
+        "block_out_channels": [64, 64],
+        "clip_image_in_channels": 32,
+        "clip_text_in_channels": 48,
+        "clip_text_pooled_in_channels": 48,
+        "conditioning_dim": 64,
+        "down_num_layers_per_block": [1, 1],
+        "num_attention_heads": [2, 2],
+        "up_num_layers_per_block": [1, 1],
+    }
+    source = Source("/nowhere/config.json", "mine", "StableCascadeUNet", config)
+    profile = derive(source, "mine", OwnInputs()).profile
+    assert profile.training.objective == "epsilon"
+    kind = family(profile)
+    batch = kind.batch({"B": 50, "F": 1, "H": 2, "W": 2, "T": 3}, "cpu", torch.bfloat16)
+    levels = kind.inputs_and_target(batch)[0]["timestep_ratio"]
+    assert levels.dtype == torch.bfloat16 and levels.shape == (50,)
+    assert 0 <= levels.min() < levels.max() <= 1
 
 
 def test_lengths_that_are_filled_up_are_counted_in_units() -> None:

@@ -172,7 +172,7 @@ def test_a_weight_is_cast_once_per_autocast_context() -> None:
     assert seen.count("_to_copy") == 1
 
 
-def operators_of(call: object) -> list[str]:
+def operators_of(call: object, cudnn: bool = False) -> list[str]:
     seen: list[str] = []
 
     class Log(torch.utils._python_dispatch.TorchDispatchMode):
@@ -180,16 +180,18 @@ def operators_of(call: object) -> list[str]:
             seen.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    with FakeTensorMode(), cuda_semantics(), Log():
+    with FakeTensorMode(), cuda_semantics(cudnn=cudnn), Log():
         call()
     return seen
 
 
-def attend(dtype: torch.dtype, size: int = 64, mask: bool = False) -> object:
+def attend(dtype: torch.dtype, size: int = 64, mask: bool = False, key_heads: int = 4) -> object:
     def call() -> None:
         query = torch.empty(2, 4, 16, size, dtype=dtype, requires_grad=True)
+        key = query if key_heads == 4 else torch.empty(2, key_heads, 16, size, dtype=dtype, requires_grad=True)
         bias = torch.ones(2, 1, 16, 16, dtype=torch.bool) if mask else None
-        torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=bias).sum().backward()
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, key, bias, enable_gqa=key is not query)
+        attended.sum().backward()
 
     return call
 
@@ -220,6 +222,39 @@ def test_heads_that_are_no_multiple_of_16_bytes_are_padded_for_flash_and_go_the_
     seen = operators_of(attend(HALF, 5, mask=True))
     assert "bmm" in seen and not any("scaled_dot" in name for name in seen)
     assert "constant_pad_nd" not in operators_of(attend(HALF, 40))
+
+
+@pytest.mark.parametrize(
+    ("call", "cudnn", "kernel"),
+    [
+        (attend(HALF, mask=True, key_heads=2), True, "cudnn"),
+        (attend(HALF, mask=True, key_heads=2), False, "math"),
+        (attend(FLOAT, mask=True, key_heads=2), True, "math"),  # cuDNN takes 16 bits alone
+        (attend(HALF, 136, mask=True, key_heads=2), True, "math"),  # and on every card no wider head than 128
+        (attend(HALF, mask=True), True, "efficient"),  # whose tape holds for cuDNN too
+        (attend(HALF, key_heads=2), True, "flash"),  # likewise
+    ],
+)
+def test_a_mask_and_fewer_heads_of_keys_are_cudnns_or_go_the_plain_way(call: object, cudnn: bool, kernel: str) -> None:
+    seen = operators_of(call, cudnn)
+    fused = {name.removeprefix("_scaled_dot_product_") for name in seen if "scaled_dot" in name}
+    assert fused == (set() if kernel == "math" else {f"{kernel}_attention", f"{kernel}_attention_backward"})
+    assert ("bmm" in seen) is (kernel == "math")
+
+
+@pytest.mark.parametrize(
+    ("call", "differs"),
+    [
+        (attend(FLOAT, mask=True, key_heads=2), True),
+        (attend(HALF, mask=True), False),
+        (attend(HALF, key_heads=2), False),
+    ],
+)
+def test_what_differs_by_card_is_seen(call, differs: bool) -> None:
+    """In fp32 too, as dry runs are."""
+    with FakeTensorMode(), cuda_semantics() as attention:
+        call()
+    assert attention.differs_by_card is differs
 
 
 def test_attention_without_an_axis_of_heads_goes_the_plain_way() -> None:
@@ -327,6 +362,14 @@ def test_efficient_backward_accumulates_dq_only_when_inputs_are_not_fp32(dtype: 
     query = torch.empty(2, 4, 130, 72, dtype=dtype, device="meta")
     found = workspaces("aten._scaled_dot_product_efficient_attention_backward", (None, query))
     assert [torch.Size(dims).numel() for _, dims in found] == [4 * 2 * 4 * 130, 4 * 2 * 4 * 130 * 96][:count]
+
+
+def test_cudnn_backward_accumulates_dq_over_its_rows() -> None:
+    """Rounded to nothing, and dk and dv of heads that share keys in no tensors of their own."""
+    query, key = (torch.empty(2, heads, 130, 72, dtype=HALF, device="meta") for heads in (4, 2))
+    found = workspaces("aten._scaled_dot_product_cudnn_attention_backward", (None, query, key))
+    assert [torch.Size(dims).numel() for _, dims in found] == [4 * 2 * 4 * 130, 4 * 2 * 4 * 130 * 72]
+    assert {kernel for kernel, _ in found} == {"any"}
 
 
 def test_softmax_backward_multiplies_gradient_and_output_first() -> None:

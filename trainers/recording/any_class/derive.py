@@ -319,6 +319,7 @@ class _Description:
             "checkpoints": bool(getattr(self.model_class, "_supports_gradient_checkpointing", False)),
             "last_block_apart": any(entry.last_apart and entry.blocks > HEAD + TAIL + 2 for entry in self.lists),
             "rms_norm": "torch" if any(isinstance(part, RMSNorm) for part in self.fake.model.modules()) else "none",
+            "attends_by_card": self.fake.attends_by_card,
             "not_encoded": "the samples of this class",
         }
         return {**call, "traits": Traits.read(traits).to_json()}

@@ -63,6 +63,9 @@ class FakeModel:
         self.allocations = 0
         """made by the latest call"""
 
+        self.attends_by_card = False
+        """whether a call attended in a way that differs by card (`trainers.recording.cuda_ops.Attention`)"""
+
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._environment():
             step.materialise(model, "cpu")
@@ -79,7 +82,7 @@ class FakeModel:
         with (
             warnings.catch_warnings(),
             without_garbage_collection(),
-            cuda_ops.cuda_semantics(rms_norm_in_fp32=True),
+            cuda_ops.cuda_semantics(rms_norm_in_fp32=True) as attention,
             self._mode,
             Recorder() as recorder,
         ):
@@ -91,6 +94,7 @@ class FakeModel:
             finally:
                 logger.setLevel(level)
                 self.allocations = len(recorder.recording.allocations)
+                self.attends_by_card |= attention.differs_by_card
 
     def call(self, arguments: Mapping[str, Any], grid: Mapping[str, int]) -> tuple[Any, ...] | Complaint:
         """What the model returns for arguments as `planner.catalog.forward_inputs` describes them; a Complaint where it
