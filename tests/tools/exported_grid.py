@@ -10,6 +10,7 @@ Each row is a model, a strategy and a target, with one outcome:
   reserved bytes
 - `bounded`: nothing is recorded of exactly this plan, so the export has no price; `check` prices what needs no less,
   and says so
+- `unpriced`: of that plan nothing is estimated, by the export and by `check` alike
 - `refused`: by name
 - `unread`: nothing reads that target's files (accelerate's configs, slurm)
 - and the faults: `flags` (an option or value that the trainer does not take), `unreadable` (`check` refuses the files),
@@ -33,7 +34,7 @@ from planner import dialects
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.dialects.base.script import from_file
-from planner.errors import VplanError
+from planner.errors import NotEstimatedError, VplanError
 from planner.foreign.case import Case, settle
 from planner.foreign.check import check_case
 from planner.foreign.export import Exported, export, targets
@@ -92,6 +93,7 @@ def outcome(exported: Exported, start: Path) -> tuple[str, str]:
     reader = dialects.all_dialects().get(exported.trainer)
     if reader is None or reader.read_script is None:
         return "unread", ""
+    before = exported.plan.estimate
     try:
         dialect, invocation = dialects.read_script(from_file(start))
         if not dialect.name.startswith(exported.trainer):
@@ -100,9 +102,10 @@ def outcome(exported: Exported, start: Path) -> tuple[str, str]:
             return "flags", ", ".join(odd)
         case = settle(dialect, invocation, {}, dict(MACHINE))
         after = check_case(case, search=False).outcome.estimate
+    except NotEstimatedError as error:
+        return ("unreadable" if before else "unpriced"), error.message
     except VplanError as error:
         return "unreadable", error.message
-    before = exported.plan.estimate
     if before is None:
         named = [note for note in case.notes if "is not recorded: estimated with" in note]
         return ("bounded", named[0]) if named else ("other", "not recorded when exported, priced when read")
@@ -148,7 +151,7 @@ def questions(models: tuple[str, ...], names: tuple[str, ...]) -> Iterator[tuple
 
 def summary(rows: list[dict[str, str]]) -> str:
     """The table by target, and every fault once."""
-    kinds = ("same", "bounded", "unread", "refused", *FAULTS)
+    kinds = ("same", "bounded", "unpriced", "unread", "refused", *FAULTS)
     lines = [f"| target | asked | {' | '.join(kinds)} |", "|---" * (len(kinds) + 2) + "|"]
     for target in (*sorted({row["target"] for row in rows}), "all"):
         counts = Counter(row["outcome"] for row in rows if target in (row["target"], "all"))

@@ -60,7 +60,7 @@ DIFFSYNTH = Source(
             "",
             "examples/z_image/model_training/train.py examples/ltx2/model_training/train.py "
             "examples/krea2/model_training/train.py examples/stable_diffusion_xl/model_training/train.py "
-            "examples/stable_diffusion/model_training/train.py",
+            "examples/stable_diffusion/model_training/train.py examples/ernie_image/model_training/train.py",
         ),
         Entry(
             "examples/wanvideo/train_wan_t2v.py",

@@ -46,8 +46,9 @@ SOURCES = {
     "musubi-tuner": ("kohya-ss+musubi-tuner", "30c658c4"),
     "sd-scripts": ("kohya-ss+sd-scripts", "48d368fa"),
     "videox-fun": ("aigc-apps+VideoX-Fun", "804a4258"),
+    "accelerate": ("", "installed"),
 }
-"""Target -> clone, and the commit that its record in profiles/trainers was read at."""
+"""Target -> clone, and the commit that its record in profiles/trainers was read at; accelerate is the installed one."""
 
 
 class Accepted(Exception):
@@ -249,7 +250,21 @@ def diffusion_pipe(path: Path, words: list[str]) -> None:
         assert "adapter" in config, "Block swapping only works when training LoRA"
 
 
+def accelerate(_path: Path, _words: list[str]) -> None:
+    """The config and the command as `accelerate launch` takes them, up to the start of the script."""
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    ClusterConfig.from_yaml_file("accelerate.yaml")
+    words = ["--config_file", "accelerate.yaml", "train.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if args.use_deepspeed:
+        HfDeepSpeedConfig(args.deepspeed_config_file)
+
+
 RUNNERS: dict[str, Callable[[Path, list[str]], None]] = {
+    "accelerate": accelerate,
     "ai-toolkit": ai_toolkit,
     "diffusion-pipe": diffusion_pipe,
     "easyanimate": by_function,
@@ -289,9 +304,12 @@ def child(trainer: str, root: Path) -> None:
     sys.path[:0] = [str(root), str(root / "src")]
     sys.meta_path.append(StandIn(root))
     answers = sys.stdout
+    if trainer == "ai-toolkit":
+        with contextlib.suppress(Exception), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            importlib.import_module("toolkit.util.get_model").get_all_models()  # once for all
     for line in sys.stdin:
         asked = json.loads(line)
-        if trainer not in ("ai-toolkit", "diffusion-pipe", "easyanimate"):
+        if trainer not in ("accelerate", "ai-toolkit", "diffusion-pipe", "easyanimate"):
             with contextlib.suppress(Exception), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 sys.argv = [asked["script"]]
                 loaded(root / asked["script"])  # once for all; what goes wrong is said below
@@ -303,7 +321,7 @@ def child(trainer: str, root: Path) -> None:
 
 def _said(trainer: str, root: Path, asked: dict[str, Any]) -> str:
     script = root / asked["script"]
-    if not script.is_file():
+    if trainer != "accelerate" and not script.is_file():
         return f"there is no {asked['script']}"
     heard = io.StringIO()
     os.chdir(asked["folder"])
@@ -381,7 +399,8 @@ def main() -> int:
         if not asked:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            tree(options.mirrors, target, Path(folder))
+            if SOURCES[target][0]:
+                tree(options.mirrors, target, Path(folder))
             done = subprocess.run(
                 [*shlex.split(options.python), str(Path(__file__).resolve()), "--child", target, folder],
                 input="\n".join(map(json.dumps, asked)),

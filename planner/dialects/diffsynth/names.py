@@ -73,6 +73,9 @@ REPOSITORIES: dict[str, tuple[str, tuple[str, ...]]] = {
 """Model -> repository and files, the transformer's first (examples/wanvideo/model_training/lora/*.sh)."""
 
 BASE = "dit"
+UNETS = ("stable_diffusion", "stable_diffusion_xl")
+"""Folders of the examples whose base model is called `unet`."""
+
 _VACE_PARTS = ("vace_blocks", "vace_patch_embedding")
 TRAINABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "vace": {"wan2.1-vace-1.3b": _VACE_PARTS, "wan2.1-vace-14b": _VACE_PARTS},

@@ -50,6 +50,7 @@ from planner.dialects.diffsynth.names import (
     SHIPPED,
     SPLIT_COST,
     TRAINABLE,
+    UNETS,
     files_of,
     folder_of,
 )
@@ -248,7 +249,8 @@ def _method(settings: Settings) -> Fields:
     parts = [part.strip() for part in str(settings.get("--trainable_models") or "").split(",") if part.strip()]
     if settings.get("--lora_base_model") or not parts:
         return {"method": "lora", "trainable": ()}
-    if BASE in parts:
+    folder = str(settings.get("script", "")).rpartition("/model_training/")[0].rpartition("/")[2]
+    if ("unet" if folder in UNETS else BASE) in parts:
         return {"method": "full", "trainable": ()}
     model = _profile(settings).name
     unknown = [part for part in parts if model not in TRAINABLE.get(part, {})]

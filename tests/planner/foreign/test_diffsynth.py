@@ -81,3 +81,37 @@ def test_an_export_says_what_its_pipeline_needs(model: str, experts: str | None,
     (text,) = export(plan, "diffsynth", take_nearest=True).files.values()
     for words in wanted:
         assert words in text.replace("\\\n", "\n").replace(" \n", "\n") or words in text
+
+
+IMAGES = """accelerate launch examples/{}/model_training/train.py --max_pixels 1048576 --use_gradient_checkpointing \\
+  --model_id_with_origin_paths "{}" {}
+"""
+QWEN = "Qwen/Qwen-Image:text_encoder/model*.safetensors,Qwen/Qwen-Image:vae/diffusion_pytorch_model.safetensors"
+EDIT = f"FireRedTeam/FireRed-Image-Edit-1.1:transformer/diffusion_pytorch_model*.safetensors,{QWEN}"
+DISTILLED = f"DiffSynth-Studio/Qwen-Image-Distill-Full:diffusion_pytorch_model*.safetensors,{QWEN}"
+SD = "AI-ModelScope/stable-diffusion-v1-5:unet/diffusion_pytorch_model.safetensors"
+ERNIE = "PaddlePaddle/ERNIE-Image:transformer/diffusion_pytorch_model*.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("folder", "files", "words", "read_as"),
+    [
+        ("qwen_image", EDIT, "--lora_base_model dit --extra_inputs edit_image", ("qwen-image-edit", "lora")),
+        ("qwen_image", DISTILLED, "--trainable_models dit", ("qwen-image", "full")),
+        ("stable_diffusion", SD, "--trainable_models unet", ("sd1.5", "full")),
+        ("ernie_image", ERNIE, "--lora_base_model dit --lora_rank 32", ("ernie-image", "lora")),
+    ],
+)
+def test_its_examples_of_image_models_are_read(
+    folder: str, files: str, words: str, read_as: tuple[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.sh").write_text(IMAGES.format(folder, files, words))
+    dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+    job = translate(dialect, given).job
+    assert (dialect.name, given.unknown, job["model"], job["method"]) == ("diffsynth", (), *read_as)
+
+
+def test_unet_is_a_part_beside_the_models_that_have_a_dit(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(IMAGES.format("ernie_image", ERNIE, "--trainable_models unet"))
+    with pytest.raises(VplanError, match="--trainable_models unet: parts beside"):
+        translate(*dialects.read_script(from_file(tmp_path / "train.sh")))
