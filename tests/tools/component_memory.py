@@ -3,12 +3,13 @@
     VPLAN_CUDA_PYTHON=cuda/bin/python python -m tests.tools.component_memory [MODEL...] [--only TEXT] [--record]
         [--sides ROWSxCOLUMNS]
 
-A line for each tape of the models' components: its allocated peak and the virtual GPU's in MiB, weights included, by how
-much it is over in percent; likewise reserved; and how many allocations both make. Shapes are those of `tests.benchmarks.held_out_around`, in latents of ``--sides``. ``--record`` compares what is recorded now,
-not what is shipped. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True holds for both. Half a minute a component.
+A line for each tape of the models' components: its allocated peak and the virtual GPU's in MiB, weights included, by
+how much it is over in percent; likewise reserved; and how many allocations both make. Shapes are those of
+`tests.benchmarks.held_out_around`, in latents of ``--sides``. ``--record`` compares what is recorded now, not what is
+shipped. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True holds for both. Half a minute a component.
 
-The same module runs on the virtual GPU, as ``python -m tests.tools.component_memory --measure OUT.json``: there OUT.json
-has what to measure, and gets the peaks.
+The same module runs on the virtual GPU, as ``python -m tests.tools.component_memory --measure OUT.json``: there
+OUT.json has what to measure, and gets what was.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _mask_of_numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.where(mask, kept, blocked)
 
 
-class Attention:
+class CudaAttention:
     """``scaled_dot_product_attention`` as CUDA runs it: flash without a mask, memory-efficient with one or in fp32.
 
     Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the
@@ -254,14 +254,14 @@ def group_norm(
 @contextlib.contextmanager
 def cuda_semantics(
     fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True, cudnn: bool = False
-) -> Iterator[Attention]:
+) -> Iterator[CudaAttention]:
     """While open, CPU tensors take CUDA's path through autocast, attention, dropout, GroupNorm and RMSNorm; yields what
-    attention met. ``cudnn``: where that kernel runs, of an `Attention` that differs by card.
+    attention met. ``cudnn``: where that kernel runs, of an `CudaAttention` that differs by card.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
     what it did before 2.12, where autocast left RMSNorm in the format of its input.
     """
-    library, attention = torch.library.Library("aten", "IMPL"), Attention(cudnn)
+    library, attention = torch.library.Library("aten", "IMPL"), CudaAttention(cudnn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
         install_autocast(library, rms_norm_in_fp32)

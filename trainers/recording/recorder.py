@@ -272,7 +272,7 @@ class Dispatch(NamedTuple):
     older_torch: bool = False
     """autocast as it was before `planner.tape.variants.RMS_NORM_IN_FP32`"""
     cudnn: bool = False
-    """the card's attention is cuDNN's, of a model that attends by card (`trainers.recording.cuda_ops.Attention`)"""
+    """the card's attention is cuDNN's, of a model that attends by card (`trainers.recording.cuda_ops.CudaAttention`)"""
 
     @classmethod
     def of(cls, variant: StepVariant | SampleVariant) -> Dispatch:
