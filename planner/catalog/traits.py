@@ -172,7 +172,7 @@ class Traits(Record):
     attends_by_card: Flag = False
     """it attends with a mask and with fewer heads of keys than of queries, which of CUDA's kernels cuDNN's alone takes:
     where torch puts that first it runs, and elsewhere the math path, so both are recorded (`trainers.recording`
-    `.cuda_ops.Attention`)"""
+    `.cuda_ops.CudaAttention`)"""
     guidance_in_one_batch: Flag = False
     """its pipeline runs the prompt and the empty prompt as one batch of two (diffusers pipelines); else the model is
     called twice, or was distilled to need it once"""

@@ -80,7 +80,7 @@ def _workspace(run: Run, made: int, summed: Summed) -> int:
     columns, rows = run.sizes[made] // number_bytes, run.sizes[summed.buffer] // run.sizes[made]
     if summed.weight_gradient is not None:
         rows = run.sizes[summed.buffer] * columns // run.sizes[summed.weight_gradient]
-    return column_mean_bytes(rows, columns, run.facts.gpu)
+    return column_mean_bytes(rows, columns, run.facts.gpu, number_bytes)
 
 
 def _is_halved(run: Run, made: int) -> bool:

@@ -210,7 +210,6 @@ def record_component(
     step.cast_weights(model, DTYPES[dtype])
     model.requires_grad_(False).eval()
     recorder = Recorder()
-    recorder.real_strides = False
     recorder.recording.runs, places = find_runs(model, list(module_lists), None)
     exits: list[int] = []
     if worker is not None:
@@ -219,7 +218,7 @@ def record_component(
         worker.register_forward_hook(lambda *_: exits.append(len(recorder.recording.events)))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     gc.collect()
-    with without_garbage_collection(), cuda_ops.cuda_semantics(real_strides=False), fake, recorder, torch.no_grad():
+    with without_garbage_collection(), cuda_ops.cuda_semantics(), fake, recorder, torch.no_grad():
         recorder.piece("load")
         load(model, recorder, places)
         if places:

@@ -129,7 +129,7 @@ def _mask_of_numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.where(mask, kept, blocked)
 
 
-class Attention:
+class CudaAttention:
     """``scaled_dot_product_attention`` as CUDA runs it: flash without a mask, memory-efficient with one or in fp32.
 
     Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the
@@ -253,24 +253,21 @@ def group_norm(
 
 @contextlib.contextmanager
 def cuda_semantics(
-    fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True, real_strides: bool = True, cudnn: bool = False
-) -> Iterator[Attention]:
+    fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True, cudnn: bool = False
+) -> Iterator[CudaAttention]:
     """While open, CPU tensors take CUDA's path through autocast, attention, dropout, GroupNorm and RMSNorm; yields what
-    attention met. ``cudnn``: where that kernel runs, of an `Attention` that differs by card.
+    attention met. ``cudnn``: where that kernel runs, of an `CudaAttention` that differs by card.
 
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
     what it did before 2.12, where autocast left RMSNorm in the format of its input.
-    ``real_strides=False`` leaves the strides of one image's views, and what GroupNorm copies for them, as fake tensors
-    have them: so VAEs and text encoders are recorded, whose shipped tapes are older than this.
     """
-    library, attention = torch.library.Library("aten", "IMPL"), Attention(cudnn)
+    library, attention = torch.library.Library("aten", "IMPL"), CudaAttention(cudnn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
         install_autocast(library, rms_norm_in_fp32)
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         library.impl("dropout", fakes.dropout, "AutogradCPU")
-        if real_strides:
-            library.impl("group_norm", group_norm, "AutogradCPU")
+        library.impl("group_norm", group_norm, "AutogradCPU")
         if fused_rms_norm:
             library.impl("rms_norm", rms_norm, "AutogradCPU")
     try:
@@ -279,7 +276,7 @@ def cuda_semantics(
             fakes.autocast_asked_of_cpu(),
             fakes.autocast_to_fp32(),
             token_routing.by_row_numbers(),
-            fakes.views_as_eagerly() if real_strides else contextlib.nullcontext(),
+            fakes.views_as_eagerly(),
         ):
             yield attention
     finally:
@@ -311,6 +308,18 @@ def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
         (kernel, (4, batch, heads, rounded)),
         (kernel, (4, batch, heads, rounded, _round_up(size, 32))),
     ]
+
+
+def efficient_forward(args: tuple[Any, ...]) -> list[Workspace]:
+    """Memory-efficient attention of heads above 128 in 16 bits: the output once more in fp32, in which parts of it add
+    up (mem_eff_attention/kernel_forward.h, kNeedsOutputAccumulatorBuffer). The middle of most VAEs is one wide head."""
+    query, value = args[0], args[2]
+    batch, heads, rows, _ = query.shape
+    size = value.shape[-1]
+    return [("any", (4, batch, heads, rows, size))] if size > WIDEST_IN_REGISTERS and query.element_size() == 2 else []
+
+
+WIDEST_IN_REGISTERS = 128
 
 
 def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
@@ -379,6 +388,7 @@ class Rounded(int):
 
 WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
+    "aten._scaled_dot_product_efficient_attention": efficient_forward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
     "aten._scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "aten._softmax_backward_data": softmax_backward,

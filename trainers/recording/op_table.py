@@ -118,9 +118,6 @@ KNOWN_SMALL = {
     "for 2048x2048, far from its peak; and in fp32 of fewer heads of keys than of queries",
     "aten._scaled_dot_product_flash_attention": "where queries are too few to fill the card, keys are split and the "
     "parts' outputs kept in fp32 (flash_api.cpp, num_splits_heuristic, out_accum): some MiB, never for a long clip",
-    "aten._scaled_dot_product_efficient_attention": "an fp32 output for heads above 128 (mem_eff_attention/"
-    "kernel_forward.h, kNeedsOutputAccumulatorBuffer): of models with a mask only HunyuanVideo 1.5's VAE has such, of "
-    "1024: 81 MiB for 49 frames of 480x848, where the mask itself is 815 MiB",
 }
 """Operators that take a little more inside on CUDA, and why that is left out of tapes."""
 

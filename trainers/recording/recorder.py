@@ -90,9 +90,6 @@ class Recorder(TorchDispatchMode):
         self.adds_masks_up = False
         """Whether code that reads how many tokens a mask leaves is told it, and not 1."""
 
-        self.real_strides = True
-        """Whether arithmetic of one image and a number has the strides of real tensors."""
-
         self.place: Place | None = None
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
 
@@ -116,7 +113,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
         out = self._uniform.call(func, name, args, kwargs)
-        out = fakes.with_number(func, args, out) if self.real_strides else out
+        out = fakes.with_number(func, args, out)
         if self.adds_masks_up:
             self._uniform.follow_mask(name, args, out)
         self._note(func, name, args, kwargs, out)
@@ -275,7 +272,7 @@ class Dispatch(NamedTuple):
     older_torch: bool = False
     """autocast as it was before `planner.tape.variants.RMS_NORM_IN_FP32`"""
     cudnn: bool = False
-    """the card's attention is cuDNN's, of a model that attends by card (`trainers.recording.cuda_ops.Attention`)"""
+    """the card's attention is cuDNN's, of a model that attends by card (`trainers.recording.cuda_ops.CudaAttention`)"""
 
     @classmethod
     def of(cls, variant: StepVariant | SampleVariant) -> Dispatch:

@@ -18,11 +18,17 @@ WARP = 32
 VALUES_PER_THREAD = (16, 256)
 """At least and at most, where there is a choice."""
 
+INDEXED_BYTES = 2**31
+"""What one kernel reads at most, as it counts in 32 bits (ATen/TensorIterator.cpp, ``can_use_32bit_indexing``)."""
+
 FACTORED = ("adafactor", "came")
 
 
-def column_mean_bytes(rows: int, columns: int, gpu: GpuProfile) -> int:
-    """The workspace of the mean over ``rows`` of a contiguous fp32 matrix, bytes; 0 where no output is split."""
+def column_mean_bytes(rows: int, columns: int, gpu: GpuProfile, number_bytes: int = FP32_BYTES) -> int:
+    """The workspace of the mean over ``rows`` of a contiguous matrix, bytes; 0 where no output is split. One of more
+    than `INDEXED_BYTES` is read in halves of its rows, one after the other."""
+    while rows * columns * number_bytes > INDEXED_BYTES and rows > 1:
+        rows = -(-rows // 2)
     least, most = VALUES_PER_THREAD
     vector = next(size for size in (4, 2, 1) if columns % size == 0)
     threads = BLOCK_THREADS // vector

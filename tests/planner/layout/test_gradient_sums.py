@@ -51,6 +51,14 @@ def test_sums_over_tokens_take_what_a_virtual_gpu_allocated() -> None:
     assert sorted(workspaces(laid_out(weights_dtype="fp32", autocast="bf16"))) == [heads] * 2 + [whole] * 8
 
 
+def test_a_matrix_above_2_gib_is_summed_in_halves() -> None:
+    """8,192 columns of 262,144 rows in 16 bits, as in Stable Cascade's prior: twice 512 MiB, one after the other, on a
+    virtual H200 (torch 2.13)."""
+    h200 = card_lookup.gpu("h200-141gb")
+    assert column_mean_bytes(2**18, 8192, h200, 2) == column_mean_bytes(2**17, 8192, h200, 2) == 512 << 20
+    assert column_mean_bytes(2**18, 8192, h200, 4) == column_mean_bytes(2**16, 8192, h200, 4)
+
+
 def test_sums_over_a_part_of_the_tokens_are_as_long_as_that_part() -> None:
     """A block of CogVideoX-5B at 9 frames of 480x720, text and clip joined in attention and feed-forward (rehearsed
     with torch 2.13): gate, shift and scale of 4,050 tokens of the clip, twice, of which the gates' sums are of 16 bits;

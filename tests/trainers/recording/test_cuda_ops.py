@@ -364,6 +364,13 @@ def test_efficient_backward_accumulates_dq_only_when_inputs_are_not_fp32(dtype: 
     assert [torch.Size(dims).numel() for _, dims in found] == [4 * 2 * 4 * 130, 4 * 2 * 4 * 130 * 96][:count]
 
 
+@pytest.mark.parametrize(("dtype", "size", "count"), [(HALF, 384, 1), (HALF, 128, 0), (FLOAT, 384, 0)])
+def test_efficient_attention_adds_up_wide_heads_in_fp32(dtype: torch.dtype, size: int, count: int) -> None:
+    query = torch.empty(2, 1, 130, size, dtype=dtype, device="meta")
+    found = workspaces("aten._scaled_dot_product_efficient_attention", (query, query, query))
+    assert found == [("any", (4, 2, 1, 130, size))] * count
+
+
 def test_cudnn_backward_accumulates_dq_over_its_rows() -> None:
     """Rounded to nothing, and dk and dv of heads that share keys in no tensors of their own."""
     query, key = (torch.empty(2, heads, 130, 72, dtype=HALF, device="meta") for heads in (4, 2))

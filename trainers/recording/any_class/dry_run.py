@@ -64,7 +64,7 @@ class FakeModel:
         """made by the latest call"""
 
         self.attends_by_card = False
-        """whether a call attended in a way that differs by card (`trainers.recording.cuda_ops.Attention`)"""
+        """whether a call attended in a way that differs by card (`trainers.recording.cuda_ops.CudaAttention`)"""
 
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._environment():
