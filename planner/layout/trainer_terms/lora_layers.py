@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
+from planner.garbage_collection import recording_cache
 from planner.layout.inputs import load_facts, parameters
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
@@ -177,7 +177,7 @@ def _adapted_sizes(run: Run, of_blocks: bool) -> int:
     return _sizes_in_16_bits(configuration, tuple(run.grid.items()), of_blocks)
 
 
-@functools.lru_cache(maxsize=64)
+@recording_cache(maxsize=64)
 def _sizes_in_16_bits(configuration: Configuration, shape: tuple[tuple[str, int], ...], of_blocks: bool) -> int:
     recorded = recorded_step(configuration, load_facts(configuration))
     table, sizes = parameters(recorded.facts.model.name), recorded.program.bytes_of(dict(shape))
@@ -263,7 +263,7 @@ def _keep_beside(run: Run, stage: Stage, nbytes: int) -> None:
     run.free(stage, kept)
 
 
-@functools.lru_cache(maxsize=64)
+@recording_cache(maxsize=64)
 def _step(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> _Step:
     recordings = load_facts(configuration)
     run = recorded_step(configuration, recordings)
