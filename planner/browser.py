@@ -30,7 +30,7 @@ from planner.errors import VplanError
 from planner.foreign.export import export
 from planner.foreign.oom_cause import render
 from planner.foreign.trainer_search import trainer_of
-from planner.garbage_collection import without_garbage_collection
+from planner.garbage_collection import forget_recordings, without_garbage_collection
 from planner.schema import Record
 from planner.spec.plan import Estimate, Plan
 from planner.spec.wording import ways
@@ -108,11 +108,23 @@ def tapes_of(question: str) -> str:
     return PageQuestion.read(json.loads(question)).tapes_of()
 
 
+_answered_about = ""
+"""The model of the last question: what is kept of its recordings is of use for the next one about it alone."""
+
+
 def answers(question: str) -> Iterator[str]:
     """The answers to a `PageQuestion`, the last one complete: of a command, first the verdict, for changes that make it
     fit take longer. Each is JSON: `command` (to type), `code` (its exit code), `json` (what it prints with --json, to
-    the letter), `shown` (what the page shows) and `more`, whether another one follows."""
+    the letter), `shown` (what the page shows) and `more`, whether another one follows.
+
+    Of each model in turn all is forgotten that was read about the one before: from 2 GiB of memory on, which some 90
+    models and cards took together, Pyodide hands over strings from the wrong place.
+    """
+    global _answered_about
     asked = PageQuestion.read(json.loads(question))
+    if (model := asked.tapes_of()) and model != _answered_about:
+        forget_recordings()
+        _answered_about = model
     words = asked.words()
     if asked.paste.strip():
         asked._kept()

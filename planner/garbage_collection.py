@@ -1,10 +1,39 @@
-"""Python's garbage collector, out of the way of work that makes many objects and no cycles."""
+"""Memory of a process that answers: Python's garbage collector, out of the way of work that makes many objects and no
+cycles; and what is kept of recordings for the next question about the same model."""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_recording_caches: list[Any] = []
+"""The `functools.lru_cache` of every function that `recording_cache` wraps"""
+
+
+def recording_cache(maxsize: int) -> Callable[[Function], Function]:
+    """`functools.lru_cache` for what is made of recordings, which `forget_recordings` can empty. Of ``maxsize`` results
+    the newest are kept; some take 10 MB."""
+
+    def wrap(function: Function) -> Function:
+        cached: Any = functools.lru_cache(maxsize)(function)
+        _recording_caches.append(cached)
+        wrapped: Function = cached
+        return wrapped
+
+    return wrap
+
+
+def forget_recordings() -> None:
+    """Empties every `recording_cache`: tapes, and what was made of them, and collects what searches left in cycles. A
+    process that is asked about one model after another would hold some 50 MB of each."""
+    for cached in _recording_caches:
+        cached.cache_clear()
+    gc.collect()
 
 
 @contextmanager

@@ -86,10 +86,13 @@ def counted(what: str, total: int) -> Iterator[Callable[[T], T]]:
 
     Drawn by this thread alone, so that work can be forked meanwhile.
     """
+    errors = console(stderr=True)
+    if not errors.is_terminal:
+        yield lambda part: part
+        return
     from rich.progress import Progress
 
-    errors = console(stderr=True)
-    with Progress(console=errors, transient=True, auto_refresh=False, disable=not errors.is_terminal) as bar:
+    with Progress(console=errors, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(what, total=total)
 
         def done(part: T) -> T:

@@ -43,6 +43,17 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True)
 
+    __slots__ = ("_hash",)
+
+    def __hash__(self) -> int:
+        """Of its fields, worked out once: a search looks strategies up a hundred thousand times."""
+        try:
+            known: int = object.__getattribute__(self, "_hash")
+        except AttributeError:
+            known = hash((type(self), *self.__dict__.values()))
+            object.__setattr__(self, "_hash", known)
+        return known
+
     @classmethod
     def read(cls, data: Mapping[str, Any], where: str = "") -> Self:
         """The record of `data`, or a VplanError naming the first fault; `where` opens its message (a file's name)."""

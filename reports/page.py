@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -109,11 +110,17 @@ def check_name(path: str | Path) -> None:
         raise VplanError(f"the report {quoted(str(path))} is no .html file", "name one, as report.html")
 
 
-def prepare() -> None:
-    """Compiles the templates, which takes longer than filling them in; for a process that waits for a page's data
-    anyway."""
-    for name in _environment().list_templates(extensions=["css", "html"]):
-        _environment().get_template(name)
+def prepare(name: str = Page.template) -> None:
+    """Compiles a template and all that it refers to, which takes longer than filling them in; for a process that waits
+    for a page's data anyway."""
+    environment = _environment()
+    found, waiting = set[str](), ["style.css", name]
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            environment.get_template(name)
+            text = (TEMPLATES / name).read_text(encoding="utf-8")
+            waiting += re.findall(r'\{% (?:extends|include|import) "([^"]+)"', text)
 
 
 @functools.cache

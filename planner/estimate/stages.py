@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from planner.allocator.caching import Replayed
 from planner.allocator.implementation import CachingAllocator
-from planner.garbage_collection import without_garbage_collection
+from planner.garbage_collection import recording_cache, without_garbage_collection
 from planner.layout.encoders_vae import ComponentPass, lay_out_encoding
 from planner.layout.phases import Encoding, encoding_runs, encodings
 from planner.layout.run import Run
@@ -109,7 +108,7 @@ def replay_encoding(encoding: Encoding, expandable: bool, capacity_bytes: int | 
     return _replay_alone(encoding.components, encoding.workspace_bytes, encoding.workspaces, expandable, capacity_bytes)
 
 
-@functools.lru_cache(maxsize=1024)
+@recording_cache(maxsize=1024)
 def _replay_alone(
     components: tuple[ComponentPass, ...], workspace_bytes: int, workspaces: int, expandable: bool, capacity: int | None
 ) -> Replayed:

@@ -5,11 +5,11 @@ FLOPs and bytes are exact sums over the recorded operators; `planner.estimate.ro
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from planner.garbage_collection import recording_cache
 from planner.layout import attention_kernel
 from planner.layout.encoders_vae import ComponentPass, encoders
 from planner.layout.run import Run, main_piece
@@ -136,7 +136,7 @@ def component_work(component: ComponentPass) -> dict[Kind, Work]:
     return {kind: Work(round(times * amount.flops), round(times * amount.nbytes)) for kind, amount in found.items()}
 
 
-@functools.lru_cache(maxsize=64)
+@recording_cache(maxsize=64)
 def _component_terms(tape: Tape, piece: str, counts: tuple[int, ...] | None) -> dict[SizeTerm, Work]:
     return symbolic_work(tape, piece, counts)
 
@@ -152,7 +152,7 @@ def recomputed_launches(run: Run) -> int:
     return round(share * sum(amount.flops for (kind, _), amount in found.items() if kind == KERNELS))
 
 
-@functools.lru_cache(maxsize=256)
+@recording_cache(maxsize=256)
 def _forward_of_blocks(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
     return symbolic_work(tape, piece, only=lambda block: block is not None, passes="forward")
 
@@ -256,7 +256,7 @@ def optimizer_work_of(
     }
 
 
-@functools.lru_cache(maxsize=256)
+@recording_cache(maxsize=256)
 def _recorded_work(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
     """Of the blocks that were recorded. A search asks for the same ones again and again."""
     return symbolic_work(tape, piece, [run.recorded for run in tape.runs])

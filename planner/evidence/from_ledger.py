@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,15 +74,15 @@ def _newest(model: str, gpu: GpuProfile) -> list[ProbeRow]:
     found: list[ProbeRow] = []
     for path in paths:
         if len(found) < NEWEST and path.exists():
-            found += _read(path, path.stat().st_mtime_ns, model, gpu, here().torch)
+            found += _read(path, path.stat().st_mtime_ns, model, gpu, here)
     return found[:NEWEST][::-1]
 
 
 @functools.lru_cache(maxsize=256)
 def _read(
-    path: Path, written_ns: int, model: str, gpu: GpuProfile, installed_torch: str | None
+    path: Path, written_ns: int, model: str, gpu: GpuProfile, installed: Callable[[], Here]
 ) -> tuple[ProbeRow, ...]:
-    """The newest first."""
+    """The newest first. ``installed``: as `here`, which is asked only where a row is of this model on this card."""
 
     @functools.cache
     def is_of(card: str, planned: str | None, is_capped: bool) -> bool:
@@ -97,10 +97,10 @@ def _read(
             and env.get("gpu") != "cpu"
             and "config" not in details
             and isinstance(torch, str)
-            and _minor(installed_torch or torch) == _minor(torch)
             and isinstance(card, str)
             and isinstance(planned, str | None)
             and is_of(card, planned, data.get("capped_bytes") is not None)
+            and _minor(installed().torch or torch) == _minor(torch)
         )
 
     return tuple(itertools.islice(Ledger(path).newest(OURS, model, wanted=wanted), NEWEST))

@@ -10,12 +10,12 @@ with checkpointing, else of all.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from planner.errors import VplanError
+from planner.garbage_collection import recording_cache
 from planner.layout.inputs import load_facts, parameters
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run
@@ -76,7 +76,7 @@ def linear_layers(run: Run) -> dict[str, LinearLayer]:
     return _linear_layers(Configuration.of(usual, strategy, run.machine), tuple(run.grid.items()))
 
 
-@functools.lru_cache(maxsize=64)
+@recording_cache(maxsize=64)
 def _linear_layers(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> dict[str, LinearLayer]:
     recorded = recorded_step(configuration, load_facts(configuration))
     table, sizes = parameters(recorded.facts.model.name), recorded.program.bytes_of(dict(shape))

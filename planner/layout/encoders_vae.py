@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from planner.allocator import implementation
 from planner.catalog.components import SPLIT_OVER, SPLIT_SHARE, chunks_of, frames_of, recorded_length
 from planner.catalog.profiles import TextEncoder, Vae
 from planner.catalog.shapes import coded_frames, latent_frames
+from planner.garbage_collection import recording_cache
 from planner.layout.cublas import ProductBuffers, add_to_products
 from planner.layout.group_offload import GroupTransfers, host_copy_bytes
 from planner.layout.run import STRATEGY_MOMENT, Facts, Run
@@ -418,7 +418,7 @@ class EncodingLayout(NamedTuple):
     """by buffer, bytes"""
 
 
-@functools.lru_cache(maxsize=32)
+@recording_cache(maxsize=32)
 def lay_out_encoding(components: tuple[ComponentPass, ...], workspace_bytes: int, workspaces: int) -> EncodingLayout:
     """Loads some components, encodes with them and frees them again, beside cuBLAS's workspaces: the number of them
     that stays, or one for each product."""
@@ -448,7 +448,7 @@ class EncodingMemory(NamedTuple):
     """the most that a convolution takes more in parts than whole"""
 
 
-@functools.lru_cache(maxsize=4096)
+@recording_cache(maxsize=4096)
 def encoding_memory(components: tuple[ComponentPass, ...], workspace_bytes: int, workspaces: int) -> EncodingMemory:
     """What `lay_out_encoding` comes to, laid out only where that cannot be summed up."""
     split = max(component.split_bytes for component in components)
@@ -460,7 +460,7 @@ def encoding_memory(components: tuple[ComponentPass, ...], workspace_bytes: int,
     return EncodingMemory(peak, waiting, split)
 
 
-@functools.lru_cache(maxsize=4096)
+@recording_cache(maxsize=4096)
 def _summed_peak(component: ComponentPass) -> int | None:
     """The allocated peak of a component that is loaded, encodes and is freed, without laying it out; None where it is
     loaded or run in another form than it was recorded in."""

@@ -52,7 +52,9 @@ def gradient_sums(run: Run) -> None:
     workspaces = run.shared_at_shape(_workspaces, run.facts.gpu.name) if as_recorded else _workspaces(run)
     # One for each sum, also where this shape's takes none: buckets have different ones, and what is made behind them
     # (an average of the weights) must have the same number in all.
-    buffers = {made: run.new(workspaces.get(made, 0), "temporary", SUM_WORKSPACE) for made in run.shared(_sums)}
+    sums = run.shared(_sums)
+    sizes = [workspaces.get(made, 0) for made in sums]
+    buffers = dict(zip(sums, run.add_new(sizes, "temporary", SUM_WORKSPACE), strict=True))
     if not workspaces:
         return
     for position, (moment, events) in enumerate(run.step.stretches):

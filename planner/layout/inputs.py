@@ -14,6 +14,7 @@ from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import coded_frames
 from planner.errors import NotRecordedError
+from planner.garbage_collection import recording_cache
 from planner.layout import attention_kernel
 from planner.layout.run import Facts, OwnRecording
 from planner.spec.configuration import Configuration
@@ -55,7 +56,7 @@ TAPES_KEPT = 128
 """More than a search of one model reads; with what is derived from it, a tape takes some 5 MB."""
 
 
-@functools.lru_cache(maxsize=TAPES_KEPT)
+@recording_cache(maxsize=TAPES_KEPT)
 def _read(path: Path, written_ns: int) -> Tape:
     return read_tape(path)
 

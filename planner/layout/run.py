@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -231,6 +231,11 @@ class Run:
             self.side_streams[len(self.sizes)] = stream
         self.sizes.append(nbytes)
         return self.program.buffer(nbytes, category, name)
+
+    def add_new(self, sizes: Sequence[int], category: str, name: str) -> range:
+        """Adds a buffer for each of ``sizes``, as `new` does one on the default stream; returns their numbers."""
+        self.sizes += sizes
+        return self.program.add_buffers(sizes, category, name)
 
     def resize(self, buffer: int, nbytes: int) -> None:
         """Gives a recorded buffer another size, the same at every shape."""

@@ -7,7 +7,6 @@ only swap, offloaded checkpoints and the optimizer's states are counted.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -20,6 +19,7 @@ from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
+from planner.garbage_collection import recording_cache
 from planner.layout.attention_kernel import copies_of_shared_masks, padded_masks
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
@@ -342,7 +342,7 @@ class _Order(NamedTuple):
     """block -> the places of the stretches that run it backward"""
 
 
-@functools.lru_cache(maxsize=256)
+@recording_cache(maxsize=256)
 def _order(tape: Tape, piece: str) -> _Order:
     """A piece of a tape, worked out once for all shapes. A VplanError where its events free what is not there."""
     sections, counts = sections_of(tape, piece), [run.count for run in tape.runs]

@@ -24,6 +24,7 @@ class Pruning:
         self.question = feasibility.question
         self.screen = feasibility.screen
         self._short_of_ram: dict[tuple[Job, ResolvedStrategy], bool] = {}
+        self._most: dict[tuple[Job, ResolvedStrategy], ResolvedStrategy | None] = {}
 
     def never_fits(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether this verdict is ruled out, however many blocks are swapped."""
@@ -87,6 +88,11 @@ class Pruning:
 
     def _most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
         """With the most swapped blocks that the host's RAM may hold; None where it cannot even hold the rest."""
+        if (job, strategy) not in self._most:
+            self._most[job, strategy] = self._find_most_in_ram(job, strategy)
+        return self._most[job, strategy]
+
+    def _find_most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
         floor = self.screen.floor_ram_by_swap(self.question.candidate(job, strategy))
         counts = range(self.space.most_swapped(job, strategy) + 1)
         held = bisect.bisect_left(counts, True, key=lambda blocks: self.feasibility.exceeds_ram(floor(blocks)))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from planner.file_writing import write_file
+from planner.garbage_collection import recording_cache
 from planner.tape.packed_json import DAMAGES, as_text, damaged_file, unpack
 from planner.untrusted import read_bytes
 
@@ -124,7 +125,7 @@ class _Group:
         return bytes(self._text[start:end])
 
 
-@functools.lru_cache(maxsize=8)
+@recording_cache(maxsize=8)
 def _group(pack: Pack, name: str) -> _Group:
     """Kept, as a search reads many recordings of a few groups."""
     return pack.group(name)

@@ -117,6 +117,15 @@ class Program:
         self.op.append(op)
         return len(self.buffers) - 1
 
+    def add_buffers(self, sizes: Sequence[int], category: str, op: str) -> range:
+        """Adds a buffer for each of ``sizes``, as `buffer` does one; returns their numbers."""
+        first_size, first, count = len(self.sizes), len(self.buffers), len(sizes)
+        self.sizes += sizes
+        self.buffers += range(first_size, first_size + count)
+        self.category += [category] * count
+        self.op += [op] * count
+        return range(first, first + count)
+
     def copy(self) -> Program:
         """A copy that buffers can be added to and resized in without changing this program."""
         named = {kind: buffers.copy() for kind, buffers in self.named.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from planner import browser
 from planner.commands import cli
+from planner.layout.inputs import tape
 
 HOME = Path(__file__).parents[2]
 
@@ -61,6 +63,16 @@ def test_a_form_is_answered_as_on_the_command_line(capsys: pytest.CaptureFixture
     assert shown["verdict"] == "fits" and shown["sentence"].startswith(f"Fits: needs {need:.1f} GiB")
     assert dict(shown["facts"])["Whole run"].startswith("500 steps: ")
     assert shown["copies"][0]["text"].startswith(f"{answer['command']} -o plan.toml\n")
+
+
+def test_of_one_model_nothing_stays_when_another_is_asked_about() -> None:
+    """A page that stays open has no more memory than its browser gives it."""
+    ask(model="sdxl", gpu="24GB", steps="10")
+    read = weakref.ref(tape("sdxl", "optimizer-full-fp32-lion-foreach"))
+    ask(model="sdxl", gpu="24GB", steps="20")
+    assert read() is not None  # the next answer about it is the faster
+    ask(model="sd1.5", gpu="24GB", steps="10")
+    assert read() is None
 
 
 def test_it_needs_no_package_that_the_page_has_not(tmp_path: Path) -> None:

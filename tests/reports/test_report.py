@@ -393,3 +393,11 @@ def test_the_map_of_a_plan_that_samples_decodes_each_clip() -> None:
         assert cell.device_bytes == pytest.approx(found.peak.device_bytes, rel=0.15)
         assert found.peak.phase in ("encode", "decode")
     assert found.peak.phase == "decode" and found.peak.device_bytes > 1.5 * whole.peak.device_bytes
+
+
+def test_of_the_templates_those_that_the_page_refers_to_are_prepared() -> None:
+    page._environment.cache_clear()
+    page.prepare()
+    compiled = {name for _, name in page._environment().cache}
+    assert {"page.html", "base.html", "plan.html", "plan_charts.html", "accuracy.html", "style.css"} <= compiled
+    assert not {"run.html", "run_charts.html", "rehearsal.html"} & compiled

@@ -201,8 +201,8 @@ class _FsdpPass:
 
     def _gathered(self, block: Block | None) -> list[int]:
         """A group's weights, whole and in 16 bits."""
-        shares = self.groups[block].shares
-        return [self.run.new(HALF * share * self.world, "buckets", "gathered weights") for share in shares]
+        sizes = [HALF * share * self.world for share in self.groups[block].shares]
+        return list(self.run.add_new(sizes, "buckets", "gathered weights"))
 
     def _fetch(self, block: Block | None) -> list[int]:
         """The buffer a group is gathered into. Shares in fp32 are cast to 16 bits, all together, and go once they are

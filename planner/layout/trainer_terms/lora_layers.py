@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
+from planner.garbage_collection import recording_cache
 from planner.layout.adapters import add_adapters, keep_beside, linear_layers
 from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
@@ -222,7 +222,7 @@ def keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int], name: str, 
     ]
 
 
-@functools.lru_cache(maxsize=64)
+@recording_cache(maxsize=64)
 def _step(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> _Step:
     recordings = load_facts(configuration)
     run = recorded_step(configuration, recordings)

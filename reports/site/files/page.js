@@ -82,7 +82,13 @@ worker.onmessage = ({ data: { loaded, stage, id, text, seconds, failure } }) => 
   if (loaded) status.textContent = `Loading the planner: ${(loaded / 1e6).toFixed(1)} MB (once; then your browser keeps it)`;
   if (stage) status.textContent = stage;
   if (id !== asked) return; // a newer question is on its way
-  const answer = text ? JSON.parse(text) : { shown: { verdict: "error", sentence: `The planner failed: ${failure}`, facts: [] } };
+  let answer;
+  try {
+    answer = JSON.parse(text);
+  } catch (error) { // nothing came, or not what the planner said: without memory Pyodide hands over other bytes
+    failure ??= `${error.message}; load the page again`;
+    answer = { shown: { verdict: "error", sentence: `The planner failed: ${failure}`, facts: [] } };
+  }
   show(answer);
   heard.textContent = brief.textContent = answer.shown.sentence;
   brief.className = answer.shown.verdict;

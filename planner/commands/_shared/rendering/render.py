@@ -379,8 +379,13 @@ def _need(found: Estimate) -> str:
     return f"{VERDICTS[found.verdict][0]}, {gib(found.peak.device_bytes):.1f} GiB"
 
 
-def print_data(console: Console, model: ModelProfile) -> None:
-    """Prints what `vplan train` lacks to read a model's samples from files, if anything."""
-    if model.traits.not_encoded:
-        fault = f"{model.name}: `vplan train` cannot encode {model.traits.not_encoded} yet"
+def print_data(console: Console, *models: ModelProfile) -> None:
+    """Prints what `vplan train` lacks to read models' samples from files, if anything: a line for all that lack the
+    same."""
+    lacking: dict[str, list[str]] = {}
+    for model in models:
+        if model.traits.not_encoded:
+            lacking.setdefault(model.traits.not_encoded, []).append(model.name)
+    for data, names in lacking.items():
+        fault = f"{', '.join(names)}: `vplan train` cannot encode {data} yet"
         console.print(f"{fault}, and takes encoded samples only", style="yellow")

@@ -69,8 +69,8 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
         _print_with_words_beneath(console, found, beneath)
     else:
         console.print(found)
-    for profile in (lookup.model(row.name) for row in rows if data):
-        print_data(console, profile)
+    if data:
+        print_data(console, *(lookup.model(row.name) for row in rows))
     notes = {note: None for row in rows if row.plan for note in row.plan.assumptions if "longer" in note}
     for note in notes:
         names = ", ".join(row.name for row in rows if row.plan and note in row.plan.assumptions)
