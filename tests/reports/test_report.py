@@ -385,14 +385,16 @@ def test_the_map_of_a_plan_that_samples_decodes_each_clip() -> None:
     column = [row[-1] for row in capacity.cells]
     ways = [capacity.ladder[cell.rung].strategy for cell in column if cell.rung is not None]
     assert len(set(ways)) > 1
+    decoded = []
     for cell, way in zip(column, ways, strict=True):
         found = estimate(
             Configuration.of(shaped(job, cell), way, machine), load_facts(Configuration.of(job, way, machine))
         )
         assert found.verdict == cell.verdict
         assert cell.device_bytes == pytest.approx(found.peak.device_bytes, rel=0.15)
-        assert found.peak.phase in ("encode", "decode")
-    assert found.peak.phase == "decode" and found.peak.device_bytes > 1.5 * whole.peak.device_bytes
+        assert found.peak.phase in ("encode", "decode") or way.vae_tiling
+        decoded += [found.peak.device_bytes] if found.peak.phase == "decode" else []
+    assert max(decoded) > 1.5 * whole.peak.device_bytes
 
 
 def test_of_the_templates_those_that_the_page_refers_to_are_prepared() -> None:
