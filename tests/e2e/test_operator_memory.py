@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from planner.catalog import card_lookup
 from planner.commands import cli
 from planner.layout import attention_kernel
-from planner.layout.optimizer.reduction_workspace import column_mean_bytes
+from planner.layout.optimizer.reduction_workspace import INDEXED_BYTES, column_mean_bytes
 from planner.spec.job import Machine, Strategy
 from planner.units import MIB
 from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
@@ -105,7 +105,8 @@ MATRICES = (
 def test_a_reduction_of_rows_takes_the_workspace_that_the_layout_says(
     gpu: str, operator: str, dtype: str, tmp_path: Path
 ) -> None:
-    """Beside it come the counters of the blocks, 4 bytes for each."""
+    """Beside it come the counters of the blocks, 4 bytes for each, and of a sum in 16 bits that is read in parts the
+    results so far, in fp32 (ATen/native/cuda/Reduce.cuh ``AccumulationBuffer``): 32 KiB here, which are not counted."""
     out = tmp_path / "bytes.json"
     rehearse(
         gpu, "tests.tools.mean_memory", str(out), operator, dtype, *(f"{rows}x{columns}" for rows, columns in MATRICES)
@@ -114,7 +115,8 @@ def test_a_reduction_of_rows_takes_the_workspace_that_the_layout_says(
     said = [column_mean_bytes(*shape, card_lookup.gpu(gpu), number_bytes) for shape in MATRICES]
     assert sum(map(bool, said)) >= 8
     for shape, workspace, taken in zip(MATRICES, said, json.loads(out.read_text()), strict=True):
-        assert workspace <= taken <= workspace + 2 * SCALAR_BYTES, shape
+        parts = number_bytes < 4 and number_bytes * shape[0] * shape[1] > INDEXED_BYTES
+        assert workspace <= taken <= workspace + 2 * SCALAR_BYTES + 4 * shape[1] * parts, shape
 
 
 @pytest.mark.parametrize(
