@@ -86,7 +86,7 @@ def test_without_a_filter_every_linear_layer_has_an_adapter(tmp_path: Path) -> N
 def test_the_text_keeps_what_offloading_sends_away_of_single_blocks(tmp_path: Path) -> None:
     part = {"weight_dtype": "BFLOAT_16", "activation_offloading": True}
     run = run_of(tmp_path, transformer=part, batch_size=2)
-    tokens = 2 * (32 * 32 + 512)
+    tokens = 2 * (32 * 32 + 77)
     name = "text and image of a block"
     kept = [run.sizes[event] for event in run.step.ops if event >= 0 and run.program.op[event] == name]
     assert kept == [2 * 3072 * tokens] * 37
