@@ -27,6 +27,9 @@ from planner.tape.variants import on_recorded_layers
 PIECES = 16
 """About as many layers as a block has."""
 
+TRAINED_BYTES = 16
+"""A trained number, its gradient and two states, in fp32: the most that an engine that splits them has on a GPU."""
+
 ADAPTER = ".lora_"
 """Between a layer's name and an adapter's own part (peft)."""
 
@@ -62,10 +65,12 @@ def adapters_as_named(run: Run) -> None:
     layers = linear_layers(run)
     _leave_out(run, recorded - wanted)
     lacking = [layers[name] for name in wanted - recorded if name in layers]
-    add_adapters(run, run.job.lora_rank * sum(layer.rows + layer.columns for layer in lacking))
+    added = run.job.lora_rank * sum(layer.rows + layer.columns for layer in lacking)
+    add_adapters(run, added)
+    not_added = TRAINED_BYTES * added if run.strategy.sharding in SPLIT else 0
     run.device.kept_for_adapters = (
         _kept(run, [layers[name] for name in recorded - wanted if name in layers]),
-        _kept(run, lacking),
+        _kept(run, lacking) + not_added,
     )
 
 
@@ -93,7 +98,7 @@ def _linear_layers(configuration: Configuration, shape: tuple[tuple[str, int], .
 
 def add_adapters(run: Run, elements: int) -> None:
     """Adds adapters of so many numbers to a LoRA: their weights, gradients and states. What the step keeps for them is
-    not added. An engine that splits parameters is left as it is."""
+    not added. Nothing is added for an engine that splits parameters."""
     if run.job.method != "lora" or run.strategy.sharding in SPLIT:
         return
     own = run.total_bytes(run.named("gradient").values())

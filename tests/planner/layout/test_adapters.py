@@ -88,6 +88,19 @@ def test_recorded_choices_are_taken_as_they_are() -> None:
         assert "adapters on more layers" not in run.program.op
 
 
+def test_an_engine_that_splits_has_what_is_added_in_its_range() -> None:
+    job, machine = lora("to_q", "condition_embedder.time_proj"), ONE.replace(gpus=2)
+    alone, split = (
+        lay_out(configuration, load_facts(configuration), grid(PROFILE, job))
+        for sharding, where in (("none", ONE), ("zero-2", machine))
+        for configuration in [
+            Configuration.of(job, strategy("bf16", "full").replace(sharding=sharding, autocast="none"), where)
+        ]
+    )
+    added = 8 * (6 * 1536 + 1536)
+    assert split.device.kept_for_adapters[1] - alone.device.kept_for_adapters[1] == 16 * added
+
+
 def test_the_answer_says_what_its_range_is_for() -> None:
     usual, some = (
         estimate(configuration, load_facts(configuration))
