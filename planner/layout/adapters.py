@@ -11,7 +11,7 @@ with checkpointing, else of all.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from planner.errors import VplanError
@@ -21,7 +21,7 @@ from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Strategy
-from planner.tape.program import Stage
+from planner.tape.program import Block, Stage
 from planner.tape.variants import on_recorded_layers
 
 PIECES = 16
@@ -29,6 +29,12 @@ PIECES = 16
 
 TRAINED_BYTES = 16
 """A trained number, its gradient and two states, in fp32: the most that an engine that splits them has on a GPU."""
+
+PRODUCT, CAST = "mm", "_to_copy"
+"""Operators of a layer's backward (recorded names)."""
+
+OUTPUTS = frozenset({"addmm", "mm", "convolution", "bitsandbytes.gemm_4bit"})
+"""Those of its forward."""
 
 ADAPTER = ".lora_"
 """Between a layer's name and an adapter's own part (peft)."""
@@ -39,7 +45,7 @@ class LinearLayer(NamedTuple):
 
     rows: int
     columns: int
-    block: tuple[str, int] | None
+    block: Block | None
 
 
 def is_named(layer: str, targets: Iterable[str]) -> bool:
@@ -54,12 +60,12 @@ def adapters_as_named(run: Run) -> None:
     targets = run.job.lora_targets
     if not targets or on_recorded_layers(run.facts.model, run.job, run.strategy):
         return
-    recorded = {name.partition(ADAPTER)[0] for name in run.named("weight") if ADAPTER in name}
+    recorded = adapted_layers(run)
     table = parameters(run.facts.model.name)
     every = {name.removesuffix(".weight") for name in table.rows if name.endswith(".weight")}
     wanted = {layer for layer in every if is_named(layer, targets)}
     if unknown := [target for target in targets if not any(is_named(layer, [target]) for layer in every)]:
-        example = max(recorded, key=len)
+        example = max(sorted(recorded), key=len)
         fault = f"no layer of {run.facts.model.name} is called {', '.join(unknown)}"
         raise VplanError(fault, f"--lora-targets takes the ends of names like {example}")
     layers = linear_layers(run)
@@ -67,11 +73,17 @@ def adapters_as_named(run: Run) -> None:
     lacking = [layers[name] for name in wanted - recorded if name in layers]
     added = run.job.lora_rank * sum(layer.rows + layer.columns for layer in lacking)
     add_adapters(run, added)
+    compute_adapters(run, lacking)
     not_added = TRAINED_BYTES * added if run.strategy.sharding in SPLIT else 0
     run.device.kept_for_adapters = (
         _kept(run, [layers[name] for name in recorded - wanted if name in layers]),
         _kept(run, lacking) + not_added,
     )
+
+
+def adapted_layers(run: Run) -> set[str]:
+    """The names of the layers that have adapters in the recording."""
+    return {name.partition(ADAPTER)[0] for name in run.named("weight") if ADAPTER in name}
 
 
 def linear_layers(run: Run) -> dict[str, LinearLayer]:
@@ -115,6 +127,93 @@ def add_adapters(run: Run, elements: int) -> None:
         keep_beside(run, stage, trained + _passing(run, run.optimizer) * trained // own)
 
 
+def compute_adapters(run: Run, layers: Iterable[LinearLayer]) -> None:
+    """Adds what the products of adapters take in passing that a recording lacks. ``layers``: those with such adapters.
+
+    In forward a layer's output lies beside the adapter's and that one times its scale (peft tuners/lora/layer.py
+    ``forward``). In backward the input of a frozen layer has its gradient from the layer and from the adapter, and
+    autograd sums both into a third tensor (torch input_buffer.cpp ``accumulate``). Of each block its widest layers
+    count: the others come one by one too, and are smaller.
+    """
+    rows: dict[Block, int] = {}
+    columns: dict[Block, int] = {}
+    for layer in layers:
+        if layer.block is not None:
+            rows[layer.block] = max(layer.rows, rows.get(layer.block, 0))
+            columns[layer.block] = max(layer.columns, columns.get(layer.block, 0))
+    tokens, passing = _token_counts(run), _Passing(run)
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        for at, (moment, events) in enumerate(stage.stretches):
+            block = moment.module_list, moment.block
+            if block not in rows:
+                continue
+            outputs, inputs = ({2 * count * width[block] for count in tokens} for width in (rows, columns))
+            changed = passing.with_outputs(events, outputs)
+            if moment.passes == "backward":
+                changed = passing.with_sum(changed, inputs)
+            stage.stretches[at] = (moment, changed)
+
+
+def _token_counts(run: Run) -> set[int]:
+    """Tokens of a batch that a layer may run on: the clip's, the text's or both; in a UNet the clip's at each of its
+    levels, of which the grid counts the coarsest."""
+    grid = run.grid
+    clip, text = grid["B"] * grid["F"] * grid["H"] * grid["W"], grid["B"] * grid.get("T", 0)
+    levels = len(run.facts.model.config.get("block_out_channels", (0,)))
+    return {text, clip + text, *(clip * 4**level for level in range(levels))}
+
+
+class _Passing:
+    """Two buffers that come and go at the product of a layer, for each of their sizes."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._pairs: dict[tuple[int, str], tuple[int, int]] = {}
+
+    def _pair(self, nbytes: int, first: str, second: str) -> tuple[int, int]:
+        if (nbytes, first) not in self._pairs:
+            self._pairs[nbytes, first] = (
+                self._run.new(nbytes, "temporary", first),
+                self._run.new(nbytes, "temporary", second),
+            )
+        return self._pairs[nbytes, first]
+
+    def with_outputs(self, events: list[int], outputs: Set[int]) -> list[int]:
+        """The events of a stretch with an adapter's output behind each product of one of these sizes."""
+        sizes, op = self._run.sizes, self._run.program.op
+        changed = []
+        for event in events:
+            changed.append(event)
+            if event >= 0 and sizes[event] in outputs and op[event] in OUTPUTS:
+                own, scaled = self._pair(sizes[event], "adapter's output", "scaled output")
+                changed += [own, scaled, ~own, ~scaled]
+        return changed
+
+    def with_sum(self, events: list[int], halves: Set[int]) -> list[int]:
+        """The events of a block's backward with an adapter's part of the widest input's gradient, and the sum."""
+        found = _input_gradient(self._run, events, halves)
+        if found is None:
+            return events
+        made, gone, nbytes = found
+        own, total = self._pair(nbytes, "adapter's gradient", "sum of both")
+        return [*events[:made], own, *events[made : gone + 1], total, ~own, ~total, *events[gone + 1 :]]
+
+
+def _input_gradient(run: Run, events: list[int], halves: Set[int]) -> tuple[int, int, int] | None:
+    """(position of the product, position of its free, bytes of the gradient) of a layer's input gradient: the last
+    product of one of the sizes ``halves``, and its copy in fp32 where the input is in fp32."""
+    sizes, op = run.sizes, run.program.op
+    for made in range(len(events) - 1, -1, -1):
+        product = events[made]
+        if product < 0 or sizes[product] not in halves or op[product] != PRODUCT or ~product not in events[made:]:
+            continue
+        gone = events.index(~product, made)
+        wide = 2 * sizes[product]
+        copied = any(event >= 0 and op[event] == CAST and sizes[event] == wide for event in events[made:gone])
+        return made, gone, wide if copied else sizes[product]
+    return None
+
+
 def keep_beside(run: Run, stage: Stage, nbytes: int) -> None:
     """Puts what more adapters keep beside a whole step, in pieces as they come one by one."""
     kept = [run.new(nbytes // PIECES, "activation", "kept for more adapters") for _ in range(PIECES)]
@@ -136,7 +235,7 @@ def _kept(run: Run, layers: Iterable[LinearLayer]) -> int:
     fp32 read it."""
     grid, each = run.grid, 2 + (4 if run.strategy.adapter_dtype == "fp32" else 0)
     tokens = grid["B"] * (grid["F"] * grid["H"] * grid["W"] + grid.get("T", 0))
-    by_block: dict[tuple[str, int] | None, int] = {}
+    by_block: dict[Block | None, int] = {}
     for layer in layers:
         by_block[layer.block] = by_block.get(layer.block, 0) + each * tokens * layer.columns
     none = run.strategy.gradient_checkpointing in ("none", "partial")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
 from planner.garbage_collection import recording_cache
-from planner.layout.adapters import add_adapters, keep_beside, linear_layers
+from planner.layout.adapters import adapted_layers, add_adapters, compute_adapters, keep_beside, linear_layers
 from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
@@ -147,20 +147,19 @@ def adapters_on_modulation(trainer: str) -> Transform:
 
 def adapters_on_linear_layers(of_blocks: bool) -> Transform:
     """The term of a trainer that adapts every linear layer, and every convolution, where a recording has adapters on
-    some: their weights, gradients and states. With rank r a layer of ``out`` rows takes r (out + in). What the step
-    keeps for them is not added: with checkpoints it is one block's."""
+    some: their weights, gradients and states, and what their products take in passing. With rank r a layer of ``out``
+    rows takes r (out + in). What the step keeps for them is not added: with checkpoints it is one block's."""
 
     def term(run: Run) -> None:
         """Adapters on the linear layers that have none in the recording."""
         if run.job.method != "lora":
             return
-        layers = linear_layers(run).values()
-        there = run.job.lora_rank * sum(
-            layer.rows + layer.columns for layer in layers if layer.block is not None or not of_blocks
-        )
+        layers = {name: layer for name, layer in linear_layers(run).items() if layer.block or not of_blocks}
+        there = run.job.lora_rank * sum(layer.rows + layer.columns for layer in layers.values())
         each = 4 if run.strategy.adapter_dtype == "fp32" else 2
         own = run.total_bytes(run.named("gradient").values())
         add_adapters(run, there - own // (each * run.trained_experts))
+        compute_adapters(run, [layers[name] for name in layers.keys() - adapted_layers(run)])
 
     return term
 

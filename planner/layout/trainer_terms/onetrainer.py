@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from planner.layout.cublas import kept_workspaces, workspace_bytes
+from planner.layout.encoders_vae import BYTES_PER_PARAMETER, ComponentPass, encoders, load_component
+from planner.layout.phases import take_sizes
 from planner.layout.run import Run, Transform
 from planner.layout.single_gpu import weights_made_anew
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
@@ -22,6 +25,12 @@ from planner.layout.trainer_terms.shared import modulation_in_8_bits
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
 """The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""
+
+NF4_BLOCK, SCALES_BLOCK, NF4_VALUES, FP32 = 64, 256, 16, 4
+"""Numbers with one scale, scales with one scale of their own, values of the format, bytes."""
+
+SMALLEST_MATRIX = 2**16
+"""Elements."""
 
 ALIGNMENT = 4096
 HALF = 2
@@ -65,6 +74,79 @@ def _most_loaded(layers: Sequence[int], limit: int) -> int:
     return most
 
 
+def statistics_kept(run: Run) -> None:
+    """``LinearNf4`` registers what bitsandbytes scales by as buffers and keeps the same tensors beside them
+    (module/quantized/LinearNf4.py). Where ``to`` gives a module new buffers, the old tensors stay on the GPU: the
+    model's are there twice, and a text encoder's when it is in host RAM. Offloaded layers take the tensors along, and
+    leave the buffers (util/LayerOffloadConductor.py ``__module_to_device_except_layers``)."""
+    if run.strategy.weights_dtype == "nf4":
+        op = run.program.op
+        packed = [buffer for buffer in run.named("weight").values() if op[buffer] == "bitsandbytes.quantize_4bit"]
+        run.add(run.load, sum(_statistics(2 * run.sizes[buffer]) for buffer in packed), "residents", "scales of nf4")
+    for encoder in encoders(run, "cached", 1):
+        if encoder.dtype == "nf4" and encoder.tape is not None:
+            first = len(run.program.buffers)
+            load_component(run.program, encoder)
+            take_sizes(run, first)
+            nbytes = sum(_statistics(elements) for elements in _quantised(run, encoder))
+            run.add(run.load, nbytes, "residents", "scales of nf4")
+
+
+def _quantised(run: Run, encoder: ComponentPass) -> Iterator[int]:
+    """The elements of each matrix of a text encoder's layers; of those that transformers keeps in fp32 none. Norms'
+    vectors are below the limit."""
+    assert encoder.tape is not None
+    for name, buffer in run.program.named.get(encoder.weights, {}).items():
+        elements = int(run.program.plain_bytes(buffer) / BYTES_PER_PARAMETER[encoder.dtype])
+        kept = encoder.kept_in_fp32 and name.endswith(encoder.kept_in_fp32)
+        if encoder.tape.block_of(name) and not kept and elements >= SMALLEST_MATRIX:
+            yield elements
+
+
+def _statistics(elements: int) -> int:
+    """Bytes of the GPU that the scales of so many numbers take: one byte for 64, fp32 for 256 of these, and fp32 tables
+    of both formats' values (bitsandbytes functional.py ``quantize_4bit``, ``compress_statistics``)."""
+    scales = elements // NF4_BLOCK
+    return scales + FP32 * (scales // SCALES_BLOCK + SCALES_BLOCK + NF4_VALUES)
+
+
+def workspace_of_caching(run: Run) -> None:
+    """Latents and prompts are cached in threads of their own (mgds pipelineModules/DiskCache.py ``executor``), and a
+    thread keeps cuBLAS's workspace. Of ``dataloader_threads`` one is counted."""
+    if "cached" in (run.strategy.text_encoder, run.strategy.vae) and kept_workspaces(run.machine.torch):
+        run.add(run.load, workspace_bytes(run.facts.gpu), "workspace", "cublas of caching", at=0)
+
+
+CAST, CONVOLUTION = "_to_copy", "convolution"
+
+
+def inputs_of_convolutions(run: Run) -> None:
+    """An adapter of a convolution casts the layer's fp32 input to 16 bits for itself, and keeps that copy beside the
+    layer's (module/LoRAModule.py ``delta_forward``). Those of checkpointed blocks are gone before backward."""
+    if run.job.method != "lora" or run.strategy.autocast == "none":
+        return
+    op, category = run.program.op, run.program.category
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        copies: dict[int, int] = {}
+        for _, events in stage.stretches:
+            for event, following in itertools.pairwise(events):
+                cast = event >= 0 and op[event] == CAST and category[event] == "activation"
+                if cast and following >= 0 and op[following] == CONVOLUTION:
+                    copies[event] = run.new(run.sizes[event], "activation", "input of an adapter")
+        for at, (moment, events) in enumerate(stage.stretches):
+            if copies.keys() & {event if event >= 0 else ~event for event in events}:
+                stage.stretches[at] = (moment, list(_beside(events, copies)))
+
+
+def _beside(events: Sequence[int], copies: Mapping[int, int]) -> Iterator[int]:
+    """The events with a copy made and freed with each of some buffers."""
+    for event in events:
+        yield event
+        own = copies.get(event if event >= 0 else ~event)
+        if own is not None:
+            yield own if event >= 0 else ~own
+
+
 def joint_tensor_kept(run: Run) -> None:
     """``activation_offloading`` sends a single-stream block's ``hidden_states`` away (util/checkpointing_util.py
     ``enable_checkpointing_for_flux_transformer``). What the block before gave are two parts of one tensor
@@ -80,11 +162,16 @@ def joint_tensor_kept(run: Run) -> None:
 
 
 TERMS: tuple[Transform, ...] = (
-    *(modulation_in_8_bits("onetrainer"), layers_in_buffers, inputs_as_they_are, joint_tensor_kept),
+    modulation_in_8_bits("onetrainer"),
+    layers_in_buffers,
+    statistics_kept,
+    workspace_of_caching,
+    inputs_as_they_are,
+    joint_tensor_kept,
 )
 """``inputs_as_they_are``: module/LoRAModule.py ``delta_forward``."""
 
 OLDER: dict[str, tuple[Transform, ...]] = {
-    EVERY_LAYER: (adapters_on_linear_layers(of_blocks=False),),
+    EVERY_LAYER: (adapters_on_linear_layers(of_blocks=False), inputs_of_convolutions),
     LAYERS_OF_BLOCKS: (adapters_on_linear_layers(of_blocks=True),),
 }

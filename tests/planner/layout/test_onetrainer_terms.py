@@ -101,3 +101,47 @@ def test_weights_that_are_cast_anew_lie_in_the_buffers_in_every_stage(tmp_path: 
     dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
     found = check_case(settle(dialect, given, {}, {"gpu": "80GB"}), search=False)
     assert found.outcome.estimate.phases["train"].allocated_bytes < 8 << 30
+
+
+def test_what_nf4_scales_by_stays_on_the_gpu_beside_the_buffers(tmp_path: Path) -> None:
+    """A byte for 64 numbers, fp32 for 256 of those, and tables of 272 values a layer: of FLUX.1's 11.9 billion numbers,
+    and of T5's 24 layers without ``wo``, which transformers keeps in fp32."""
+    part = {"train": False, "weight_dtype": "NFLOAT_4"}
+    run = run_of(tmp_path, transformer={"weight_dtype": "NFLOAT_4"}, text_encoder_2=part)
+    model, *encoders = added(run, "scales of nf4")
+    assert model == pytest.approx(11.9e9 / 64 * (1 + 4 / 256), rel=0.01)
+    t5 = 24 * (4 * 4096 * 4096 + 2 * 4096 * 10240) // 64
+    assert encoders[-1] == t5 + 4 * (t5 // 256 + 24 * 6 * 272)
+    assert not added(run_of(tmp_path), "scales of nf4")
+
+
+def test_the_thread_that_caches_keeps_a_workspace(tmp_path: Path) -> None:
+    assert added(run_of(tmp_path), "cublas of caching") == [32 * MIB]
+    assert not added(run_of(tmp_path, latent_caching=False), "cublas of caching")
+
+
+def test_an_adapters_products_come_and_go_beside_the_layers(tmp_path: Path) -> None:
+    """FLUX.1's single blocks: proj_mlp gives, and proj_out reads, what is 4 and 5 times as wide as the model."""
+    run = run_of(tmp_path)
+    tokens, stretch = 32 * 32 + 77, []
+    for moment, events in run.step.stretches:
+        if (moment.module_list, moment.block, moment.passes) == ("single_transformer_blocks", 20, "backward"):
+            stretch += events
+    made = {run.program.op[event]: run.sizes[event] for event in stretch if event >= 0}
+    assert made["adapter's output"] == made["scaled output"] == 2 * tokens * 4 * 3072
+    assert made["adapter's gradient"] == made["sum of both"]
+    assert made["sum of both"] in (2 * tokens * 5 * 3072, 4 * tokens * 5 * 3072)
+    usual = run_of(tmp_path, layer_filter="attn.to_q,attn.to_k,attn.to_v")
+    assert "sum of both" not in {usual.program.op[event] for event in usual.step.ops if event >= 0}
+
+
+def test_a_convolutions_adapter_keeps_a_copy_of_what_it_reads(tmp_path: Path) -> None:
+    """SD 1.5's 16 transformers begin with a convolution of 1x1 that reads an fp32 norm; its upsamplers read fp32 too."""
+    sd15 = {"model_type": "STABLE_DIFFUSION_15", "base_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
+    half = {"weight_dtype": "FLOAT_16"}
+    run = run_of(tmp_path, **sd15, unet={"train": True, **half}, text_encoder=half | {"train": False})
+    name = "input of an adapter"
+    copies = [run.sizes[event] for event in run.step.ops if event >= 0 and run.program.op[event] == name]
+    assert copies.count(2 * 64 * 64 * 320) >= 5
+    freed = [~event for event in run.step.ops if event < 0 and run.program.op[~event] == name]
+    assert len(freed) == len(copies) >= 16
