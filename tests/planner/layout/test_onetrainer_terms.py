@@ -136,7 +136,7 @@ def test_an_adapters_products_come_and_go_beside_the_layers(tmp_path: Path) -> N
 
 
 def test_a_convolutions_adapter_keeps_a_copy_of_what_it_reads(tmp_path: Path) -> None:
-    """SD 1.5's 16 transformers begin with a convolution of 1x1 that reads an fp32 norm; its upsamplers read fp32 too."""
+    """SD 1.5's 16 transformers begin with a convolution that reads an fp32 norm; its upsamplers read fp32 too."""
     sd15 = {"model_type": "STABLE_DIFFUSION_15", "base_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
     half = {"weight_dtype": "FLOAT_16"}
     run = run_of(tmp_path, **sd15, unet={"train": True, **half}, text_encoder=half | {"train": False})
