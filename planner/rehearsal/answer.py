@@ -18,9 +18,9 @@ from planner.units import GIB, format_gib, plural
 
 Verdict = Literal["fits", "tight", "no"]
 
-PHASES = ("load", "encode", "first_step", "train", "optimizer")
-"""In the order of a run. `load` ends with the first forward, `encode` (forwards without gradients) with the first one
-that has a backward; `optimizer` is what happens inside `optimizer.step()`."""
+PHASES = ("load", "encode", "first_step", "train", "optimizer", "denoise", "decode")
+"""In the order of a run. `load` ends with the first forward; `encode` is forwards without gradients of what is not
+trained, `denoise` of what is, `decode` behind those; `optimizer` is what happens inside `optimizer.step()`."""
 
 
 class PhaseMemory(NamedTuple):

@@ -20,6 +20,7 @@ from types import FrameType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 from . import import_hook
+from .forward_phases import ForwardPhases
 from .hollow_tensors import HollowTensors, HollowUpdates
 from .import_hook import ImportHook
 from .memory_history import MemoryHistory
@@ -58,8 +59,7 @@ class ProcessObserver:
         self._history: MemoryHistory | None = None
         self._steps_of: dict[int, int] = {}
         self._engine_steps: int | None = None
-        self._first_forward: Any = None
-        self._model: Any = None
+        self._forwards: ForwardPhases | None = None
         self._oom: dict[str, Any] | None = None
         self._ooms = 0
         self._refused: dict[str, Any] | None = None
@@ -81,13 +81,13 @@ class ProcessObserver:
         """Hooks into torch, which has just been imported."""
         if not hasattr(torch, "cuda") or not hasattr(torch._C, "_cuda_memoryStats"):  # a CPU build
             return
-        from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self._torch = torch
         self._peaks = MemoryPeaks(torch)
         self._history = MemoryHistory(torch, self._folder, os.environ.get("VPLAN_GPU_EVENTS") == "1")
-        self._first_forward = register_module_forward_pre_hook(self._before_forward)
+        peaks = self._peaks
+        self._forwards = ForwardPhases(torch, peaks.enter, lambda: peaks.phase)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         self._watch_own_steps(torch.optim.Optimizer)
@@ -171,29 +171,14 @@ class ProcessObserver:
 
     # ---- phases and steps
 
-    def _before_forward(self, module: Any, _arguments: Any) -> None:
-        """The first forward that will have a backward ends loading and encoding; encoders run without gradients."""
-        assert self._peaks is not None
-        if self._torch.is_grad_enabled():
-            if module.training and any(parameter.requires_grad for parameter in module.parameters()):
-                self._first_forward.remove()
-                self._first_forward = None
-                self._model = weakref.ref(module)
-                self._peaks.enter("first_step")
-        elif self._peaks.phase == "load" and any(parameter.is_cuda for parameter in module.parameters()):
-            self._peaks.enter("encode")
-
     def _before_step(self, *_ignored: Any) -> None:
-        assert self._peaks is not None
-        if self._first_forward is not None:
-            self._first_forward.remove()
-            self._first_forward = None
-        self._peaks.enter("optimizer")
+        assert self._forwards is not None
+        self._forwards.step_begins()
 
     def _after_step(self, optimizer: Any, *_ignored: Any) -> None:
-        assert self._peaks is not None
+        assert self._forwards is not None
         self._let_works_end()
-        self._peaks.enter("train")
+        self._forwards.step_ended()
         self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         if self._engine_steps is None and not _deepspeed_runs():
             self._count()
@@ -235,11 +220,15 @@ class ProcessObserver:
             "reserved_bytes": int(self._torch.cuda.memory_reserved(device)),
             "phase": self._peaks.phase,
             "step": self.steps + 1,
-            "moment": working_moment(self._torch, frame, self._model and self._model()),
+            "moment": working_moment(self._torch, frame, self._model_in_training()),
             "frames": _frames(frame),
         }
         self._history.write_error(device, self._peaks.starts)
         self.write()
+
+    def _model_in_training(self) -> Any:
+        model = self._forwards.model if self._forwards is not None else None
+        return model and model()
 
     def _note_read(self, name: str) -> None:
         frame = _program_frame()

@@ -6,13 +6,22 @@ Held to rehearsals of its scripts (`profiles/rehearsals/published/sd_scripts.jso
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
+from planner.errors import NotRecordedError
+from planner.garbage_collection import recording_cache
+from planner.layout.adapters import adapted_layers
+from planner.layout.inputs import load_facts
+from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.trained_text_encoders import (
     adapters_on_text_encoders,
     keep_beside,
     text_encoders_whole,
 )
+from planner.spec.configuration import Configuration
+from planner.spec.job import Strategy
+from planner.tape.program import Block
 
 HALF = 2
 
@@ -58,7 +67,49 @@ def base_in_fp8(run: Run) -> None:
     keep_beside(run, copies, "weights in 16 bits")
 
 
-UNET: tuple[Transform, ...] = (checkpoints_reentrant,)
+def latents_with_gradient(run: Run) -> None:
+    """The noisy latents need a gradient (train_network.py ``noisy_latents.requires_grad_(train_unet)``), so blocks
+    before the first adapter keep what a backward through them reads, as they do in full training. A recording of a
+    LoRA has nothing of them; with checkpoints they keep their input alone."""
+    if run.job.method != "lora" or run.strategy.gradient_checkpointing != "none":
+        return
+    adapted = {run.facts.step.block_of(f"{layer}.weight") for layer in adapted_layers(run)}
+    strategy = Strategy.read({"weights_dtype": "bf16", "autocast": "bf16", "gradient_checkpointing": "none"})
+    whole = Configuration.of(run.job.replace(method="full", lora_targets=None, lora_dropout=0.0), strategy, run.machine)
+    try:
+        kept = _kept_by_block(whole, tuple(run.grid.items()))
+    except NotRecordedError:  # of a model of the user's own, of which not everything is recorded
+        return
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        blocks = [(moment.module_list, moment.block) for moment, _ in stage.stretches]
+        first = next((at for at, block in enumerate(blocks) if block in adapted), 0)
+        sizes = [nbytes for block in dict.fromkeys(blocks[:first]) for nbytes in kept.get(block, ())]
+        buffers = list(run.add_new(sizes, "activation", "kept for the latents' gradient"))
+        run.place(stage, buffers, "kept for the latents' gradient", at=first)
+        run.free(stage, buffers)
+
+
+@recording_cache(maxsize=16)
+def _kept_by_block(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> Mapping[Block, list[int]]:
+    """Bytes of each tensor that a block's forward leaves for its backward."""
+    run = recorded_step(configuration, load_facts(configuration))
+    sizes, made = run.program.bytes_of(dict(shape)), dict[int, Block]()
+    for moment, events in run.step.stretches:
+        if moment.passes == "backward":
+            break
+        for event in events:
+            if event >= 0:
+                made[event] = (moment.module_list, moment.block)
+            else:
+                made.pop(~event, None)
+    kept: dict[Block, list[int]] = {}
+    for buffer, block in made.items():
+        if block[1] >= 0:
+            kept.setdefault(block, []).append(sizes[buffer])
+    return kept
+
+
+UNET: tuple[Transform, ...] = (checkpoints_reentrant, latents_with_gradient)
 
 VERSIONS: dict[str, tuple[Transform, ...]] = {
     "unet": UNET,

@@ -1,0 +1,65 @@
+"""trainers/observer/forward_phases.py, in a process of its own: its hooks stay."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import torch
+from torch.utils.checkpoint import checkpoint
+from trainers.observer.forward_phases import ForwardPhases
+
+seen = ["load"]
+phases = ForwardPhases(torch, seen.append, lambda: seen[-1], "cpu")
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.adapter = torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 4)
+    def forward(self, x):
+        # A block that is frozen whole runs without gradients in its checkpoint too.
+        x = checkpoint(self.frozen, x, use_reentrant=REENTRANT)
+        return self.adapter(x)
+
+encoder = torch.nn.Sequential(torch.nn.Linear(4, 4)).requires_grad_(False)
+vae, model = torch.nn.Linear(4, 4).requires_grad_(False), Model()
+
+class Whole(torch.nn.Module):
+    # A trainer's module that holds the encoders too.
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.model = encoder, model
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.encoder(x)
+        return self.model(x.requires_grad_())
+
+for module in (model, Whole()):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        with torch.no_grad():
+            x = encoder(torch.ones(1, 4))
+        module(x.requires_grad_()).sum().backward()
+        phases.step_begins()
+        optimizer.step()
+        phases.step_ended()
+    with torch.no_grad():
+        encoder(torch.ones(1, 4))
+        vae(model(torch.ones(1, 4)))
+        vae(model(torch.ones(1, 4)))
+print(*seen)
+"""
+
+STEP = "encode train optimizer train"
+INSIDE = "encode train encode train optimizer train"
+"""Of a module that encodes in its own forward, behind an encoding before it."""
+SAMPLES = "encode denoise decode denoise decode"
+
+
+def test_encoding_and_sampling_are_told_from_training() -> None:
+    for reentrant in ("True", "False"):
+        program = PROGRAM.replace("REENTRANT", reentrant)
+        shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        plain = f"load encode first_step optimizer train {STEP} {SAMPLES}"
+        assert shown.strip() == f"{plain} {INSIDE} {INSIDE} {SAMPLES}"
