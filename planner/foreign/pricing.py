@@ -25,6 +25,13 @@ class CheckedEstimate:
     estimate: Estimate
     phase: str
     moment: str
+    kept_bytes: int = 0
+    """on the device with what torch's allocator leaves in pieces as long as there is room; 0 where `estimate` has it"""
+
+    @property
+    def seen_bytes(self) -> int:
+        """What people see on the device."""
+        return self.kept_bytes or self.estimate.peak.device_bytes
 
 
 class Pricing:
@@ -78,7 +85,8 @@ class Pricing:
         configuration = case.configuration
         run, played, estimate, kept = assess(configuration, self.facts(configuration), case.trainer)
         if kept:
-            return CheckedEstimate(estimate, _phase(estimate.peak.phase, estimate.peak.moment), estimate.peak.moment)
+            moment = estimate.peak.moment
+            return CheckedEstimate(estimate, _phase(estimate.peak.phase, moment), moment, kept)
         if estimate.verdict == "no" and estimate.limit == "host" and estimate.host:
             return CheckedEstimate(estimate, estimate.host.phase, "host RAM")
         room = estimate.budget_bytes - outside_bytes(run)

@@ -83,8 +83,11 @@ def script_of(command: tuple[str, ...]) -> Script:
 
 def _predicted(checked: Checked, answer: RehearsalAnswer) -> int:
     """Of the phases that ran; of the one that ended, where an error named it."""
-    phases = checked.outcome.estimate.phases
+    estimate = checked.outcome.estimate
+    phases = estimate.phases
     ran = {name for rank in answer.ranks for name in rank.phases}
     if answer.verdict == "no":
         ran = {answer.phase} if answer.phase in phases else set(PHASES)
+    elif estimate.peak.phase in ran:
+        return checked.outcome.seen_bytes
     return max((peak.device_bytes for name, peak in phases.items() if name in ran), default=0)

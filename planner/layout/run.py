@@ -316,6 +316,7 @@ class Run:
             # The second call finds what the first one left; all further ones are like it.
             return [("load", self.load), *encode, ("denoise", self.step), ("denoise", self.step), *phases.validation]
         save: list[tuple[PhaseName, Stage]] = [("save", phases.save)] if phases.save else []
+        once: list[tuple[PhaseName, Stage]] = [("encode", phases.encode_once)] if phases.encode_once else []
         unload: list[tuple[PhaseName, Stage]] = [("first_step", phases.unload)] if phases.unload else []
         later: list[tuple[PhaseName, Stage]] = [
             *encode,
@@ -325,6 +326,7 @@ class Run:
         return [
             *[("load", stage) for stage in phases.before_load],
             ("load", self.load),
+            *once,
             *unload,
             *encode,
             *[("first_step", stage) for stage in (self.first_pass, *more, self.optimizer_first)],

@@ -20,6 +20,9 @@ class PhaseStages:
     before_load: tuple[Stage, ...] = ()
     """what is on the GPU for a while before the model's weights come, the allocator's cache emptied behind each"""
 
+    encode_once: Stage | None = None
+    """text encoders and VAE work on the data set beside the model that is loaded"""
+
     unload: Stage | None = None
     """what was loaded beside the model goes, before the first step"""
 

@@ -14,14 +14,15 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import profiles
 from planner import dialects
 from planner.dialects.base.script import from_file
-from planner.foreign.case import settle
+from planner.estimate.estimate import OPTIMIZER_MOMENT, assess, describe_moment
+from planner.foreign.case import Case, settle
 from planner.foreign.check import Checked, check_case
-from planner.spec.plan import PhaseName, PhasePeak
+from planner.foreign.pricing import Pricing
 
 ALLOCATED, DEVICE = 0.02, 0.05
 PHASES = ("load", "encode", "first_step", "train", "optimizer")
@@ -37,15 +38,13 @@ def rows(outcome: str = "ok") -> Iterator[dict[str, Any]]:
         yield from (row for row in found if row["measured"]["outcome"] == outcome)
 
 
-def checked_phases(row: dict[str, Any], folder: Path) -> dict[PhaseName, PhasePeak]:
-    """What `vplan check` says a row's command takes until its third step is over, by phase. Its files are written into
-    `folder`."""
-    phases = checked(row, folder).outcome.estimate.phases
-    return {phase: peak for phase, peak in phases.items() if phase in PHASES}
-
-
 def checked(row: dict[str, Any], folder: Path) -> Checked:
     """What `vplan check` says of a row's command. Its files are written into `folder`."""
+    return check_case(case_of(row, folder), search=False)
+
+
+def case_of(row: dict[str, Any], folder: Path) -> Case:
+    """A row's command as `vplan check` reads it."""
     files = row.get("files", {}) | ({"config.json": row["config"]} if "config" in row else {})
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
@@ -53,43 +52,58 @@ def checked(row: dict[str, Any], folder: Path) -> Checked:
     dialect, given = dialects.read_script(from_file(folder / row.get("read", "train.sh")))
     shape = dict(zip(("frames", "height", "width"), row.get("shape", ()), strict=False))
     machine = {"gpu": row["env"]["gpu"].removeprefix("virtual "), "torch": ".".join(row["env"]["torch"].split(".")[:2])}
-    return check_case(settle(dialect, given, shape, machine), search=False)
+    return settle(dialect, given, shape, machine)
 
 
-def errors(row: dict[str, Any], phases: dict[PhaseName, PhasePeak]) -> tuple[float, float]:
-    """How far `vplan check` is from what was rehearsed: of allocated bytes, and of the device's."""
-    allocated = max(peak.allocated_bytes for peak in phases.values())
+class Comparison(NamedTuple):
+    """A command's answer beside its rehearsal, until its third step is over."""
+
+    allocated: float
+    """how far off"""
+    device: float
+    """the same; with what the allocator leaves in pieces, as a rehearsal has it"""
+    said: str
+    """phase with the most allocated bytes"""
+    rehearsed: str
+
+
+def compare(row: dict[str, Any], folder: Path) -> Comparison:
+    """A row's rehearsal and what `vplan check` says, which is `assess` told in words. Files are written to `folder`."""
+    case, measured = case_of(row, folder), row["measured"]
+    found = assess(case.configuration, Pricing(case).facts(case.configuration), case.trainer)
+    phases = {phase: peak for phase, peak in found.estimate.phases.items() if phase in PHASES}
     device = max(peak.device_bytes for peak in phases.values())
-    return allocated / row["measured"]["allocated_bytes"] - 1, device / row["measured"]["device_bytes"] - 1
-
-
-def highest(row: dict[str, Any], phases: dict[PhaseName, PhasePeak]) -> tuple[str, str]:
-    """The phase with the most allocated bytes: said, and rehearsed."""
-    measured = row["measured"]
+    if found.kept_bytes and found.estimate.peak.phase in phases:
+        device = found.kept_bytes
+    played = [entry for entry in found.played if entry.phase in PHASES]
+    top = max(played, key=lambda entry: entry.replayed.allocated_peak_bytes)
+    said = top.phase
+    if said == "first_step" and describe_moment(top, found.estimate.strategy) == OPTIMIZER_MOMENT:
+        said = "optimizer"  # as a rehearsal counts it
     by_phase = measured.get("phases", {})
     rehearsed = max(by_phase, key=lambda phase: by_phase[phase]["allocated_bytes"], default=measured["phase"])
-    return max(phases, key=lambda phase: phases[phase].allocated_bytes), rehearsed
+    allocated = max(peak.allocated_bytes for peak in phases.values())
+    errors = allocated / measured["allocated_bytes"] - 1, device / measured["device_bytes"] - 1
+    return Comparison(*errors, said, rehearsed)
 
 
 def main() -> None:
     """Prints the table."""
-    found, same = [], 0
+    found: list[Comparison] = []
     for row in rows():
         with tempfile.TemporaryDirectory() as folder:
-            phases = checked_phases(row, Path(folder))
-        found.append(errors(row, phases))
-        said, rehearsed = highest(row, phases)
-        same += said == rehearsed
+            found.append(compare(row, Path(folder)))
+        allocated, device, said, rehearsed = found[-1]
         other = "" if said == rehearsed else f"  {said}, rehearsed {rehearsed}"
-        print(f"{row['id']:68}{found[-1][0]:+8.1%}{found[-1][1]:+8.1%}{other}", flush=True)
-    for name, at, bound in (("allocated", 0, ALLOCATED), ("device", 1, DEVICE)):
-        off = [abs(error[at]) for error in found]
+        print(f"{row['id']:68}{allocated:+8.1%}{device:+8.1%}{other}", flush=True)
+    for name, bound in (("allocated", ALLOCATED), ("device", DEVICE)):
+        off = [abs(getattr(each, name)) for each in found]
         within = sum(error <= bound for error in off)
         print(
             f"{name}: {len(found)} commands, median {statistics.median(off):.1%}, worst {max(off):.1%}, "
             f"{within} within {bound:.0%}"
         )
-    print(f"highest in the same phase: {same}")
+    print(f"highest in the same phase: {sum(each.said == each.rehearsed for each in found)}")
 
 
 if __name__ == "__main__":

@@ -147,8 +147,16 @@ def encoders_beside_the_model(run: Run) -> None:
     ``text_encoder_three.to``; ..._lora_qwen_image.py:1266 and 1503 ``offload_models(text_encoding_pipeline)``). In full
     training the model comes last, with ``accelerator.prepare``; those for videos cache nothing."""
     caches = "cached" in (run.strategy.text_encoder, run.strategy.vae)
-    if caches and run.job.method == "lora" and run.facts.model.kind == "image":
-        encoders_at_start(run)
+    if not caches or run.job.method != "lora" or run.facts.model.kind != "image":
+        return
+    encoders_at_start(run)
+    first = len(run.program.buffers)
+    stretches: list[tuple[Moment, list[int]]] = []
+    for component in encoders(run, "cached", 1):
+        done = run_component(run.program, component, {})
+        stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
+    take_sizes(run, first)
+    run.phases.encode_once = Stage("encode", stretches)
 
 
 TERMS: tuple[Transform, ...] = (
