@@ -120,7 +120,7 @@ own-model: it is what the trainer's own scripts build. own-code: its step is rec
 feed-forward-not-adapted: its usual LoRA is on attention alone; attention-output-not-adapted: nor on its last layer.
 last-encoder-stays: the last text encoder encodes in the loop, and is on the GPU for it. experts-without-gradients: a
 mixture's experts run as in sampling.
-shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: the VAE overflows in half precision.
+shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: its script keeps the VAE in fp32.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
 reentrant-checkpoints: its own code of the model checkpoints so.
 prompts-unpadded: they are as long as the longest of a batch, where diffusers fills them up. masks-by-head: its own code

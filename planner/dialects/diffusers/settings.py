@@ -210,6 +210,9 @@ BEFORE = "train_text_to_image_sdxl.py"
 """Computes embeddings and latents before training."""
 
 LUMINA = "train_dreambooth_lora_lumina2.py"
+SDXL_SCRIPTS = ("train_dreambooth_lora_sdxl.py", "train_text_to_image_sdxl.py")
+VAE_IN_FP32 = (*SDXL_SCRIPTS, LUMINA, "train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py")
+OTHER_VAE = "train_text_to_image_lora_sdxl.py"
 HELD = ("train_dreambooth_lora_flux.py", "train_dreambooth_lora_sdxl.py", LUMINA)
 """``main`` deletes some of its names for the encoders: FLUX.1's list ``text_encoders`` still has both, and SDXL's
 ``text_encoder_one`` and ``_two`` are left; Lumina 2's ``text_encoding_pipeline`` has it. FLUX.1 at 512 pixels rehearses
@@ -313,23 +316,19 @@ def _write_text_encoder_dtype(fields: Fields) -> Settings:
 
 
 def _vae_dtype(settings: Settings) -> Fields:
-    """SDXL's own VAE overflows in half precision, and is fp32 (`vae.to(accelerator.device, dtype=torch.float32)`);
-    another one that is named has the mixed precision's format. Lumina 2's is kept in fp32."""
-    if str(settings["script"]).endswith(LUMINA):
-        return {"vae_dtype": "fp32"}
-    built_in = settings.get("--pretrained_vae_model_name_or_path") is None
-    if str(settings["script"]).endswith(DREAMBOOTH) and _half_precision(settings) == "fp32":
-        return {"vae_dtype": "fp32"}
-    return {"vae_dtype": "fp32" if "sdxl" in str(settings["script"]) and built_in else "bf16"}
+    """What most scripts make of it is the mixed precision's format. The VAEs of SDXL, SD 3 and Lumina 2 are fp32
+    (`vae.to(accelerator.device, dtype=torch.float32)`), but for one that is named to the LoRA script of SDXL."""
+    script = str(settings["script"])
+    named = settings.get("--pretrained_vae_model_name_or_path") is not None
+    in_fp32 = script.endswith(VAE_IN_FP32) or (script.endswith(OTHER_VAE) and not named)
+    plain = script.endswith(DREAMBOOTH) and _half_precision(settings) == "fp32"
+    return {"vae_dtype": "fp32" if in_fp32 or plain else "bf16"}
 
 
 def _write_vae_dtype(fields: Fields) -> Settings:
-    overflows = lookup.model(fields["model"]).trained_with("diffusers", "vae-in-fp32")
-    if fields["vae_dtype"] == "bf16" and overflows and "sdxl" in _script(fields):
-        return {"--pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix"}
-    usual = "fp32" if overflows else "bf16"
+    usual = "fp32" if lookup.model(fields["model"]).trained_with("diffusers", "vae-in-fp32") else "bf16"
     if fields["vae_dtype"] != usual:
-        why = "its example keeps the VAE in fp32" if overflows else "the VAE has --mixed_precision"
+        why = "its example keeps the VAE in fp32" if usual == "fp32" else "the VAE has --mixed_precision"
         raise InexpressibleError(UnsupportedValue("vae_dtype", fields["vae_dtype"], usual, why))
     return {}
 
@@ -466,7 +465,7 @@ DIALECT = Dialect(
             ("--pretrained_vae_model_name_or_path",),
             _vae_dtype,
             _write_vae_dtype,
-            {"vae_dtype": "bf16; SDXL: fp32"},
+            {"vae_dtype": "bf16; SDXL, SD 3 and Lumina 2: fp32"},
         ),
         *our_defaults("inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
         *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
