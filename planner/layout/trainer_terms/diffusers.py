@@ -269,11 +269,15 @@ def scales_in_fp32(run: Run) -> None:
 
 FP32 = 4
 
+FACTORY = "cogvideox-factory"
+"""The version of cogvideox-factory's scripts as they are since 2025."""
+
 _2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in_fp32, final_norm_of_both)
 
 OLDER: dict[str, tuple[Transform, ...]] = {
     "2024-10": _2024_10,
     "2024-10-one-step": (*_2024_10, one_step),
+    FACTORY: (encoders_at_start, cache_kept, bucket_as_backward_begins),
     "prior": (),
     SCALES_IN_FP32: (scales_in_fp32,),
     f"{SCALES_IN_FP32}-prior": (scales_in_fp32,),
@@ -282,4 +286,5 @@ OLDER: dict[str, tuple[Transform, ...]] = {
 }
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), and its runs of one step.
 Their ZeRO is priced without `share_comes_back_in_fp32`: with it a full CogVideoX-5B would hold 20.9 GiB, and 19.998 are
-printed as reserved (cvxt-5b-full-b1-zero2)."""
+printed as reserved (cvxt-5b-full-b1-zero2). cogvideox-factory: the same scripts at 223add1, which
+cast sampled latents back to 16 bits (``videos.to(..., dtype=weight_dtype)``)."""
