@@ -164,18 +164,22 @@ def _write_optimizer(fields: Fields) -> Settings:
 
 
 def _validation(settings: Settings) -> Fields:
-    """Where there are prompts: a sample of the pipeline's own length, at --height and --width. ``log_validation`` puts
-    the whole pipeline on the GPU, which --enable_model_cpu_offload does not prevent."""
+    """Where there are prompts: a sample of the pipeline's own length, at --height and --width."""
     if not settings.get("--validation_prompt"):
         return {"validation_mode": "off", "validation": None}
     model = lookup.model(require_model(settings, "--pretrained_model_name_or_path"))
     size = {name: _number(settings, f"--{name}") for name in SIZES}
     cfg = float(str(_of(settings, "--guidance_scale"))) > 1
-    return {"validation_mode": "on", "validation": {"frames": model.shape.default_frames, **size, "cfg": cfg}}
+    mode = "offload" if settings.get("--enable_model_cpu_offload") else "on"
+    return {"validation_mode": mode, "validation": {"frames": model.shape.default_frames, **size, "cfg": cfg}}
 
 
 def _write_validation(fields: Fields) -> Settings:
-    return {"--validation_prompt": "a cat walks"} if fields["validation_mode"] != "off" else {}
+    if fields["validation_mode"] == "off":
+        return {}
+    return {"--validation_prompt": "a cat walks"} | (
+        {"--enable_model_cpu_offload": True} if fields["validation_mode"] == "offload" else {}
+    )
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
@@ -192,8 +196,10 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"torch.compile (dynamo_backend){MAY_NEED_LESS}"
     if settings.get("--ignore_learned_positional_embeddings"):
         yield f"--ignore_learned_positional_embeddings{MAY_NEED_LESS}"
-    if settings.get("--enable_model_cpu_offload") and fields["validation_mode"] == "on":
-        yield f"--enable_model_cpu_offload: the pipeline is put on the GPU whole all the same ({AT} log_validation)"
+    if fields["validation_mode"] == "on":
+        yield f"the last sample is a second transformer's, beside the trained one ({AT}, Final test inference)"
+    elif fields["validation_mode"] == "offload":
+        yield f"the pipeline is put on the GPU whole before it is offloaded ({AT} log_validation)"
 
 
 def _switch(field: str, flag: str) -> Choice:
@@ -238,10 +244,10 @@ DIALECT = Dialect(
         _switch("vae_slicing", "--enable_slicing"),
         FunctionPair(
             ("validation_mode", "validation"),
-            ("--validation_prompt", "--height", "--width", "--guidance_scale"),
+            ("--validation_prompt", "--enable_model_cpu_offload", "--height", "--width", "--guidance_scale"),
             _validation,
             _write_validation,
-            {"validation_mode": "off, on", "validation": "--height, --width"},
+            {"validation_mode": "off, on, offload", "validation": "--height, --width"},
         ),
         engine(
             _formats,
@@ -270,6 +276,11 @@ DIALECT = Dialect(
             {"sharding": "zero-2", **DEEPSPEED},
             "gradients and states are sharded across the GPUs, with an fp32 master",
             when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
+        ),
+        Move(
+            {"validation_mode": "offload"},
+            "the sample is slower",
+            when=lambda fields: fields["validation_mode"] == "on",
         ),
         Move({"validation_mode": "off"}, "no sample"),
     ),
