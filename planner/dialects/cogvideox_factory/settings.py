@@ -267,7 +267,9 @@ DIALECT = Dialect(
     notes=_notes,
     moves=(
         Move({"expandable_segments": True}, "free"),
-        Move({"text_encoder": "cached", "vae": "cached"}, "clips and prompts are encoded beforehand, by prepare_dataset"),
+        Move(
+            {"text_encoder": "cached", "vae": "cached"}, "clips and prompts are encoded beforehand (prepare_dataset.py)"
+        ),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
         Move({"vae_tiling": True}, "tiles are blended where they meet"),

@@ -78,7 +78,9 @@ def test_sizes_that_are_the_datas(tmp_path: Path) -> None:
     longer = read(tmp_path, "cogvideox_text_to_video_lora.py", "--frame_buckets 17 49 81 --max_num_frames 85")
     assert longer.job["frames"] == 81
     path = tmp_path / "none.sh"
-    path.write_text("python training/cogvideox_text_to_video_lora.py --pretrained_model_name_or_path THUDM/CogVideoX-2b")
+    path.write_text(
+        "python training/cogvideox_text_to_video_lora.py --pretrained_model_name_or_path THUDM/CogVideoX-2b"
+    )
     none = translate(*dialects.read_script(from_file(path)))
     assert (none.job["height"], none.job["frames"], none.job["batch_size"]) == (None, 49, 4)
     assert any("--height_buckets, --width_buckets not given" in note for note in none.notes)
