@@ -196,6 +196,9 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"torch.compile (dynamo_backend){MAY_NEED_LESS}"
     if settings.get("--ignore_learned_positional_embeddings"):
         yield f"--ignore_learned_positional_embeddings{MAY_NEED_LESS}"
+    prompts = fields["validation_mode"] != "off"
+    if prompts and "_text_to_" in str(settings["script"]) and "--validation_epochs" not in settings:
+        yield f"without --validation_epochs the script ends in a TypeError behind its first epoch ({AT})"
     if fields["validation_mode"] == "on":
         yield f"the last sample is a second transformer's, beside the trained one ({AT}, Final test inference)"
     elif fields["validation_mode"] == "offload":

@@ -90,6 +90,11 @@ def test_a_sample_has_a_size_of_its_own(tmp_path: Path) -> None:
     found = read(tmp_path, "cogvideox_text_to_video_lora.py", "--validation_prompt cat --height 240 --width 360")
     shape = {"frames": 49, "height": 240, "width": 360, "cfg": True}
     assert (found.strategy["validation_mode"], found.job["validation"]) == ("on", shape)
+    assert any("ends in a TypeError" in note for note in found.notes)
+    words = "--validation_prompt cat --enable_model_cpu_offload --validation_epochs 1"
+    moved = read(tmp_path, "cogvideox_text_to_video_lora.py", words)
+    assert moved.strategy["validation_mode"] == "offload"
+    assert not any("TypeError" in note for note in moved.notes)
     assert read(tmp_path, "cogvideox_text_to_video_lora.py").strategy["validation_mode"] == "off"
 
 
