@@ -186,6 +186,20 @@ def encoders_at_start(run: Run) -> None:
     run.empty_cache.after = (*run.empty_cache.after, run.phases.unload)
 
 
+BROADCAST_BYTES, IN_FLIGHT = 250 << 20, 2
+"""Weights that DDP broadcasts together as it is made, and how many such broadcasts run at once (torch
+nn/parallel/distributed.py ``broadcast_bucket_size``, distributed/c10d/comm.cpp ``broadcast_coalesced``)."""
+
+
+def wrapped_beside_encoders(run: Run) -> None:
+    """``accelerator.prepare`` makes DDP while encoders are still there, and DDP broadcasts the weights in copies
+    (cogvideox-factory 223add1: ``del vae, text_encoder`` stands behind it)."""
+    if run.strategy.sharding == "ddp":
+        nbytes = min(BROADCAST_BYTES, run.total_bytes(run.named("weight").values()))
+        copies = [run.new(nbytes, "temporary", "broadcast weights") for _ in range(IN_FLIGHT)]
+        run.place(run.load, [*copies, *(~copy for copy in copies)], "broadcast weights")
+
+
 def encoders_beside_the_model(run: Run) -> None:
     """LoRA scripts of today encode prompts and, with ``--cache_latents``, clips while the model is on the GPU already
     (diffusers 58eb52c0, examples/dreambooth/train_dreambooth_lora_sd3.py:1237 to 1241, ``transformer.to`` and
@@ -319,7 +333,7 @@ _2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in
 OLDER: dict[str, tuple[Transform, ...]] = {
     "2024-10": _2024_10,
     "2024-10-one-step": (*_2024_10, one_step),
-    FACTORY: (encoders_at_start, cache_kept, bucket_as_backward_begins, tested_beside_the_trained),
+    FACTORY: (encoders_at_start, wrapped_beside_encoders, cache_kept, tested_beside_the_trained),
     "prior": (),
     SCALES_IN_FP32: (scales_in_fp32,),
     f"{SCALES_IN_FP32}-prior": (scales_in_fp32,),

@@ -282,6 +282,18 @@ def test_cogvideox_factory_puts_the_whole_pipeline_on_the_gpu_before_it_is_offlo
     assert denoise.allocated_after_bytes == LOADED + STATES
 
 
+def test_cogvideox_factory_makes_ddp_while_encoders_are_there() -> None:
+    """Two copies of the weights, where those are less than DDP broadcasts together."""
+    alone, together = (done_by("diffusers@cogvideox-factory", EIGHT, sharding=how) for how in ("none", "ddp"))
+    weights = together.total_bytes(together.named("weight").values())
+    assert weights < diffusers.BROADCAST_BYTES
+    made = [
+        [run.sizes[event] for event in run.load.ops if event >= 0 and run.program.op[event] == "broadcast weights"]
+        for run in (alone, together)
+    ]
+    assert made == [[], [weights] * 2]
+
+
 def test_cogvideox_factory_samples_with_encoders_beside_those_that_train() -> None:
     run = sampled("on", text_encoder="resident", vae="resident")
     resident = component_bytes(run, "resident")
