@@ -37,7 +37,10 @@ FORMER = ("diffsynth-2025",)
 """Trainers' former scripts, whose commands are still pasted; their terms are those of ``trainer@version``."""
 
 
-FURTHER = ("sd-scripts-unet", "sd-scripts-hunyuan", "onetrainer", "simpletuner", "cogvideo", "ltx-trainer")
+FURTHER = (
+    *("sd-scripts-unet", "sd-scripts-hunyuan", "onetrainer", "simpletuner", "cogvideo", "cogvideox-factory"),
+    "ltx-trainer",
+)
 """Read and not written: further scripts of a trainer, under terms of their own (``trainer@version``), and trainers."""
 
 

@@ -321,10 +321,18 @@ COGVIDEO = Source(
     (Entry("finetune/schemas/args.py", "parse_args"),),
 )
 
+COGVIDEOX_FACTORY = Source(
+    "cogvideox-factory",
+    "https://github.com/a-r-r-o-w/cogvideox-factory",
+    "223add1a",
+    (Entry("training/cogvideox/args.py", "get_args"),),
+    history=("training/args.py",),
+)
+
 SOURCES = {
     source.trainer: source
     for source in (
         *(DIFFSYNTH, EASYANIMATE, VIDEOX_FUN, LATENTSYNC, SD_SCRIPTS, DIFFUSERS, MUSUBI, AI_TOOLKIT, DIFFUSION_PIPE),
-        *(ACCELERATE, COGVIDEO, DEEPSPEED, TORCHRUN),
+        *(ACCELERATE, COGVIDEO, COGVIDEOX_FACTORY, DEEPSPEED, TORCHRUN),
     )
 }

@@ -292,8 +292,11 @@ def child(trainer: str, root: Path) -> None:
     os.environ["OWN_PARSERS_TRAINER"] = trainer
     os.environ["HF_HUB_OFFLINE"] = "1"
     import diffusers
+    import torch
     import transformers
 
+    if not torch.cuda.is_available():  # asked for in default arguments (musubi-tuner wan/modules/t5.py)
+        torch.cuda.current_device = lambda: 0
     # These ask which libraries there are, and stand-ins are none.
     ours = "AutoencoderKL UNet2DConditionModel StableDiffusionPipeline FluxPipeline"
     theirs = "PreTrainedModel CLIPTextModel T5EncoderModel BloomPreTrainedModel"

@@ -179,7 +179,9 @@ def _from_text(name: str, text: str, folder: Path | None) -> Script:
     names = {used for program in programs for used in variables.unset if f"${used}" in " ".join(program.arguments)}
     unset = f"${', $'.join(sorted(names))} not assigned in {name}: taken as written" if names else ""
     ends = "lines that begin with -- are read with the command above; a shell needs a \\ before them" if loose else ""
-    return Script(name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends))))
+    loops = ", ".join(f"the first of {count} values of ${each}" for each, count in variables.loops.items())
+    loops = f"of its loops one run is read, with {loops}" if loops else ""
+    return Script(name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends, loops))))
 
 
 def _under(folder: PurePosixPath, script: str) -> str:

@@ -1,4 +1,4 @@
-"""The commands of a shell script, as words: quoting, comments, continued lines, variables and arrays.
+"""The commands of a shell script, as words: quoting, comments, continued lines, variables, arrays, `for` and `eval`.
 
 No shell runs and nothing is executed or looked up outside the text: a variable is what the text itself assigned before,
 `$(...)` and what else only a shell could say stay as they are written.
@@ -48,6 +48,8 @@ class Variables:
     """name -> its words: one, or as many as its array has"""
     unset: set[str] = field(default_factory=set)
     """names that were used and never assigned"""
+    loops: dict[str, int] = field(default_factory=dict)
+    """variables of loops over several values -> how many"""
 
 
 class Line(NamedTuple):
@@ -63,17 +65,23 @@ def commands(text: str) -> tuple[list[Line], Variables]:
     Raises a VplanError for a quote or a bracket that is never closed.
     """
     variables = Variables()
-    lines: list[Line] = []
+    return list(_commands(_without_here_documents(text.replace("\r\n", "\n")), variables)), variables
+
+
+def _commands(text: str, variables: Variables, evaluated: bool = False) -> Iterator[Line]:
+    """The simple commands of a text, which may assign variables. What `eval` is given is read as commands too, once:
+    an `eval` in it stays as it is written."""
     current: list[Word] = []
-    for token in [*_tokens(_without_here_documents(text.replace("\r\n", "\n"))), "\n"]:
+    for token in [*_tokens(text), "\n"]:
         if isinstance(token, list):
             current.append(token)
         elif token in _BETWEEN:
             line = _command(current, variables)
-            if line is not None:
-                lines.append(line)
+            if line is not None and line.words[0] == "eval" and not evaluated:
+                yield from _commands(" ".join(line.words[1:]), variables, evaluated=True)
+            elif line is not None:
+                yield line
             current = []
-    return lines, variables
 
 
 _CONTINUED = re.compile(r"[ \t][\^`][ \t]*\n")
@@ -129,12 +137,15 @@ def _expanded(words: Iterable[Word], variables: Variables) -> list[str]:
 def _command(words: list[Word], variables: Variables) -> Line | None:
     """Carry out the assignments of one command and expand its words; None when nothing is left of it."""
     # Branches are not chosen: the commands of all of them are read, in their order.
-    while words and len(words[0]) == 1 and words[0][0].text in _KEYWORDS and not words[0][0].quote:
+    while words and _plain(words[0]) in _KEYWORDS:
         words = words[1:]
+    if len(words) > 3 and [_plain(words[at]) for at in (0, 2)] == ["for", "in"]:
+        _first_of_loop(_text(words[1]), words[3:], variables)
+        return None
     front: dict[str, list[str]] = {}
     while words and _assign(words[0], variables, front):
         words = words[1:]
-    if words and len(words[0]) == 1 and words[0][0].text in _ASSIGNS and not words[0][0].quote:
+    if words and _plain(words[0]) in _ASSIGNS:
         for word in words[1:]:
             _assign(word, variables, variables.values)
         words = []
@@ -143,6 +154,19 @@ def _command(words: list[Word], variables: Variables) -> Line | None:
         return None
     expanded = _expanded(words, variables)
     return Line(tuple(expanded), {name: " ".join(value) for name, value in front.items()}) if expanded else None
+
+
+def _first_of_loop(name: str, words: list[Word], variables: Variables) -> None:
+    """A loop's variable has its first value: one run of it is read."""
+    values = _expanded(words, variables)
+    if len(values) > 1:
+        variables.loops[name] = len(values)
+    variables.values[name] = values[:1]
+
+
+def _plain(word: Word) -> str:
+    """A word that is one piece without quotes; of any other nothing."""
+    return word[0].text if len(word) == 1 and not word[0].quote else ""
 
 
 def _text(word: Word) -> str:

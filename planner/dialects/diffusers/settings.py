@@ -152,7 +152,7 @@ def _write_job(fields: Fields) -> Settings:
     return settings | {"--resolution": fields["height"]}
 
 
-def _half_precision(settings: Settings) -> str:
+def half_precision(settings: Settings) -> str:
     """The mixed precision, of the script or of ``accelerate launch``: bf16, fp16, or fp32 for none."""
     precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
     return precision if precision in ("bf16", "fp16") else "fp32"
@@ -161,7 +161,7 @@ def _half_precision(settings: Settings) -> str:
 def _plain(settings: Settings) -> Fields:
     """A frozen base has the mixed precision's format, and so have its adapters, but fp32 ones under fp16; trained
     weights are fp32. Mixed precision is autocast (`cast_training_params`, `accelerator.prepare`)."""
-    half = _half_precision(settings)
+    half = half_precision(settings)
     full = "lora" not in str(settings["script"])
     if base := settings.get(BASE):  # peft keeps adapters of a quantised layer in fp32
         return {"weights_dtype": base, "adapter_dtype": "fp32", "autocast": half if half != "fp32" else "none"}
@@ -302,7 +302,7 @@ def _write_validation(fields: Fields) -> Settings:
 def _text_encoder_dtype(settings: Settings) -> Fields:
     """It has the mixed precision's format, which is fp32 without one; one that is trained stays in fp32
     (``text_encoder.to(accelerator.device, dtype=weight_dtype)``)."""
-    in_fp32 = _trains_text_encoder(settings) or _half_precision(settings) == "fp32"
+    in_fp32 = _trains_text_encoder(settings) or half_precision(settings) == "fp32"
     return {"text_encoder_dtype": "fp32" if in_fp32 else "bf16"}
 
 
@@ -321,7 +321,7 @@ def _vae_dtype(settings: Settings) -> Fields:
     script = str(settings["script"])
     named = settings.get("--pretrained_vae_model_name_or_path") is not None
     in_fp32 = script.endswith(VAE_IN_FP32) or (script.endswith(OTHER_VAE) and not named)
-    plain = script.endswith(DREAMBOOTH) and _half_precision(settings) == "fp32"
+    plain = script.endswith(DREAMBOOTH) and half_precision(settings) == "fp32"
     return {"vae_dtype": "fp32" if in_fp32 or plain else "bf16"}
 
 

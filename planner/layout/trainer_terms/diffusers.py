@@ -5,7 +5,14 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 
 from __future__ import annotations
 
-from planner.layout.encoders_vae import ComponentPass, alive_after, encoders, load_component, run_component
+from planner.layout.encoders_vae import (
+    ComponentPass,
+    alive_after,
+    component_bytes,
+    encoders,
+    load_component,
+    run_component,
+)
 from planner.layout.phases import RGB, take_sizes, weights_on_gpu
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins
@@ -14,6 +21,9 @@ from planner.layout.trainer_terms.frozen_experts import experts_without_gradient
 from planner.layout.trainer_terms.shared import cache_kept_while_sampling, clip_pixels
 from planner.layout.trainer_terms.trained_text_encoders import text_encoders_whole
 from planner.tape.program import Moment, Stage
+
+FACTORY = "cogvideox-factory"
+"""The version of cogvideox-factory's scripts for CogVideoX as they are since December 2024."""
 
 
 def cast_on_the_gpu(run: Run) -> None:
@@ -98,15 +108,21 @@ def _is_vae(run: Run, component: ComponentPass) -> bool:
 def validation_prompts(run: Run) -> None:
     """Validation encodes its prompts anew. The pipeline brings its text encoders, which stay beside the model until the
     sample is decoded; offloaded, they have the GPU for themselves before the model denoises (``log_validation`` of
-    cogvideox-factory and of diffusers' examples: ``pipe.to(accelerator.device)``, ``enable_model_cpu_offload``)."""
-    if not run.phases.validation or run.strategy.text_encoder != "cached":
+    cogvideox-factory and of diffusers' examples: ``pipe.to(accelerator.device)``, ``enable_model_cpu_offload``).
+
+    cogvideox-factory's pipeline has encoders of its own beside those that train (``from_pretrained(...,
+    transformer=...)``), and is put on the GPU whole even where it is offloaded: the model stays until they leave."""
+    whole = run.trainer.endswith(f"@{FACTORY}")
+    if not run.phases.validation or (run.strategy.text_encoder != "cached" and not whole):
         return
     first, denoise, decode = len(run.program.buffers), run.phases.validation[0][1], run.phases.validation[-1][1]
     apart = run.strategy.validation_mode == "offload"
-    moved = weights_on_gpu(run) if apart else []
+    moved = weights_on_gpu(run) if apart and not whole else []
     coming: list[tuple[Moment, list[int]]] = [(STRATEGY_MOMENT, [~buffer for buffer in moved])]
-    for component in encoders(run, "cached", 1):
-        if _is_vae(run, component):
+    if whole:
+        coming += _vae_of_the_pipeline(run, denoise if run.strategy.vae == "cached" else decode)
+    for component in encoders(run, run.strategy.text_encoder, 1):
+        if _is_vae(run, component):  # a cached one comes for the decode
             continue
         loading, blocks = load_component(run.program, component)
         done = run_component(run.program, component, blocks)
@@ -115,6 +131,35 @@ def validation_prompts(run: Run) -> None:
         (coming if apart else decode.stretches).append(leaving)
     denoise.stretches[:0] = [*coming, (STRATEGY_MOMENT, moved)]
     take_sizes(run, first)
+
+
+def _vae_of_the_pipeline(run: Run, last: Stage) -> list[tuple[Moment, list[int]]]:
+    """A VAE that is put on the GPU with the pipeline and stays until the end of ``last``."""
+    (vae,) = (entry for entry in encoders(run, run.strategy.vae, 1) if _is_vae(run, entry))
+    loading, _ = load_component(run.program, vae)
+    last.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(loading)]))
+    return loading.stretches
+
+
+def tested_beside_the_trained(run: Run) -> None:
+    """The last samples are a pipeline's with a transformer of its own. ``del transformer, text_encoder, vae`` takes the
+    encoders off the GPU, and not the trained transformer, which the optimizer and accelerate hold on to; an offloaded
+    one is in host RAM by then (cogvideox-factory 223add1, training/cogvideox/cogvideox_text_to_video_sft.py, "Final
+    test inference", behind ``empty_cache``)."""
+    if not run.phases.validation or run.strategy.validation_mode != "on":
+        return
+    halves = 2 if run.job.method == "full" and run.strategy.weights_dtype == "fp32" else 1
+    more = run.total_bytes(run.named("weight").values()) // halves - component_bytes(run, "resident")
+    if more <= 0:
+        return
+    (_, denoise), (_, decode) = run.phases.validation
+    second, at = run.new(more, "weight", "second transformer"), STRATEGY_MOMENT._replace(passes="second transformer")
+    run.phases.validation = (
+        *run.phases.validation,
+        ("denoise", Stage(denoise.name, [(at, [second]), *denoise.stretches])),
+        ("decode", Stage(decode.name, [*decode.stretches, (at, [~second])])),
+    )
+    run.empty_cache.after = (*run.empty_cache.after, decode)
 
 
 def encoders_at_start(run: Run) -> None:
@@ -139,6 +184,20 @@ def encoders_at_start(run: Run) -> None:
         "encoders leave", [(STRATEGY_MOMENT._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
     )
     run.empty_cache.after = (*run.empty_cache.after, run.phases.unload)
+
+
+BROADCAST_BYTES, IN_FLIGHT = 250 << 20, 2
+"""Weights that DDP broadcasts together as it is made, and how many such broadcasts run at once (torch
+nn/parallel/distributed.py ``broadcast_bucket_size``, distributed/c10d/comm.cpp ``broadcast_coalesced``)."""
+
+
+def wrapped_beside_encoders(run: Run) -> None:
+    """``accelerator.prepare`` makes DDP while encoders are still there, and DDP broadcasts the weights in copies
+    (cogvideox-factory 223add1: ``del vae, text_encoder`` stands behind it)."""
+    if run.strategy.sharding == "ddp":
+        nbytes = min(BROADCAST_BYTES, run.total_bytes(run.named("weight").values()))
+        copies = [run.new(nbytes, "temporary", "broadcast weights") for _ in range(IN_FLIGHT)]
+        run.place(run.load, [*copies, *(~copy for copy in copies)], "broadcast weights")
 
 
 def encoders_beside_the_model(run: Run) -> None:
@@ -282,6 +341,7 @@ _2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in
 OLDER: dict[str, tuple[Transform, ...]] = {
     "2024-10": _2024_10,
     "2024-10-one-step": (*_2024_10, one_step),
+    FACTORY: (encoders_at_start, wrapped_beside_encoders, cache_kept, tested_beside_the_trained),
     "prior": (),
     SCALES_IN_FP32: (scales_in_fp32,),
     f"{SCALES_IN_FP32}-prior": (scales_in_fp32,),
@@ -290,4 +350,5 @@ OLDER: dict[str, tuple[Transform, ...]] = {
 }
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), and its runs of one step.
 Their ZeRO is priced without `share_comes_back_in_fp32`: with it a full CogVideoX-5B would hold 20.9 GiB, and 19.998 are
-printed as reserved (cvxt-5b-full-b1-zero2)."""
+printed as reserved (cvxt-5b-full-b1-zero2). cogvideox-factory: the same scripts at 223add1, which
+cast sampled latents back to 16 bits (``videos.to(..., dtype=weight_dtype)``)."""

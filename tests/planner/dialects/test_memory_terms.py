@@ -252,6 +252,55 @@ def test_a_pipeline_brings_its_text_encoders_to_validation(mode: str) -> None:
     assert found["decode"].allocated_after_bytes == LOADED + STATES
 
 
+def sampled(mode: str, **strategy: str) -> Run:
+    """cogvideox-factory's run with an empty validation, and what its terms put around that."""
+    run = done_by("diffusers@cogvideox-factory", **strategy)
+    run.configuration = replace(run.configuration, strategy=run.strategy.replace(validation_mode=mode))
+    run.phases.validation = (("denoise", Stage("denoise", [])), ("decode", Stage("decode", [])))
+    diffusers.validation_prompts(run)
+    diffusers.tested_beside_the_trained(run)
+    return run
+
+
+def test_cogvideox_factory_tests_with_a_second_transformer() -> None:
+    run = sampled("on")
+    played = [entry for entry in replay_stages(run) if entry.phase in ("denoise", "decode")]
+    assert [entry.phase for entry in played] == ["denoise", "decode"] * 2
+    model = run.total_bytes(run.named("weight").values())
+    first, _, second, last = (entry.replayed.allocated_peak_bytes for entry in played)
+    assert second - first == model
+    assert last - second <= 0 and played[-1].allocated_after_bytes == LOADED + STATES
+    assert len(sampled("offload").phases.validation) == 2
+
+
+def test_cogvideox_factory_puts_the_whole_pipeline_on_the_gpu_before_it_is_offloaded() -> None:
+    run = sampled("offload")
+    encoders = component_bytes(run, "cached")
+    denoise = next(entry for entry in replay_stages(run) if entry.phase == "denoise")
+    assert denoise.replayed.allocated_peak_bytes >= LOADED + STATES + encoders
+    # Text encoders leave before the model denoises, and the VAE behind that.
+    assert denoise.allocated_after_bytes == LOADED + STATES
+
+
+def test_cogvideox_factory_makes_ddp_while_encoders_are_there() -> None:
+    """Two copies of the weights, where those are less than DDP broadcasts together."""
+    alone, together = (done_by("diffusers@cogvideox-factory", EIGHT, sharding=how) for how in ("none", "ddp"))
+    weights = together.total_bytes(together.named("weight").values())
+    assert weights < diffusers.BROADCAST_BYTES
+    made = [
+        [run.sizes[event] for event in run.load.ops if event >= 0 and run.program.op[event] == "broadcast weights"]
+        for run in (alone, together)
+    ]
+    assert made == [[], [weights] * 2]
+
+
+def test_cogvideox_factory_samples_with_encoders_beside_those_that_train() -> None:
+    run = sampled("on", text_encoder="resident", vae="resident")
+    resident = component_bytes(run, "resident")
+    denoise = next(entry for entry in replay_stages(run) if entry.phase == "denoise")
+    assert denoise.replayed.allocated_peak_bytes >= LOADED + STATES + 2 * resident
+
+
 # ---- kohya's swap
 
 

@@ -45,6 +45,26 @@ def test_words_are_those_that_a_shell_would_give() -> None:
     assert "UNSET" in variables.unset and variables.values["now"] == ['$(date +"%s")']
 
 
+def test_a_loop_is_read_once_and_eval_as_a_shell_reads_it() -> None:
+    """`a b` in quotes is one word behind `eval`, and an `eval` of an `eval` stays as it is written."""
+    lines, variables = commands(
+        'for rate in 1e-4 "1e-3"; do\n  cmd="python t.py --lr $rate --q \\"a b\\" --d \\$HOME"\n  eval $cmd\ndone\n'
+        'for one in 5; do eval "eval python u.py; X=$one python v.py"; done\n'
+    )
+    assert [line.words for line in lines] == [
+        ("python", "t.py", "--lr", "1e-4", "--q", "a b", "--d", "$HOME"),
+        ("eval", "python", "u.py"),
+        ("python", "v.py"),
+    ]
+    assert lines[2].environment == {"X": "5"}
+    assert variables.loops == {"rate": 2}
+
+
+def test_eval_of_a_quote_that_is_never_closed_is_one_error() -> None:
+    with pytest.raises(VplanError, match="never closed"):
+        commands("eval 'python t.py \"--a'")
+
+
 LAUNCHES = {
     "accelerate launch --num_processes 8 --num_machines 2 train.py --a": ("accelerate", "train.py", 4, 2),
     "torchrun --nnodes=1:4 --nproc-per-node 2 -m scripts.train_unet": ("torchrun", "scripts/train_unet.py", 2, 4),
@@ -65,7 +85,12 @@ def test_launchers_write_what_runs_on_how_many(text: str) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text(alphabet="ab$'\"\\(){}[]=#;&|<> \n-", max_size=60))
+@given(
+    st.one_of(
+        st.text(alphabet="ab$'\"\\(){}[]=#;&|<> \n-", max_size=60),
+        st.lists(st.sampled_from(["eval ", "for a in ", "$a", "a=", "'", '"', ";", "b ", "(", ")", "\\"])).map("".join),
+    )
+)
 def test_any_text_is_words_or_one_clear_error(text: str) -> None:
     try:
         lines, _ = commands(text)

@@ -1,0 +1,1 @@
+"""cogvideox-factory's scripts for CogVideoX, which finetrainers keeps under examples/_legacy."""
