@@ -114,7 +114,9 @@ def test_a_mask_that_each_block_makes_stays_until_its_backward(tokens: int) -> N
 
 def test_a_mask_that_attention_makes_is_no_mask_of_numbers() -> None:
     attention = "_scaled_dot_product_efficient_attention"
-    assert copies_of_masks_of_numbers(["where", "constant_pad_nd", attention, "add", "constant_pad_nd", attention]) == [4]
+    assert copies_of_masks_of_numbers(["where", "constant_pad_nd", attention, "add", "constant_pad_nd", attention]) == [
+        4
+    ]
     assert copies_of_masks_of_numbers(["add", "constant_pad_nd", "_scaled_dot_product_flash_attention"]) == []
 
 
