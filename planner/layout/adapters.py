@@ -59,7 +59,7 @@ def adapters_as_named(run: Run) -> None:
     every = {name.removesuffix(".weight") for name in table.rows if name.endswith(".weight")}
     wanted = {layer for layer in every if is_named(layer, targets)}
     if unknown := [target for target in targets if not any(is_named(layer, [target]) for layer in every)]:
-        example = max(recorded, key=len)
+        example = max(sorted(recorded), key=len)  # the same each time
         fault = f"no layer of {run.facts.model.name} is called {', '.join(unknown)}"
         raise VplanError(fault, f"--lora-targets takes the ends of names like {example}")
     layers = linear_layers(run)
