@@ -76,6 +76,9 @@ PRELOADED = (
 READ_AT_START = ("PYTHON", "OMP_NUM_THREADS", "TORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DIFFUSERS_", "TZ")
 """Beginnings of variables that Python and libraries read as they start: where they are not as the server's, no fork."""
 
+HASH_SEED = ("PYTHONHASHSEED", "0")
+"""The server's, unless the tests have one: recordings ask for it, and where none is asked for, it may be any."""
+
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of linux/prctl.h: orphans below this process become its own children."""
 
@@ -158,7 +161,8 @@ def _start(asked: Mapping[str, Any]) -> Start | None:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    read = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    return dict(read.items() - {HASH_SEED})
 
 
 # ---- the tests' side
@@ -197,7 +201,8 @@ class _Server:
         # A command line with the word by which a worker is known (`planner.launch.run_history.is_worker`).
         command = [sys.executable, "-m", __name__, "worker"]
         # DeepSpeed looks for the device when it is imported.
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", **({"LD_PRELOAD": preload} if preload else {})}
+        environment = dict([HASH_SEED]) | os.environ | {"DS_ACCELERATOR": "cpu"}
+        environment |= {"LD_PRELOAD": preload} if preload else {}
         with theirs:
             self.process = _Popen(
                 command, stdin=theirs, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment, start_new_session=True

@@ -16,6 +16,8 @@ _WORDS = {
     "apple": r"apple|mac|macbook|metal|mps",
 }
 _PREFIX = re.compile(r"^((nvidia|geforce|rtx|amd|radeon|rx|intel|arc)[\s-]*)+")
+_STRIX_HALO = re.compile(r"(amd)?(strixhalo|ryzenaimax(pro)?\d*|8060s|gfx1151)")
+"""AMD's processors whose GPU shares the system's memory (amd.com/products/processors)."""
 _APPLE_CHIP = re.compile(r"m[1-9](pro|max|ultra)?")
 
 
@@ -37,6 +39,8 @@ def find(text: str) -> OtherCard | None:
     for maker in ("amd", "intel"):
         if memory := _memory(maker, low):
             return OtherCard(maker, memory)
+    if _STRIX_HALO.fullmatch(bare):
+        return OtherCard("amd", None)
     if _APPLE_CHIP.fullmatch(re.sub(r"^apple", "", bare)):
         return OtherCard("apple", None)
     words = set(re.findall(r"[a-z]+", low))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -30,6 +31,11 @@ TICK_SECONDS = 0.05
 CHECKOUT = "VPLAN_CHECKOUT"
 """Environment variable with the folder of a trainer's code, from which its own model is recorded, or several, as PATH
 has them."""
+
+SAME_EACH_TIME = {"PYTHONHASHSEED": "0"}
+"""Environment of a recording. transformers goes through a set of names (modeling_gemma3.py and
+modeling_gemma4_unified.py, ``set(self.config.layer_types)``), whose order Python draws anew for each process: which of
+a Gemma's two masks is made first would be drawn too."""
 
 PARAMETERS = "parameters"
 """What a task calls the table of a model's parameters, which lies beside its tapes."""
@@ -134,7 +140,7 @@ class _Worker:
         if within is not None:
             command = within(command, folder / f"within-{number}")
         with self._log.open("wb") as log:
-            self.process: subprocess.Popen[bytes] = start_worker(command, log)
+            self.process: subprocess.Popen[bytes] = start_worker(command, log, {**os.environ, **SAME_EACH_TIME})
 
     def send(self, number: int, order: Order) -> None:
         """Hands it an order; the answer will be in the result file of that number."""

@@ -120,29 +120,35 @@ def _change_rounded(program: Program, change: Callable[[Monomial], Monomial]) ->
         program.buffers[buffer] = changed[number]
 
 
-def keep_shared_masks(run: Run) -> None:
-    """Drops the padded copies of a mask of numbers that several blocks attend with, and keeps the mask itself as long
-    as the last of them: cuDNN saves that (see `take_masks_as_they_are`)."""
+def keep_masks_of_numbers(run: Run) -> None:
+    """Drops the padded copies of a model's masks of numbers, which one block attends with or several, and keeps the
+    mask itself as long as the last of them: cuDNN saves that (see `take_masks_as_they_are`)."""
     program = run.program
-    copies = dict.fromkeys(copies_of_shared_masks(list(program.op)), -1)
-    if not copies:
+    candidates = set(copies_of_masks_of_numbers(list(program.op)))
+    if not candidates:
         return
     alive: dict[int, None] = {}
+    masks: dict[int, int] = {}  # of each copy whose mask there is; others stay
     freed_with: dict[int, int] = {}
     for event in (event for _, stretch in run.step.stretches for event in stretch):
-        if event in copies:
-            copies[event] = next((mask for mask in reversed(alive) if _is_copied(program, mask, event)), -1)
+        if event in candidates:
+            copied = next((mask for mask in reversed(alive) if _is_copied(program, mask, event)), None)
+            masks |= {} if copied is None else {event: copied}
         elif event >= 0:
             alive[event] = None
-        elif ~event in copies:
-            freed_with[copies[~event]] = ~event
+        elif ~event in masks:
+            freed_with[masks[~event]] = ~event
         else:
             alive.pop(~event, None)
             freed_with.pop(~event, None)  # a mask that outlives its copies anyway goes when it did
+    for copy, mask in masks.items():
+        size = program.sizes[program.buffers[mask]]
+        if not isinstance(size, int) and size[1].multiple:  # no size where no copy is made: the copy says it
+            program.buffers[mask] = program.buffers[copy]
     moved = {~mask for mask in freed_with}
-    last = {~copy: ~mask for mask, copy in freed_with.items() if mask >= 0}
+    last = {~copy: ~mask for mask, copy in freed_with.items()}
     run.step.stretches = [
-        (moment, [last.get(event, event) for event in stretch if _stays(event, copies, moved, last)])
+        (moment, [last.get(event, event) for event in stretch if _stays(event, masks, moved, last)])
         for moment, stretch in run.step.stretches
     ]
 
@@ -155,10 +161,16 @@ def _stays(event: int, copies: Collection[int], moved: Collection[int], last: Co
 def _is_copied(program: Program, mask: int, copy: int) -> bool:
     """Whether a buffer has the size that a copy of padded rows was made of."""
     one, other = (program.sizes[program.buffers[buffer]] for buffer in (mask, copy))
-    if isinstance(one, int) or isinstance(other, int) or one[0] is not other[0] or one[1].multiple:
+    if isinstance(one, int) or isinstance(other, int) or one[0] is not other[0] or one[1].multiple > 0:
         return False
-    exponents = tuple(map(operator.add, other[1].exponents, other[1].inner_exponents))
-    return one[1] == Monomial(other[1].coefficient * other[1].inner, exponents)
+    return _without_rounding(one[1]) == _without_rounding(other[1])
+
+
+def _without_rounding(size: Monomial) -> Monomial:
+    """A size whose dimension is as long as it is, where it is rounded up."""
+    if not size.multiple:
+        return size
+    return Monomial(size.coefficient * size.inner, tuple(map(operator.add, size.exponents, size.inner_exponents)))
 
 
 def padded_masks(operators: Sequence[str]) -> list[tuple[int, int]]:
@@ -167,7 +179,7 @@ def padded_masks(operators: Sequence[str]) -> list[tuple[int, int]]:
     return [(at, at + 1) for at, pair in pairs if pair == ("where", "constant_pad_nd")]
 
 
-def copies_of_shared_masks(operators: Sequence[str]) -> list[int]:
+def copies_of_masks_of_numbers(operators: Sequence[str]) -> list[int]:
     """Of allocations in order, by the operators that make them, the places of copies with padded rows of masks that
     attention does not make itself."""
     triples = enumerate(zip(("", *operators), operators, operators[1:], strict=False))

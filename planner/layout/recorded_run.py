@@ -97,7 +97,7 @@ def recorded_step(configuration: Configuration, facts: Facts, recordings: Unfold
     kernels = workspace_kernels(configuration.strategy, configuration.machine, facts)
     if "cudnn" in kernels:
         attention_kernel.take_masks_as_they_are(run)
-        attention_kernel.keep_shared_masks(run)
+        attention_kernel.keep_masks_of_numbers(run)
         attention_kernel.take_rows_as_they_are(run)
     else:
         attention_kernel.round_all_rows(run)

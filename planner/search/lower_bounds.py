@@ -20,7 +20,7 @@ from planner.errors import VplanError
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
 from planner.garbage_collection import recording_cache
-from planner.layout.attention_kernel import copies_of_shared_masks, padded_masks
+from planner.layout.attention_kernel import copies_of_masks_of_numbers, padded_masks
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.spec.configuration import Configuration
@@ -242,14 +242,14 @@ def _number_bytes(inputs: Sequence[int], grid: Mapping[str, int], width: int | N
 
 def least_sizes(program: Program, grid: Mapping[str, int], bare: bool) -> list[int]:
     """The bytes of every buffer that count in a walk: nothing for workspaces of attention's kernels, nor for a mask
-    beside its padded copy or such a copy of a shared mask. ``bare``: nothing for weights and gradients either."""
+    beside its padded copy or such a copy of a mask of numbers. ``bare``: nothing for weights and gradients either."""
     sizes = program.bytes_of(grid)
     for buffer in program.kernel:
         sizes[buffer] = 0
     operators = list(program.op)
     for mask, copy in padded_masks(operators):
         sizes[mask], sizes[copy] = 0, sizes[mask]
-    for copy in copies_of_shared_masks(operators):
+    for copy in copies_of_masks_of_numbers(operators):
         sizes[copy] = 0
     for kind in ("weight", "gradient") if bare else ():
         for buffer in program.named.get(kind, {}).values():
@@ -277,7 +277,7 @@ class Made(NamedTuple):
 
     sizes: list[int]
     """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels, nor for a mask
-    beside its padded copy or such a copy of a shared mask"""
+    beside its padded copy or such a copy of a mask of numbers"""
     weights: list[Weight]
     gradients: int
 
@@ -305,7 +305,7 @@ class _Frees(NamedTuple):
     masks: list[tuple[int, int]]
     """of what ``columns`` makes: (mask, its padded copy)"""
     copies: list[int]
-    """of what ``columns`` makes: padded copies of shared masks"""
+    """of what ``columns`` makes: padded copies of masks of numbers"""
 
     @classmethod
     def of(cls, columns: TemplateColumns, freed: Sequence[tuple[TemplateColumns, bool]]) -> _Frees:
@@ -320,7 +320,7 @@ class _Frees(NamedTuple):
             for event, (origin, position) in enumerate(zip(columns.origins, columns.positions, strict=True))
             if origin and freed[origin - 1][1] and others[origin - 1].categories[position] != "weight"
         ]
-        masks, copies = padded_masks(columns.ops), copies_of_shared_masks(columns.ops)
+        masks, copies = padded_masks(columns.ops), copies_of_masks_of_numbers(columns.ops)
         return cls(columns, others, places, inputs, masks, copies)
 
 

@@ -18,6 +18,7 @@ import datetime
 import gc
 import itertools
 import multiprocessing
+import os
 import random
 import sys
 import time
@@ -32,6 +33,7 @@ from planner.catalog import lookup
 from planner.catalog.components import COMPONENTS, Component, components
 from planner.catalog.profiles import ModelProfile
 from planner.evidence.jsonl import append_row, rows_by_id
+from planner.launch.recorders import SAME_EACH_TIME
 from planner.tape.packs import digest, is_stored
 from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.benchmarks import held_out_around
@@ -144,6 +146,7 @@ def hold(due: list[Due], jobs: int, until: str | None) -> None:
     """Compares tapes in processes that end after some: tapes and what torch remembers of operators fill memory, and
     every recording's first collection goes through all of it."""
     left, running = iter(due), set[Future[dict[str, Any]]]()
+    os.environ |= SAME_EACH_TIME  # of the processes, as of those that recorded
     context = multiprocessing.get_context("spawn")
     begin = gc.freeze  # so that a recording's first collection leaves alone what was imported
     with ProcessPoolExecutor(jobs, context, begin, max_tasks_per_child=TAPES_PER_PROCESS) as pool:

@@ -138,6 +138,13 @@ native/Convolution.cpp, native/cuda/layer_norm_kernel.cu and UpSampleNearest2d.c
 decodes 9 frames of 480x720, and 63 MiB in its blocks, which norm queries and keys by head."""
 
 
+COPYING_BEHIND_OUTPUTS = _aten("upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d")
+"""Of `COPYING`, those whose kernel is given its outputs and copies then (``TORCH_IMPL_FUNC`` in
+native/cuda/UpSampleNearest2d.cu and UpSampleNearest3d.cu). Which of two comes first decides which hole each falls into:
+Wan's decode of five chunks at 480x832 reserved 5134 MiB on a virtual H200 with expandable segments, and 5434 by the
+other order."""
+
+
 def is_copied(name: str, tensor: torch.Tensor) -> bool:
     """Whether one of `COPYING` copies an input: norms read rows, the others channels last as well
     (``suggest_memory_format`` in the same files)."""

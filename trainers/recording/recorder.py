@@ -37,7 +37,7 @@ from trainers.recording.block_places import LikeBlocks, Place, find_runs, place_
 from trainers.recording.constant_values import Uniform
 from trainers.recording.hooks import watch_blocks, watch_casts, watch_gradients
 from trainers.recording.op_cost import OpCost, work_of
-from trainers.recording.op_table import is_copied
+from trainers.recording.op_table import COPYING_BEHIND_OUTPUTS, is_copied
 from trainers.recording.trainer_code import TrainerCode
 from trainers.step import step
 from trainers.step.optimizers import SteppedInBackward, make_optimizer
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
         if self.phase == "optimizer":
             self.place = self._common_place(inputs)
         before = len(self.recording.events)
-        inside = self._copies(name, inputs)
+        inside = [] if name in COPYING_BEHIND_OUTPUTS else self._copies(name, inputs)
         if name in cuda_ops.BEFORE_OUTPUTS:
             inside += self._workspaces(name, args)
         for position, tensor in enumerate(outputs):
@@ -145,6 +145,8 @@ class Recorder(TorchDispatchMode):
                         self.recording.allocations[number].copied = self._number.get(inputs[0].untyped_storage()._cdata)
         if name not in cuda_ops.BEFORE_OUTPUTS:
             inside = self._workspaces(name, args) + inside
+        if name in COPYING_BEHIND_OUTPUTS:
+            inside += self._copies(name, inputs)
         for number in inside:
             self._event(~number, self.place)
         if work := work_of(func, args, kwargs, out, inputs, outputs):
@@ -189,7 +191,7 @@ class Recorder(TorchDispatchMode):
         self._event(~number, self.place)
 
     def _copies(self, name: str, inputs: list[Tensor]) -> list[int]:
-        """Allocates the copies that CUDA makes of inputs that are not contiguous, before the outputs."""
+        """Allocates the copies that CUDA makes of inputs that are not contiguous."""
         copies = []
         for tensor in inputs:
             if is_copied(name, tensor):

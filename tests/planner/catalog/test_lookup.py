@@ -407,6 +407,8 @@ def test_several_cards() -> None:
         ("64", "is not a card class", "use 48GB, or 64GiB"),
         ("23.5", "is not a card class", "use 24GB, or 23.5GiB"),
         ("7900xtx", "a card of AMD", "--gpu 24GB"),
+        ("strix-halo", "a card of AMD", "its size"),
+        ("Ryzen AI Max+ 395", "a card of AMD", "its size"),
         ("Radeon RX 9999", "a card of AMD", "as --gpu 24GB"),
         ("m3 max", "a card of Apple", "as --gpu 24GB"),
         ("Intel Arc B580", "a card of Intel", "--gpu 12GB"),

@@ -39,7 +39,7 @@ for line in sys.stdin:
     if order["variant"] == "dies":
         sys.exit("worn out")
     time.sleep(float(order["variant"]))
-    answer = {"outcome": "ok", "pid": os.getpid()}
+    answer = {"outcome": "ok", "pid": os.getpid(), "set": list({"full", "sliding", "global", "local"})}
     if order["model"] == "bad":
         answer = {"outcome": "refused", "message": "no", "fix": "do", "exit_code": 3}
     path = os.path.join(sys.argv[1], f"result-{order['number']:05d}.json")
@@ -83,6 +83,15 @@ def test_each_order_goes_to_a_worker_that_is_free(own_worker: Path) -> None:
         assert next(iter(pool.answers([task("0")])))[1]["pid"] in pids  # they wait for further orders
     assert gone(pids)
     assert list(own_worker.iterdir()) == []
+
+
+def test_sets_of_names_have_one_order_in_all_workers(own_worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what transformers makes of Gemma's kinds of layers: 24 orders, one of which each process would draw."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with Recorders(4) as pool:
+        orders = {tuple(answer["set"]) for _, answer in pool.answers([task("0.5")] * 4)}
+        assert len({worker.process.pid for worker in pool._workers}) == 4
+    assert len(orders) == 1
 
 
 def test_without_orders_nothing_is_started(own_worker: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from planner.catalog import lookup, shapes
 from planner.errors import NotEstimatedError
 from planner.layout.attention_kernel import (
-    copies_of_shared_masks,
-    keep_shared_masks,
+    copies_of_masks_of_numbers,
+    keep_masks_of_numbers,
     round_all_rows,
     take_rows_as_they_are,
 )
@@ -91,15 +91,33 @@ def test_a_shared_mask_stays_where_no_block_copies_it(outlived: bool) -> None:
     one, square = (tuple(power * (atom == "T") for atom in tape.atoms) for power in (1, 2))
     copy, output = Monomial(2, one, -8, 1, one), Monomial(2, one)
     run.program.sizes += [(tape, size) for size in (Monomial(2, square), copy, output, copy, output)]
-    keep_shared_masks(run)
+    keep_masks_of_numbers(run)
     after = [[0], [2], [4], [], [~4], [~2], [~0]] if outlived else [[0], [2], [4], [], [~4], [~2, ~0], []]
     assert [events for _, events in run.step.stretches] == after
 
 
-def test_a_mask_that_attention_makes_is_no_shared_one() -> None:
+@pytest.mark.parametrize("tokens", [64, 67])
+def test_a_mask_that_each_block_makes_stays_until_its_backward(tokens: int) -> None:
+    """As Chroma's: where rows need no padding, the recording has no size for the masks and counts their copies."""
+    step = [[0, 1, 2], [~0], [3, 4, 5], [~3], [~5, ~4], [~2, ~1]]
     attention = "_scaled_dot_product_efficient_attention"
-    assert copies_of_shared_masks(["where", "constant_pad_nd", attention, "add", "constant_pad_nd", attention]) == [4]
-    assert copies_of_shared_masks(["add", "constant_pad_nd", "_scaled_dot_product_flash_attention"]) == []
+    run = made_by_hand("h100-80gb", ["mul", "constant_pad_nd", attention] * 2, step)
+    tape = run.facts.step
+    one = tuple(int(atom == "T") for atom in tape.atoms)
+    mask, copy, output = Monomial(2, one, -8, 1, one), Monomial(2, one, 8, 1, one), Monomial(2, one)
+    run.program.sizes += [(tape, size) for size in (mask, copy, output) * 2]
+    keep_masks_of_numbers(run)
+    assert [events for _, events in run.step.stretches] == [[0, 2], [], [3, 5], [], [~5, ~3], [~2, ~0]]
+    sizes = run.program.bytes_of(dict.fromkeys(tape.atoms, 1) | {"T": tokens})
+    assert sizes[0] == sizes[3] == 2 * tokens * -(-tokens // 8) * 8
+
+
+def test_a_mask_that_attention_makes_is_no_mask_of_numbers() -> None:
+    attention = "_scaled_dot_product_efficient_attention"
+    assert copies_of_masks_of_numbers(["where", "constant_pad_nd", attention, "add", "constant_pad_nd", attention]) == [
+        4
+    ]
+    assert copies_of_masks_of_numbers(["add", "constant_pad_nd", "_scaled_dot_product_flash_attention"]) == []
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,22 @@ def test_scattered_inputs_are_copied_and_rows_are_not(
     assert rise(lambda image: image.transpose(0, 1).contiguous().transpose(0, 1), compute) == beside + NBYTES
 
 
+def test_upsampling_copies_when_it_has_its_output_and_a_norm_before() -> None:
+    """As the trace of Wan's decode on a virtual GPU has it, and native/cuda/UpSampleNearest2d.cu."""
+
+    def made(compute: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
+        with cuda_semantics(), FakeTensorMode(), torch.no_grad():
+            image = torch.empty(IMAGE).transpose(0, 1).contiguous().transpose(0, 1)
+            with Recorder() as recorder:
+                compute(image)
+        sizes = [allocation.nbytes for allocation in recorder.recording.allocations]
+        return [sizes[event] for event in recorder.recording.events if event >= 0]
+
+    assert made(upsampling) == [4 * NBYTES, NBYTES]
+    assert made(norm) == [NBYTES, NBYTES, STATISTICS // 2, STATISTICS // 2]
+    assert made(lambda image: functional.conv2d(image, torch.empty(4, 8, 1, 1))) == [4 * 4 * 8, NBYTES, NBYTES // 2]
+
+
 @pytest.mark.parametrize(("compute", "copied"), [(convolution, 0), (upsampling, 0), (norm, NBYTES)])
 def test_channels_last_is_an_order_that_images_are_read_in(
     compute: Callable[[torch.Tensor], torch.Tensor], copied: int
