@@ -123,10 +123,8 @@ def _uncast(run: Run, stage: Stage) -> None:
     stage.stretches = _without(stretches, freed, gone, stays)
 
 
-def _without(
-    stretches: Stretches, freed: _Freed, gone: dict[int, int], stays: dict[int, tuple[int, int]]
-) -> Stretches:
-    """The stretches without the copies that are gone, in which inputs go with the free of a copy, as ``stays`` has it."""
+def _without(stretches: Stretches, freed: _Freed, gone: dict[int, int], stays: dict[int, tuple[int, int]]) -> Stretches:
+    """The stretches without copies that are gone, and in which inputs go with the free of a copy, as ``stays`` says."""
     changes: dict[int, dict[int, list[int]]] = {}
     """stretch -> position -> what comes there instead"""
     for at in set(gone.values()):
