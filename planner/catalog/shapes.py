@@ -161,6 +161,12 @@ def in_words(model: ModelProfile, job: Job) -> str:
     return f"{clip}{job.height}x{job.width}, batch {job.batch_size}"
 
 
+def shapeless(job: Job) -> Job:
+    """The job at the smallest shape there is, for what does not depend on the shape: which recordings answer for it,
+    and what is worth trying. A search for the longest clip asks that once."""
+    return job.replace(frames=1, height=1, width=1, batch_size=1, buckets=())
+
+
 def grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> dict[str, int]:
     """The integers that tapes are symbolic in, for the job's own shape or one of its buckets: those of its samples, but
     for an image that the model's code fills up to a square (`planner.catalog.profiles.ShapeRules.filled_up`)."""

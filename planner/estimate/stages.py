@@ -88,6 +88,8 @@ def replay_stages(
 
 def reused_replay(run: Run, earlier: Sequence[ReplayedStage], cached: bool = True) -> list[ReplayedStage]:
     """A replay of a run in which stage by stage the same happens as in an ``earlier`` one; else empty."""
+    if not earlier:
+        return []
     here: list[tuple[Run, PhaseName, Stage]] = []
     for encoding in encoding_runs(run) if cached else ():
         assert encoding.phases.encode is not None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import profiles
 from planner.catalog import card_lookup, lookup, user_data
@@ -12,13 +14,13 @@ from planner.catalog.card_limits import refuse_on_card
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import ModelProfile
-from planner.catalog.shapes import coded_frames
-from planner.errors import NotRecordedError
+from planner.catalog.shapes import coded_frames, shapeless
+from planner.errors import NotEstimatedError, NotRecordedError
 from planner.garbage_collection import recording_cache
 from planner.layout import attention_kernel
 from planner.layout.run import Facts, OwnRecording
 from planner.spec.configuration import Configuration
-from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
+from planner.spec.job import QUANTISED, SPLIT, Job, Machine, Strategy
 from planner.tape.codec import read_tape
 from planner.tape.format import NOTHING, Tape
 from planner.tape.packs import is_stored, written_ns
@@ -86,9 +88,10 @@ class Library:
         self._tapes: dict[tuple[str, ...], list[Tape] | NotRecordedError] = {}
         self._components: dict[tuple[str, str], Tape | None] = {}
         self._parameters: dict[str, Parameters] = {}
-        self.on_a_card: dict[tuple[str, Job, Strategy, str | None, bool], Facts] = {}
-        """model, job, strategy, version of torch, and whether cuDNN takes what no other kernel does -> the facts for
-        whatever card they were first asked for"""
+        self.on_a_card: dict[tuple[str, RecordedJob, Strategy, str | None, bool], Facts | NotEstimatedError] = {}
+        """model, what of the job recordings differ by, strategy, version of torch, and whether cuDNN takes what no
+        other kernel does -> the facts for whatever card they were first asked for, or why there are none"""
+        self._jobs: dict[Job, RecordedJob] = {}
 
     def tapes(self, model: str, *variants: str) -> list[Tape]:
         """The tapes of some variants, or the error that names the missing ones, as `tapes` has them."""
@@ -116,6 +119,31 @@ class Library:
             self._parameters[model] = parameters(model)
         return self._parameters[model]
 
+    def recorded_job(self, model: ModelProfile, job: Job) -> RecordedJob:
+        """`RecordedJob.of` a job of the model, worked out once."""
+        if job not in self._jobs:
+            self._jobs[job] = RecordedJob.of(model, job)
+        return self._jobs[job]
+
+
+class RecordedJob(NamedTuple):
+    """What of a job decides which recordings answer for it: most of its shapes have the same."""
+
+    job: Job
+    """at the smallest shape there is"""
+    batch: int
+    """the largest of its shapes"""
+    vae_lengths: tuple[str, ...]
+    """by which the recordings of its VAE differ, as `recorded_length` names them"""
+
+    @classmethod
+    def of(cls, model: ModelProfile, job: Job) -> RecordedJob:
+        """Of a job of the model."""
+        frames = [shape.frames for shape in job.shapes] + ([job.validation.frames] if job.validation else [])
+        lengths = {recorded_length(model.vae, coded_frames(model, count)) for count in frames}
+        batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
+        return cls(shapeless(job), batch, tuple(sorted(lengths)))
+
 
 def load_facts(
     configuration: Configuration,
@@ -133,23 +161,35 @@ def load_facts(
     card = gpu or card_lookup.parse_gpus(machine.gpu)[1]
     refuse_on_card(configuration, card, model)
     cudnn = model.traits.attends_by_card and attention_kernel.takes_grouped_masks(strategy, machine, card)
-    key = model.name, job, strategy, machine.torch, cudnn
+    recorded = library.recorded_job(model, job)
+    key = model.name, recorded, strategy, machine.torch, cudnn
     if key not in library.on_a_card:
-        library.on_a_card[key] = _recorded(configuration, model, card, library, cudnn)
-    return library.on_a_card[key]._replace(model=model, gpu=card)
+        try:
+            library.on_a_card[key] = _recorded(recorded, strategy, machine, model, card, library, cudnn)
+        except NotEstimatedError as error:  # a search asks at every shape again
+            library.on_a_card[key] = error
+    facts = library.on_a_card[key]
+    if isinstance(facts, NotEstimatedError):
+        raise facts
+    return facts._replace(model=model, gpu=card)
 
 
 def _recorded(
-    configuration: Configuration, model: ModelProfile, card: GpuProfile, library: Library, cudnn: bool
+    recorded: RecordedJob,
+    strategy: Strategy,
+    machine: Machine,
+    model: ModelProfile,
+    card: GpuProfile,
+    library: Library,
+    cudnn: bool,
 ) -> Facts:
     """The recordings, which are the same on all cards where ``cudnn`` is."""
-    job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
-    batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
+    job, batch, lengths = recorded
     side_by_side = together(model, job.guided)
     if job.method == "sample":
         sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch, cudnn)
         (call,) = library.tapes(job.model, sampled.name)
-        return Facts(model, card, call, NOTHING, around=around(model, job, strategy, library))
+        return Facts(model, card, call, NOTHING, around=around(model, job, strategy, lengths, library))
     validates = strategy.validation_mode != "off"
     variant = StepVariant.of(model, job, strategy, batch, machine.torch, cudnn)
     partial = strategy.gradient_checkpointing == "partial"
@@ -165,7 +205,7 @@ def _recorded(
         recordings["step"],
         recordings["optimizer"],
         library.parameters(job.model) if counts_elements(strategy) else NO_PARAMETERS,
-        around(model, job, strategy, library),
+        around(model, job, strategy, lengths, library),
         recordings.get("sample"),
         recordings.get("checkpointed"),
         own_code=_own_code(model, job, strategy, variant),
@@ -213,20 +253,21 @@ def counts_elements(strategy: Strategy) -> bool:
     return strategy.sharding in SPLIT or strategy.master_weights == "fp32"
 
 
-def around(model: ModelProfile, job: Job, strategy: Strategy, library: Library) -> dict[str, Tape]:
-    """The tapes of the text encoders and the VAE that a job needs, as far as they are recorded."""
+def around(
+    model: ModelProfile, job: Job, strategy: Strategy, vae_lengths: Iterable[str], library: Library
+) -> dict[str, Tape]:
+    """The tapes of the text encoders and the VAE that a job needs, as far as they are recorded. ``vae_lengths``: as
+    `RecordedJob` has them."""
     wanted = {}
     text = "fp32" if strategy.text_encoder_dtype == "fp32" else "half"
     for encoder in model.text_encoders:
         name = encoder.folder
         wanted[f"{name}/encode"] = name, f"encode-{text}"
     name = model.vae.folder
-    frames = [shape.frames for shape in job.shapes] + ([job.validation.frames] if job.validation else [])
     pieces = ["encode"] if strategy.validation_mode == "off" else ["encode", "decode"]
     if job.method == "sample":
         pieces = ["decode"]
-    ends = {recorded_length(model.vae, coded_frames(model, count)) for count in frames}
-    for piece, end in itertools.product(pieces, ends):
+    for piece, end in itertools.product(pieces, vae_lengths):
         dtype = "fp32" if strategy.vae_dtype == "fp32" else "half"
         wanted[f"{name}/{piece}{end}"] = name, f"{piece}-{dtype}{end}"
     recordings = ((key, library.component_tape(folder, variant)) for key, (folder, variant) in wanted.items())

@@ -34,6 +34,7 @@ from planner.layout.single_gpu import (
     offloaded_optimizer,
 )
 from planner.layout.stored_positions import stored_positions, stored_positions_in_validation
+from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.unpriced import refuse_unpriced
 from planner.spec.configuration import Configuration
 
@@ -81,6 +82,15 @@ def transforms(trainer: str) -> tuple[Transform, ...]:
     # A trainer's terms correct ours (no ring, no fetching ahead), so they find them done. The workspaces come last:
     # they make the first step one of its own, and what changed the step behind them would miss it.
     return (*TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_use)
+
+
+ON_THE_CARD = frozenset({gradient_sums, reduction_workspaces, inputs_as_they_are, workspaces_at_use})
+"""Transformations that change nothing but when the GPU's memory is allocated: host RAM is the same without them."""
+
+
+def host_transforms(trainer: str) -> tuple[Transform, ...]:
+    """Those of `transforms` that a run's host RAM depends on."""
+    return tuple(transform for transform in transforms(trainer) if transform not in ON_THE_CARD)
 
 
 def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str = "vplan") -> Run:

@@ -290,12 +290,14 @@ def _largest(
 ) -> Estimate | None:
     """The fastest plan at the largest value that fits: bisected on what is allocated, believed only when replayed.
     Where any will do, the tightest are asked first, and all others only where none of these fits."""
-    shapes = dict.fromkeys([objective.put(job, value) for value in values[:1]] + [job])
-    anchors = _anchors(search, list(shapes), lossy)
+    smallest = [objective.put(job, value) for value in values[:1]]
+    anchors = _anchors(search, list(dict.fromkeys([*smallest, job])), lossy, *smallest)
+    too_large: dict[ResolvedStrategy, int] | None = None if fastest else {}
     refused: list[int] = []
-    for index in _may_fit(search, job, objective, values, anchors):
+    for index in _may_fit(search, job, objective, values, anchors, too_large):
         there = objective.put(job, values[index])
-        plan = next(_fitting(search, there, () if fastest else anchors), None)
+        first = [one for one in anchors if index < too_large.get(one, len(values))] if too_large is not None else []
+        plan = next(_fitting(search, there, first), None)
         if plan := plan or next(search.by_speed(there, lossy), None):
             skipped = values[index + 1 : max(refused, default=0)]
             return _larger(search, job, objective, skipped, lossy, () if fastest else anchors) or plan
@@ -354,21 +356,39 @@ def _largest_by_any_plan(
 
 
 def _may_fit(
-    search: Search, job: Job, objective: Objective, values: Sequence[Value], anchors: Sequence[ResolvedStrategy]
+    search: Search,
+    job: Job,
+    objective: Objective,
+    values: Sequence[Value],
+    anchors: Sequence[ResolvedStrategy],
+    too_large: dict[ResolvedStrategy, int] | None = None,
 ) -> Iterator[int]:
     """The index of the largest value at which one of the strategies may fit; then, with what was learned there, of
-    the largest below it, and so on."""
+    the largest below it, and so on.
 
+    ``too_large``: strategy -> the least index at which it was found too large, and from which on it is not asked about
+    again; what is found is entered. None: each is asked about at every value that is looked at.
+    """
     left: dict[int, float] = {}
+    order = list(anchors)
+
+    def fits_by(index: int, strategy: ResolvedStrategy) -> bool:
+        at, feasibility = objective.put(job, values[index]), search.feasibility
+        if search.pruning.never_fits(at, strategy, "fits"):
+            return False
+        quick = search.quick_estimate(at, search.most_in_ram(at, strategy))
+        left[index] = max(feasibility.share_left(quick), left.get(index, -math.inf))
+        return feasibility.may_reach(quick)
 
     def may_fit(index: int) -> bool:
-        at, feasibility = objective.put(job, values[index]), search.feasibility
-        for strategy in anchors:
-            if not search.pruning.never_fits(at, strategy, "fits"):
-                quick = search.quick_estimate(at, search.most_in_ram(at, strategy))
-                left[index] = max(feasibility.share_left(quick), left.get(index, -math.inf))
-                if feasibility.may_reach(quick):
-                    return True
+        if too_large is None:
+            return any(fits_by(index, strategy) for strategy in anchors)
+        for strategy in [one for one in order if index < too_large.get(one, len(values))]:
+            if fits_by(index, strategy):
+                order.remove(strategy)
+                order.insert(0, strategy)  # it may well be the one that fits elsewhere
+                return True
+            too_large[strategy] = index
         return False
 
     low, high, step = -1, len(values), 1
@@ -403,10 +423,15 @@ def _last(may_fit: Callable[[int], bool], low: int, high: int, left: Mapping[int
     return low
 
 
-def _anchors(search: Search, jobs: Sequence[Job], lossy: bool | None) -> list[ResolvedStrategy]:
-    """The strategies that are the tightest at any of the shapes, without their swap: they decide whether any fits."""
+def _anchors(
+    search: Search, jobs: Sequence[Job], lossy: bool | None, smallest: Job | None = None
+) -> list[ResolvedStrategy]:
+    """The strategies that are the tightest at any of the shapes, without their swap: they decide whether any fits.
+    ``smallest``: the smallest shape of all that will be asked about."""
     swap = search.question.strategy.swap_blocks
-    tightest = [quick for job in jobs for quick in search.tightest_first(job, lossy)[:TIGHTEST]]
+    if search.question.learned.proofs:  # what ran had RAM enough, whatever an estimate says
+        smallest = None
+    tightest = [quick for job in jobs for quick in search.tightest_first(job, lossy, smallest=smallest)[:TIGHTEST]]
     return list(dict.fromkeys(quick.strategy.replace(swap_blocks=swap) for quick in tightest))
 
 

@@ -94,8 +94,10 @@ class Pruning:
 
     def _find_most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
         floor = self.screen.floor_ram_by_swap(self.question.candidate(job, strategy))
-        counts = range(self.space.most_swapped(job, strategy) + 1)
-        held = bisect.bisect_left(counts, True, key=lambda blocks: self.feasibility.exceeds_ram(floor(blocks)))
+        most = self.space.most_swapped(job, strategy)
+        if not self.feasibility.exceeds_ram(floor(most)):
+            return strategy.replace(swap_blocks=most)
+        held = bisect.bisect_left(range(most), True, key=lambda blocks: self.feasibility.exceeds_ram(floor(blocks)))
         return strategy.replace(swap_blocks=held - 1) if held else None
 
     def _was_run(self, job: Job, strategy: ResolvedStrategy) -> bool:

@@ -6,15 +6,15 @@ Hundreds of strategies start from a dozen recordings, so each is unfolded once a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from planner.allocator.implementation import held
 from planner.errors import NotRecordedError
 from planner.estimate.work import Passes, passes_work
-from planner.layout.pipeline import transforms
+from planner.layout.pipeline import host_transforms, transforms
 from planner.layout.recorded_run import Unfolded, add_optimizer, recorded_step, step_key, unfolded, unfolded_key
-from planner.layout.run import Facts, Run
+from planner.layout.run import Facts, Run, Transform
 from planner.search.lower_bounds import Walked, least_sizes
 from planner.spec.configuration import Configuration
 from planner.tape.program import Block
@@ -38,9 +38,18 @@ class RunCache:
 
     def lay_out(self, configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str) -> Run:
         """`planner.layout.pipeline.lay_out`, starting from a copy of tapes that were unfolded before."""
+        return self._transformed(configuration, facts, grid, trainer, transforms(trainer))
+
+    def lay_out_for_host(self, configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str) -> Run:
+        """The same as far as host RAM depends on it."""
+        return self._transformed(configuration, facts, grid, trainer, host_transforms(trainer))
+
+    def _transformed(
+        self, configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str, by: Iterable[Transform]
+    ) -> Run:
         run = self.untransformed(configuration, facts.trained_by(trainer), grid).untransformed_copy()
         run.trainer = trainer
-        for transform in transforms(trainer):
+        for transform in by:
             transform(run)
         run.sums = {}  # nothing changes it from here on
         return run

@@ -241,7 +241,7 @@ class Screen:
         if key not in self._on_hosts:
             if len(self._on_hosts) == RUNS_KEPT:
                 self._on_hosts.clear()
-            self._on_hosts[key] = self.run_cache.lay_out(alike, facts, where, self.trainer)
+            self._on_hosts[key] = self.run_cache.lay_out_for_host(alike, facts, where, self.trainer)
         run = copy.copy(self._on_hosts[key])
         run.configuration = configuration
         return run

@@ -254,10 +254,13 @@ class Search:
                 return plan
         return None
 
-    def tightest_first(self, job: Job, lossy: bool | None = None, count: int = TIGHTEST) -> list[QuickEstimate]:
+    def tightest_first(
+        self, job: Job, lossy: bool | None = None, count: int = TIGHTEST, smallest: Job | None = None
+    ) -> list[QuickEstimate]:
         """Quick estimates with all blocks swapped that may be, the one that needs least first.
 
-        Left out are ways of stepping where they change nothing, and what cannot be among the first ``count``.
+        Left out are ways of stepping where they change nothing, and what cannot be among the first ``count``; and,
+        where the job at its ``smallest`` shape is given, what lacks host RAM even there.
         """
         floors = {strategy: self.pruning.floor_bytes(job, strategy) for strategy in self.candidates(job, lossy)}
         place = {strategy: index for index, strategy in enumerate(floors)}
@@ -271,7 +274,8 @@ class Search:
             if len(least) >= count and (strategy in short or floors[strategy] > beyond * least[count - 1]):
                 break
             if strategy not in short and self.pruning.short_of_ram(job, strategy):
-                short.append(strategy)
+                if smallest is None or not self.pruning.short_of_ram(smallest, strategy):
+                    short.append(strategy)
                 continue
             family = strategy.replace(optimizer_step="foreach")
             if in_optimizer.get(family, True):

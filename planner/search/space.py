@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import shapeless
 from planner.errors import ContradictionError
 from planner.search.question import Question
 from planner.spec.combinations.contradictions import contradictions
@@ -94,12 +95,6 @@ def strategies(
     any_card = Machine(gpu="any", gpus=machine.gpus, nodes=machine.nodes, os=machine.os)
     said = frozenset(strategy.model_fields_set)  # strategies are equal whatever of them was said
     return uncontradicted(job, machine, choices(shapeless(job), strategy, said, any_card, frozenset(fixed), tiled))
-
-
-def shapeless(job: Job) -> Job:
-    """The job at the smallest shape there is: what is worth trying does not depend on the shape, so a search for the
-    longest clip lists it once."""
-    return job.replace(frames=1, height=1, width=1, batch_size=1, buckets=())
 
 
 @functools.lru_cache(maxsize=32)

@@ -105,7 +105,9 @@ class SwapCount:
         if limit is None:
             return last
         low, high = 0, last
-        most, least = self._ram(job, strategy, last), self._ram(job, strategy, 0)
+        if (most := self._ram(job, strategy, last)) <= limit:
+            return last
+        least = self._ram(job, strategy, 0)
         limit = max(limit, least)  # where another phase needs more anyway, what it leaves unused is free
         if most <= limit:
             return last

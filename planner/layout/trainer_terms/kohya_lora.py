@@ -8,16 +8,18 @@ its input to ``lora_down`` as it is (sd-scripts networks/lora_flux.py:124, musub
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
+from planner.garbage_collection import recording_cache
 from planner.layout.run import Run
-from planner.tape.program import Stage
+from planner.tape.program import Moment, Stage
 
 CAST = "_to_copy"
 COMPUTED = frozenset({"addmm", "mm", "add", "mul"})
 """Operators of a layer and its adapter: their results are no input of the adapter."""
 
+Stretches = list[tuple[Moment, list[int]]]
 Place = tuple[int, int]
 """(stretch, position in it)"""
 
@@ -42,59 +44,121 @@ class _Pair(NamedTuple):
     """behind both"""
 
 
+class _Events(NamedTuple):
+    """Where a list of events frees what, and makes copies."""
+
+    frees: dict[int, int]
+    """buffer -> position"""
+    leaving: dict[int, int]
+    """the same of what was made elsewhere"""
+    casts: list[int]
+    """positions at which copies are made"""
+
+
+class _List:
+    """A list of events, which stages share, told from others by being itself; and what operator made each buffer."""
+
+    def __init__(self, events: list[int], operators: Sequence[str]) -> None:
+        self.events = events
+        self.operators = operators
+
+    def __hash__(self) -> int:
+        return id(self.events)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _List) and self.events is other.events
+
+
+@recording_cache(maxsize=1024)
+def _of_events(these: _List) -> _Events:
+    """Strategies, and shapes, of one recording have most of their lists in common."""
+    events = these.events
+    frees = {~event: position for position, event in enumerate(events) if event < 0}
+    made = {event for event in events if event >= 0}
+    leaving = {buffer: position for buffer, position in frees.items() if buffer not in made}
+    operators, these.operators = these.operators, ()  # which the cache would hold on to
+    return _Events(frees, leaving, [at for at, event in enumerate(events) if event >= 0 and operators[event] == CAST])
+
+
+class _Freed:
+    """Where the buffers of a stage go."""
+
+    def __init__(self, lists: list[_Events]) -> None:
+        self.lists = lists
+        self.leaving = {buffer: (at, place) for at, one in enumerate(lists) for buffer, place in one.leaving.items()}
+
+    def of(self, at: int, buffer: int) -> Place | None:
+        """Of a buffer that the ``at``-th stretch makes; None where it stays."""
+        own = self.lists[at].frees.get(buffer)
+        return self.leaving.get(buffer) if own is None else (at, own)
+
+
 def _uncast(run: Run, stage: Stage) -> None:
-    freed: dict[int, Place] = {
-        ~event: (at, position)
-        for at, (_, events) in enumerate(stage.stretches)
-        for position, event in enumerate(events)
-        if event < 0
-    }
-    gone: set[int] = set()
-    stays: dict[int, int] = {}
-    """input -> the copy with whose free it goes now"""
-    casts = {buffer for buffer, op in enumerate(run.program.op) if op == CAST} & freed.keys()
-    for moment, events in stage.stretches:
-        for pair in _pairs(run, events, casts) if moment.block >= 0 else ():
-            half = freed.get(pair.half)
+    stretches = stage.stretches
+    operators = run.program.op
+    lists = [_of_events(_List(events, operators)) for _, events in stretches]
+    freed = _Freed(lists)
+    gone: dict[int, int] = {}
+    """copy -> the stretch that makes it"""
+    stays: dict[int, tuple[int, int]] = {}
+    """input -> the stretch that makes it, and the copy with whose free it goes now"""
+    for at, (moment, events) in enumerate(stretches):
+        casts = [place for place in lists[at].casts if freed.of(at, events[place])] if moment.block >= 0 else []
+        for pair in _pairs(run, events, casts):
+            half = freed.of(at, pair.half)
             if _is_gradient(run, events, pair):
-                gone.add(pair.wide)
-            elif (again := _cast_again(run, events, pair, freed)) is not None:
-                gone |= {pair.wide, pair.half, again}
+                gone[pair.wide] = at
+            elif (again := _cast_again(run, events, pair, freed, at)) is not None:
+                gone |= dict.fromkeys((pair.wide, pair.half, again), at)
             else:
-                gone.add(pair.wide)
+                gone[pair.wide] = at
                 source = _input(run, events, pair, gone)
-                if source is None or half is None or source not in freed:
+                if source is None or half is None or (last := freed.of(at, source)) is None:
                     continue
-                gone.add(pair.half)
-                last = freed[stays.get(source, source)]
-                if half > last:
-                    stays[source] = pair.half
-    ends = {half: source for source, half in stays.items()}
-    changed = gone | stays.keys() | ends.keys()
-    changed |= {~buffer for buffer in changed}
-    for at, (moment, events) in enumerate(stage.stretches):
-        if changed.isdisjoint(events):
-            continue
-        kept = []
-        for event in events:
-            buffer = event if event >= 0 else ~event
-            if event < 0 and buffer in ends:
-                kept.append(~ends[buffer])
-            elif buffer not in gone and not (event < 0 and buffer in stays):
-                kept.append(event)
-        stage.stretches[at] = (moment, kept)
+                gone[pair.half] = at
+                if source in stays:
+                    last = freed.of(at, stays[source][1])
+                if last is not None and half > last:
+                    stays[source] = at, pair.half
+    stage.stretches = _without(stretches, freed, gone, stays)
 
 
-def _pairs(run: Run, events: list[int], casts: Set[int]) -> list[_Pair]:
+def _without(stretches: Stretches, freed: _Freed, gone: dict[int, int], stays: dict[int, tuple[int, int]]) -> Stretches:
+    """The stretches without copies that are gone, and in which inputs go with the free of a copy, as ``stays`` says."""
+    changes: dict[int, dict[int, list[int]]] = {}
+    """stretch -> position -> what comes there instead"""
+    for at in set(gone.values()):
+        events = stretches[at][1]
+        changes[at] = {place: [] for place in freed.lists[at].casts if gone.get(events[place]) == at}
+    frees = [(at, copy, list[int]()) for copy, at in gone.items()]
+    frees += [(at, source, []) for source, (at, _) in stays.items()]
+    frees += [(at, copy, [~source]) for source, (at, copy) in stays.items()]
+    for made_at, buffer, instead in frees:
+        if place := freed.of(made_at, buffer):
+            changes.setdefault(place[0], {})[place[1]] = instead
+    changed = stretches.copy()
+    for at, there in changes.items():
+        moment, events = stretches[at]
+        kept: list[int] = []
+        start = 0
+        for position, instead in sorted(there.items()):
+            kept += events[start:position]
+            kept += instead
+            start = position + 1
+        changed[at] = (moment, kept + events[start:])
+    return changed
+
+
+def _pairs(run: Run, events: list[int], casts: list[int]) -> list[_Pair]:
     """Every fp32 copy whose next large neighbour is its own copy in 16 bits; a gradient, which stays, is none.
-    ``casts``: the copies that are freed."""
-    sizes = run.sizes
+    ``casts``: the positions of copies that are freed."""
+    sizes, freed = run.sizes, {events[position] for position in casts}
     found = []
-    for position in [at for at, event in enumerate(events) if event in casts]:
+    for position in casts:
         event = events[position]
         for behind, other in enumerate(events[position + 1 : position + 5], start=position + 1):
             if other >= 0 and 2 * sizes[other] >= sizes[event]:
-                if other in casts and 2 * sizes[other] == sizes[event]:
+                if other in freed and 2 * sizes[other] == sizes[event]:
                     found.append(_Pair(event, other, behind + 1))
                 break
     return found
@@ -110,18 +174,21 @@ def _is_gradient(run: Run, events: list[int], pair: _Pair) -> bool:
     return False
 
 
-def _cast_again(run: Run, events: list[int], pair: _Pair, freed: Mapping[int, Place]) -> int | None:
+def _cast_again(run: Run, events: list[int], pair: _Pair, freed: _Freed, at: int) -> int | None:
     """The second copy in 16 bits of the same fp32 tensor: what attention gives in fp32 is cast for its output layer and
-    for that one's adapter. It gives what it was given, 16 bits, where queries are turned in place."""
+    for that one's adapter, in the ``at``-th stretch. It gives what it was given, 16 bits, where queries are turned in
+    place."""
     for event in events[pair.position :]:
         if event == ~pair.wide:
             return None
-        if event in freed and run.program.op[event] == CAST and run.sizes[event] == run.sizes[pair.half]:
+        if event < 0 or run.program.op[event] != CAST or run.sizes[event] != run.sizes[pair.half]:
+            continue
+        if freed.of(at, event):
             return event  # not a gradient of an adapter, which may be as large
     return None
 
 
-def _input(run: Run, events: list[int], pair: _Pair, gone: set[int]) -> int | None:
+def _input(run: Run, events: list[int], pair: _Pair, gone: Container[int]) -> int | None:
     """The tensor that was cast: the last of its size that is no layer's result, no copy of this kind and no weight."""
     category = run.program.category
     for event in reversed(events[: events.index(pair.wide)]):

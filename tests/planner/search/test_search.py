@@ -18,9 +18,9 @@ from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import Assessment, assess, estimate
 from planner.estimate.stages import reused_replay
 from planner.layout.inputs import load_facts
-from planner.search.objectives import PREFERRED, frames, largest, relaxed, smaller_sizes
+from planner.search.objectives import PREFERRED, frames, largest, largest_by, relaxed, smaller_sizes
 from planner.search.question import Question, Suggestion
-from planner.search.screening import Screen
+from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
 from planner.search.space import baseline, strategies
 from planner.search.suggester import Suggester
@@ -148,6 +148,35 @@ def test_the_longest_clip_fits_and_one_step_more_does_not() -> None:
     assert (found.plan.job.frames - 1) % MODEL.shape.frame_step == 0
     longer = found.plan.job.replace(frames=found.plan.job.frames + MODEL.shape.frame_step)
     assert next(search.by_speed(longer, False), None) is None
+
+
+@pytest.mark.parametrize("gpu", ["8GB", "16GB"])
+@pytest.mark.parametrize("lossy", [False, True])
+def test_the_longest_clip_is_as_long_where_any_plan_will_do(gpu: str, lossy: bool) -> None:
+    by_any, by_fastest = (
+        largest_by(search, search.question.job, frames(MODEL), lossy, fastest=fastest)
+        for search, fastest in ((ask(gpu), False), (ask(gpu), True))
+    )
+    assert (by_any and by_any.job.frames) == (by_fastest and by_fastest.job.frames)
+
+
+def test_no_length_is_asked_about_where_the_shortest_clip_lacks_host_ram() -> None:
+    screen = Counting(load_facts)
+    question = ask_of(lookup.model("easyanimate-v5.1-7b"), "24GB", method="full").question
+    search = Search(question._replace(machine=question.machine.replace(gpus=4, host_ram=8 * GIB)), screen)
+    assert largest_by(search, question.job, frames(question.model), False, fastest=False) is None
+    assert screen.asked == 0
+    rich = Search(question._replace(machine=question.machine.replace(gpus=4, host_ram=512 * GIB)), screen)
+    assert largest_by(rich, question.job, frames(question.model), False, fastest=False) is not None
+    assert screen.asked > 0
+
+
+class Counting(Screen):
+    asked = 0
+
+    def quick_estimate(self, configuration: Configuration) -> QuickEstimate:
+        self.asked += 1
+        return super().quick_estimate(configuration)
 
 
 def test_the_largest_batch_fits() -> None:
