@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -36,6 +37,19 @@ class ForwardPhases:
         """weak reference to the model in training, once it has run"""
         register_module_forward_pre_hook(self._before)
         register_module_forward_hook(self._after, always_call=True)
+        self._watch_moves(torch.nn.Module)
+
+    def _watch_moves(self, module_class: Any) -> None:
+        """A module that is moved or cast before training is loading again, as the model is behind cached prompts."""
+        apply = module_class._apply
+
+        @functools.wraps(apply)
+        def moved(*arguments: Any, **options: Any) -> Any:
+            if self._phase() == "encode" and not self._training and not self._stack:
+                self._enter("load")
+            return apply(*arguments, **options)
+
+        module_class._apply = moved
 
     def step_begins(self) -> None:
         """The optimizer is about to step."""

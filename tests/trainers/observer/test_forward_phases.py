@@ -35,6 +35,9 @@ class Whole(torch.nn.Module):
             x = self.encoder(x)
         return self.model(x.requires_grad_())
 
+with torch.no_grad():
+    encoder(torch.ones(1, 4))
+model.double().float()
 for module in (model, Whole()):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
@@ -57,9 +60,9 @@ INSIDE = "encode train encode train optimizer train"
 SAMPLES = "encode denoise decode denoise decode"
 
 
-def test_encoding_and_sampling_are_told_from_training() -> None:
+def test_loading_encoding_and_sampling_are_told_from_training() -> None:
     for reentrant in ("True", "False"):
         program = PROGRAM.replace("REENTRANT", reentrant)
         shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-        plain = f"load encode first_step optimizer train {STEP} {SAMPLES}"
+        plain = f"load encode load encode first_step optimizer train {STEP} {SAMPLES}"
         assert shown.strip() == f"{plain} {INSIDE} {INSIDE} {SAMPLES}"
