@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from planner.errors import VplanError
 from planner.garbage_collection import recording_cache
+from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.inputs import load_facts, parameters
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run
@@ -30,8 +31,8 @@ PIECES = 16
 TRAINED_BYTES = 16
 """A trained number, its gradient and two states, in fp32: the most that an engine that splits them has on a GPU."""
 
-PRODUCT, CAST = "mm", "_to_copy"
-"""Operators of a layer's backward (recorded names)."""
+PRODUCT = "mm"
+"""Operator of a layer's backward, as recorded."""
 
 OUTPUTS = frozenset({"addmm", "mm", "convolution", "bitsandbytes.gemm_4bit"})
 """Those of its forward."""

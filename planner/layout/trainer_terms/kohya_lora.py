@@ -12,10 +12,10 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from planner.garbage_collection import recording_cache
+from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.run import Run
 from planner.tape.program import Moment, Stage
 
-CAST = "_to_copy"
 COMPUTED = frozenset({"addmm", "mm", "add", "mul"})
 """Operators of a layer and its adapter: their results are no input of the adapter."""
 

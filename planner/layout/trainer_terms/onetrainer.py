@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.cublas import kept_workspaces, workspace_bytes
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER, ComponentPass, encoders, load_component
 from planner.layout.phases import take_sizes
@@ -25,6 +26,9 @@ from planner.layout.trainer_terms.shared import modulation_in_8_bits
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
 """The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""
+
+CONVOLUTION = "convolution"
+"""As recorded."""
 
 NF4_BLOCK, SCALES_BLOCK, NF4_VALUES, FP32 = 64, 256, 16, 4
 """Numbers with one scale, scales with one scale of their own, values of the format, bytes."""
@@ -115,9 +119,6 @@ def workspace_of_caching(run: Run) -> None:
     thread keeps cuBLAS's workspace. Of ``dataloader_threads`` one is counted."""
     if "cached" in (run.strategy.text_encoder, run.strategy.vae) and kept_workspaces(run.machine.torch):
         run.add(run.load, workspace_bytes(run.facts.gpu), "workspace", "cublas of caching", at=0)
-
-
-CAST, CONVOLUTION = "_to_copy", "convolution"
 
 
 def inputs_of_convolutions(run: Run) -> None:
