@@ -15,6 +15,9 @@ TAPES = FOLDER / "tapes"
 MEASUREMENTS = FOLDER / "measurements"
 REHEARSALS = FOLDER / "rehearsals"
 TRAINERS = FOLDER / "trainers"
+FLAG_EFFECTS = FOLDER / "flag_effects"
+"""What trainers' settings do to memory that vplan does not translate."""
+
 GRIDS = FOLDER / "grids"
 COMFYUI = FOLDER / "comfyui.toml"
 """Names of layers in ComfyUI's models."""
@@ -36,6 +39,11 @@ def model_names() -> tuple[str, ...]:
 def trainer_path(name: str) -> Path:
     """Where the flags of the trainer of that name are, whether or not there is one."""
     return TRAINERS / f"{name}.toml"
+
+
+def flag_effects_path(name: str) -> Path:
+    """Where it is said what the settings of the trainer of that name do to memory, whether or not it is."""
+    return FLAG_EFFECTS / f"{name}.toml"
 
 
 def trainer_names() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.dialects.base import flag_effects
 from planner.dialects.base.bindings import (
     Binding,
     Fields,
@@ -153,6 +154,7 @@ class Dialect:
 def translate(dialect: Dialect, invocation: Invocation) -> Translation:
     """Translates an invocation into fields of job, strategy and machine, with notes and settings that have no effect.
     Raises a VplanError for settings that mean nothing."""
+    unpriced = flag_effects.notes(invocation.trainer, invocation.settings)
     fields: Fields = {}
     for entry in dialect.entries:
         if isinstance(entry, When):
@@ -168,7 +170,7 @@ def translate(dialect: Dialect, invocation: Invocation) -> Translation:
         job,
         strategy,
         machine,
-        notes=(*invocation.notes, *dialect.notes(invocation.settings, fields)),
+        notes=(*invocation.notes, *dialect.notes(invocation.settings, fields), *unpriced),
         ineffective=tuple(dialect.remarks(invocation.settings, fields)),
         version=dialect.version(invocation.settings, fields),
     )

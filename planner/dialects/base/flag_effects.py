@@ -1,0 +1,95 @@
+"""What a trainer's settings that no binding reads do to its memory, as data: profiles/flag_effects/.
+
+A flag that a trainer has and we do not translate must not pass in silence: it changes nothing that is estimated, or it
+is said beside the answer, or there is none.
+"""
+
+# No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import functools
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import profiles
+from planner.dialects.base.bindings import Settings
+from planner.dialects.base.flags import Scalar, Text
+from planner.errors import VplanError
+from planner.schema import Record
+
+SWITCHED_OFF = ("", "none", "false", "no", "off", "0", "0.0")
+"""Values, in lower case, of a setting that does nothing."""
+
+WORDS = {
+    "more": "takes more than this",
+    "less": "may need less: this is the estimate without it",
+    "either": "takes more or less than this",
+}
+
+
+class Unpriced(Record):
+    """Settings that change memory, or the seconds of a step, in a way that is not estimated."""
+
+    names: tuple[Text, ...]
+    """as `profiles/trainers` has them"""
+    why: Text
+    """what they do, in words that stand in brackets behind the name"""
+    source: Text
+    """where that is read in the trainer's code"""
+    needs: Literal["more", "less", "either"]
+    """memory, beside what is estimated"""
+    refused: bool = False
+    """whether an answer without it would be for another run"""
+    off: tuple[Scalar, ...] = ()
+    """values that do nothing, beside `SWITCHED_OFF`: those of another default"""
+    scripts: tuple[Text, ...] = ()
+    """the ends of the names of the scripts that have them do so; none: of all"""
+
+    def acts(self, value: object, script: str) -> bool:
+        """Whether a setting's value does what is said here, in a script."""
+        if self.scripts and not script.endswith(self.scripts):
+            return False
+        return str(value).lower() not in SWITCHED_OFF and value not in (None, [], {}, *self.off)
+
+
+class FlagEffects(Record):
+    """What a trainer's settings do to memory, of those that no binding reads."""
+
+    unpriced: tuple[Unpriced, ...] = ()
+    nothing: tuple[Text, ...] = ()
+    """settings that change neither memory nor the seconds of a step by what an estimate could say"""
+
+    def acting(self, settings: Settings) -> Iterator[tuple[str, Unpriced]]:
+        """The settings that are given and act, and what they do."""
+        script = str(settings.get("script", ""))
+        by_name = {name: row for row in self.unpriced for name in row.names}
+        for key, value in settings.items():
+            name = _plain(key)
+            row = by_name.get(name)
+            if row is not None and row.acts(value, script):
+                yield name, row
+
+
+@functools.cache
+def effects(trainer: str) -> FlagEffects:
+    """What is known of a trainer's settings; nothing for one without a file."""
+    path = profiles.flag_effects_path(trainer)
+    if not path.is_file():
+        return FlagEffects()
+    return FlagEffects.read(tomllib.loads(path.read_text(encoding="utf-8")), f"profile {path.name} is damaged")
+
+
+def notes(trainer: str, settings: Settings) -> tuple[str, ...]:
+    """What of the settings is not estimated, in words. Raises a VplanError for one without which an estimate would be
+    of another run."""
+    found: dict[str, Any] = {}
+    for name, row in effects(trainer).acting(settings):
+        if row.refused:
+            raise VplanError(f"{name} is not priced ({row.why})", f"leave {name} out")
+        found[f"{name} is not estimated ({row.why}), and {WORDS[row.needs]}"] = None
+    return tuple(found)
+
+
+def _plain(key: str) -> str:
+    """A key of the settings as `profiles/trainers` names it: `config:directory[0].path` is `directory[].path`."""
+    return re.sub(r"\[\d+\]", "[]", key.partition(":")[2] if re.match(r"\w+:", key) else key)
