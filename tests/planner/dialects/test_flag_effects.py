@@ -1,5 +1,4 @@
-"""Settings of other trainers that no binding reads: each of them is read, said beside the answer, refused, or known to do
-nothing."""
+"""Settings of other trainers that no binding reads: each is read, said beside the answer, refused, or known to do nothing."""
 
 import re
 from pathlib import Path
