@@ -1,4 +1,4 @@
-"""Settings of other trainers that no binding reads: each is read, said beside the answer, refused, or known to do nothing."""
+"""Settings of other trainers that no binding reads: each is read, said beside the answer, refused, or does nothing."""
 
 import re
 from pathlib import Path
