@@ -29,6 +29,16 @@ class Counting(Record):
     """single blocks that leave beside those"""
 
 
+FETCHED_AGAIN = frozenset({"simpletuner@ramtorch"})
+"""Trainers, by version, whose swapped weights come once more for backward, layer by layer, so that they swap without
+checkpoints too (simpletuner/helpers/ramtorch/modules/linear.py ``BouncingLinearFn``)."""
+
+
+def fetches_again(trainer: str) -> bool:
+    """Whether a trainer, written ``trainer@version``, brings swapped weights once more for backward."""
+    return trainer in FETCHED_AGAIN
+
+
 Split = tuple[int, ...]
 """Blocks that leave, by stack of the profile."""
 

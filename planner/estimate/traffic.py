@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.catalog.swapped_stacks import fetches_again
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
 from planner.layout.checkpoints.block_inputs import offloaded_bytes
@@ -25,11 +26,12 @@ def traffic(run: Run) -> Traffic:
     strategy, world, shards = run.strategy, run.machine.world, run.configuration.shards
     accumulation = strategy.gradient_accumulation
     gradients = run.total_bytes(run.named("gradient").values())
-    coming = gpu = across = host_waiting = gpu_waiting = parameters = 0
+    coming = again = gpu = across = host_waiting = gpu_waiting = parameters = 0
     beside = 1.0
     offloaded = offloaded_bytes(run)
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
         coming += sum(map(run.total_bytes, run.swapped_blocks.values()))
+        again = _fetched_again(run)
         beside = 1.0 if offloaded else strategy.swap_blocks / run.facts.model.blocks
     split = shards if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
@@ -56,7 +58,7 @@ def traffic(run: Run) -> Traffic:
         host_waiting += accumulation * component_bytes(run, "swapped")
     return Traffic(
         host_forward_bytes=max(coming, offloaded),
-        host_backward_bytes=0 if run.samples_only else coming + offloaded,
+        host_backward_bytes=0 if run.samples_only else coming + again + offloaded,
         host_beside=beside,
         gpu_bytes=gpu,
         replica_bytes=across,
@@ -65,3 +67,11 @@ def traffic(run: Run) -> Traffic:
         host_parameters=parameters,
         disk_bytes=nvme.drive_traffic_bytes(run),
     )
+
+
+def _fetched_again(run: Run) -> int:
+    """What comes for the recomputation of checkpointed blocks and then for their backward (`fetches_again`), bytes."""
+    if not fetches_again(run.trainer) or run.strategy.gradient_checkpointing == "none":
+        return 0
+    checkpointed = run.checkpointed or run.swapped_blocks.keys()
+    return sum(run.total_bytes(buffers) for block, buffers in run.swapped_blocks.items() if block in checkpointed)

@@ -13,10 +13,10 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
+from planner.catalog.swapped_stacks import fetches_again
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
 from planner.errors import NotRecordedError, VplanError
-from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
@@ -108,7 +108,7 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     try:
         check_blocks(profile, strategy)
         trainer = f"{dialect.name}@{reading.version}"
-        check(configuration, fetched_again=trainer_terms.fetches_again(trainer))
+        check(configuration, fetched_again=fetches_again(trainer))
     except VplanError as error:
         fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
         fix = _its_words(dialect, fields, error.fix) or f"in vplan's terms: {error.fix}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.catalog.shapes import check_blocks
+from planner.catalog.swapped_stacks import fetches_again
 from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.errors import VplanError
 from planner.estimate.estimate import OPTIMIZER_MOMENT, PHASE_MOMENTS, assess, describe_moment, outside_bytes
 from planner.foreign.case import Case
-from planner.layout import margin, trainer_terms
+from planner.layout import margin
 from planner.layout.inputs import Library, load_facts
 from planner.layout.run import Facts
 from planner.search.screening import QuickEstimate, Screen
@@ -62,7 +63,7 @@ class Pricing:
         screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
         try:
             configuration = case.configuration
-            check(configuration, fetched_again=trainer_terms.fetches_again(case.trainer))
+            check(configuration, fetched_again=fetches_again(case.trainer))
             check_blocks(case.model, case.strategy)
             return screen.quick_estimate(configuration)
         except VplanError:

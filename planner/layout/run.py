@@ -22,7 +22,7 @@ from planner.allocator.implementation import alive
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.components import calls
 from planner.catalog.profiles import ModelProfile
-from planner.catalog.swapped_stacks import split_of
+from planner.catalog.swapped_stacks import fetches_again, split_of
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.run_records import (
     DeviceTerms,
@@ -424,9 +424,11 @@ class Run:
     @property
     def swapped_blocks(self) -> dict[Block, list[int]]:
         """Buffers of the weights of the blocks that are swapped: the last, or the last of those that are
-        checkpointed, as backward needs the weights of the others where they are; of some trainers, of each stack."""
+        checkpointed, as backward needs the weights of the others where they are (`fetches_again`: where it does not);
+        of some trainers, of each stack."""
         blocks, count = self.swappable_weights, self.strategy.swap_blocks
-        names = [block for block in blocks if block in self.checkpointed or not self.checkpointed]
+        any_block = not self.checkpointed or fetches_again(self.trainer)
+        names = [block for block in blocks if any_block or block in self.checkpointed]
         split = split_of(self.trainer, self.facts.model, count) if count else None
         if split is None:
             return {block: blocks[block] for block in names[len(names) - count :]}

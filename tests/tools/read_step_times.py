@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 OUT = Path(__file__).parents[2] / "profiles" / "measurements" / "step_times" / "simpletuner.jsonl"
 SWEEP, KREA = "documentation/experimental/SEGMENTED_CHECKPOINTING.md", "documentation/quickstart/KREA2.md"
@@ -33,8 +33,10 @@ class Family(NamedTuple):
     job: dict[str, Any]
     blocks: int
     strategy: dict[str, Any] = {}
-    segments: bool = True
-    """the trainer has its segmented checkpointing; else it checkpoints every block whatever is asked"""
+    interval: Literal["segments", "one by one", "ignored"] = "segments"
+    """what it takes an interval of blocks for: those of a segment, which are recomputed together; of as many, one is
+    checkpointed; or every block is, whatever is asked"""
+    implementation: str = "simpletuner"
     left_out: str | None = None
     note: str | None = None
 
@@ -42,15 +44,13 @@ class Family(NamedTuple):
 CLIP = {"height": 384, "width": 704, "lora_rank": 16}
 LION = {"optimizer": "lion"}
 NO_DROPOUT = "its adapters' dropout of 0.1 is on no tape of this model and is left out"
-STREAMED = (
-    "RamTorch streams the weights of all blocks from host RAM, each layer's as it is used; here as block swap, which "
-    "moves them once forward and once backward"
-)
+STREAMED = "RamTorch streams the weights of all blocks from host RAM, each layer's as it is used"
 FAMILIES = {
     "Chroma": Family(
         "chroma",
         {"model": "chroma1-hd", "frames": 1, "height": 512, "width": 512, "lora_rank": 16},
         57,
+        interval="one by one",
         note="the example's images are 512x512, whatever the page's heading says: at 1024x1024 the L40S would do 290 "
         "TFLOP/s; checkpointed rows take the memory-efficient kernel and as long on either card, so the GPU waits for "
         "the host in them; " + NO_DROPOUT,
@@ -60,8 +60,9 @@ FAMILIES = {
         {"model": "ernie-image", "frames": 1, "height": 512, "width": 512, "lora_rank": 16, "text_tokens": 32},
         36,
         {"swap_blocks": 35, **LION},
-        note=f"{STREAMED}, while RamTorch moves them for the recomputation too; the one prompt is a single character, "
-        f"and is not padded; {NO_DROPOUT}",
+        "one by one",
+        "simpletuner@ramtorch",
+        note=f"{STREAMED}; the one prompt is a single character, and is not padded; {NO_DROPOUT}",
     ),
     "HunyuanVideo": Family(
         "hv15",
@@ -96,7 +97,7 @@ FAMILIES = {
         {"model": "qwen-image", "frames": 1, "height": 1024, "width": 1024, "lora_rank": 8, "text_tokens": 32},
         60,
         LION,
-        segments=False,
+        interval="ignored",
         note="no cause is known; the one prompt is a single character, and is not padded; " + NO_DROPOUT,
     ),
     "SD 1.x": Family("sd15", {"model": "sd1.5", "frames": 1, "height": 512, "width": 512, "lora_rank": 16}, 0),
@@ -119,6 +120,7 @@ FAMILIES = {
         {"model": "wan2.1-t2v-1.3b", "frames": 81, **CLIP},
         30,
         {"swap_blocks": 29},
+        implementation="simpletuner@ramtorch",
         note=f"{STREAMED}; {NO_DROPOUT}",
     ),
     "Wan 2.1 T2V 14B": Family(
@@ -126,6 +128,7 @@ FAMILIES = {
         {"model": "wan2.1-t2v-14b", "frames": 81, **CLIP},
         40,
         {"swap_blocks": 39},
+        implementation="simpletuner@ramtorch",
         note=f"{STREAMED}; {NO_DROPOUT}",
     ),
     "Z-Image Turbo": Family(
@@ -207,7 +210,7 @@ def row(
         "step_seconds": printed[0],
         "peak_gib": printed[1],
         "settings": f"{precision}, {mode}",
-        "implementation": "simpletuner",
+        "implementation": family.implementation,
         "left_out": family.left_out or unlike or refused,
         "note": family.note,
         "source": {"repo": "bghira/SimpleTuner", "where": where},
@@ -226,20 +229,18 @@ TRAINED = {
 def checkpointed(family: Family, mode: str) -> tuple[dict[str, Any], str | None]:
     """The checkpointing of a mode as ours, for its seconds: what is computed again, in whatever segments; and why not.
 
-    ``interval2`` recomputes every block, two under one checkpoint; ``seg2-stride4`` two of every four.
+    ``interval2`` recomputes every block, two under one checkpoint, or one of two; ``seg2-stride4`` two of every four.
     """
     if "offload" in mode:
         return {}, OFFLOADED
     if mode == "none":
-        reason = "streams weights without checkpointing, which our block swap refuses"
-        return {"gradient_checkpointing": "none"}, reason if "swap_blocks" in family.strategy else None
-    if mode in ("layer", "interval2") or not family.segments:
+        return {"gradient_checkpointing": "none"}, None
+    every = mode == "layer" or (mode == "interval2" and family.interval == "segments")
+    if every or family.interval == "ignored":
         return {"gradient_checkpointing": "full"}, None
-    assert mode == "seg2-stride4", mode
-    half = sum(block % 4 < 2 for block in range(family.blocks))
-    reason = "streams the weights of blocks that are not checkpointed, which our block swap refuses"
-    some = {"gradient_checkpointing": "partial", "checkpointed_blocks": half}
-    return some, reason if "swap_blocks" in family.strategy else None
+    assert mode in ("interval2", "seg2-stride4"), mode
+    half = sum(block % 4 < 2 for block in range(family.blocks)) if mode == "seg2-stride4" else -(-family.blocks // 2)
+    return {"gradient_checkpointing": "partial", "checkpointed_blocks": half}, None
 
 
 def krea(text: str) -> Iterator[dict[str, Any]]:

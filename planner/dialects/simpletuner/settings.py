@@ -6,7 +6,7 @@ Its memory terms are in `planner.layout.trainer_terms.simpletuner`, which its ow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
@@ -268,8 +268,78 @@ def _frames(frames: int, family: str, temporal: int) -> int:
     return (frames - 1) // step * step + 1 if frames > 1 else frames
 
 
+SEGMENTS = ("flux", "flux2", "hunyuanvideo", "krea2", "ltxvideo", "ltxvideo2", "lumina2", "sd3", "wan", "z_image")
+"""Families that checkpoint as many blocks together as the interval says (``checkpoint_sequential_state`` in
+helpers/models/*/transformer.py)."""
+
+ONE_BY_ONE = ("chroma", "ernie", "hidream", "ideogram", "qwen_image")
+"""Families that checkpoint one block of as many as the interval says (``should_checkpoint_block``). All others ignore
+it (helpers/training/default_settings/safety_check.py)."""
+
+BACKENDS = {"torch": "full", "unsloth": "offload"}
+"""``gradient_checkpointing_backend`` -> where a block's inputs are kept (helpers/training/
+offloaded_gradient_checkpointer.py)."""
+
+
 def _checkpointing(settings: Settings) -> Fields:
-    return {"gradient_checkpointing": "full" if _of(settings, "gradient_checkpointing") in (True, "true") else "none"}
+    """Of segments, whose blocks are recomputed together, all but one are priced as if they were not checkpointed."""
+    if _of(settings, "gradient_checkpointing") not in (True, "true"):
+        return {"gradient_checkpointing": "none", "checkpointed_blocks": None}
+    backend = str(_of(settings, "gradient_checkpointing_backend") or "torch").lower()
+    if backend not in BACKENDS:
+        raise VplanError(f"gradient_checkpointing_backend {quoted(backend)} is not priced", "torch and unsloth are")
+    interval = _interval(settings)
+    if interval is None:
+        return {"gradient_checkpointing": BACKENDS[backend], "checkpointed_blocks": None}
+    if backend != "torch":
+        fault = f"gradient_checkpointing_interval with gradient_checkpointing_backend {backend} is not priced"
+        raise VplanError(fault, "leave one of both out")
+    kept = sum(index % interval.stride < interval.width for depth in _depths(settings) for index in range(depth))
+    checkpointed = kept - (interval.width - 1 if interval.together else 0)
+    if checkpointed <= 0:
+        return {"gradient_checkpointing": "none", "checkpointed_blocks": None}
+    return {"gradient_checkpointing": "partial", "checkpointed_blocks": checkpointed}
+
+
+class Interval(NamedTuple):
+    """Which blocks are checkpointed: the first ``width`` of every ``stride``."""
+
+    width: int
+    stride: int
+    together: bool
+    """recomputed together"""
+
+
+def _interval(settings: Settings) -> Interval | None:
+    """What ``gradient_checkpointing_interval`` and ``gradient_checkpointing_segment_stride`` choose, None: all blocks,
+    one by one."""
+    family = str(_of(settings, "model_family")).replace("-", "_")
+    number = integer(_of(settings, INTERVAL) or 1, INTERVAL)
+    if number <= 1 or family not in (*SEGMENTS, *ONE_BY_ONE):
+        return None
+    stride = integer(_of(settings, STRIDE) or 0, STRIDE)
+    if 0 < stride < number:
+        raise VplanError(f"{STRIDE} {stride} is less than {INTERVAL} {number}", f"use {number} or more")
+    if family in SEGMENTS:
+        return Interval(number, stride or number, True)
+    return Interval(number if stride else 1, stride or number, False)
+
+
+INTERVAL, STRIDE = "gradient_checkpointing_interval", "gradient_checkpointing_segment_stride"
+
+
+def _depths(settings: Settings) -> Iterator[int]:
+    model = lookup.model(_model(settings)["model"])
+    return (model.depth(stack) for stack in model.stacks)
+
+
+def _write_checkpointing(fields: Fields) -> Settings:
+    """Which blocks it checkpoints is theirs to say."""
+    backend = next((word for word, ours in BACKENDS.items() if ours == fields["gradient_checkpointing"]), None)
+    if fields["gradient_checkpointing"] == "none":
+        return {f"{CONFIG}gradient_checkpointing": False}
+    written: Settings = {f"{CONFIG}gradient_checkpointing": True}
+    return written | ({f"{CONFIG}gradient_checkpointing_backend": backend} if backend == "unsloth" else {})
 
 
 def _swap(settings: Settings) -> Fields:
@@ -327,6 +397,8 @@ def _ema(settings: Settings) -> Fields:
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
+    if integer(_of(settings, INTERVAL) or 1, INTERVAL) > 1 and fields["gradient_checkpointing"] == "full":
+        yield Remark(INTERVAL, "this family has none, and checkpoints every block")
     if _of(settings, "data_backend_config") and SAMPLES not in settings:
         why = "it is not here, so its sizes are not read: pass --height, --width and --frames for others"
         yield Remark("data_backend_config", why)
@@ -345,6 +417,12 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield masks
     if fields["method"] == "lora" and fields["lora_targets"] is None:
         yield "LoRA estimated on the model's usual layers"
+    if fields["gradient_checkpointing"] == "partial":
+        together = (interval := _interval(settings)) is not None and interval.together
+        more = "; the blocks of a segment are recomputed together, which may take one more" if together else ""
+        yield f"{fields['checkpointed_blocks']} checkpointed blocks are priced as the first ones; it takes others{more}"
+    if _of(settings, "gradient_checkpointing_offload_attention"):
+        yield f"gradient_checkpointing_offload_attention{MAY_NEED_LESS}"
     if (layers := _of(settings, "flux_lora_target", "all")) != "all":
         yield f"flux_lora_target {layers} is not priced: estimated as all"
     if _on(_of(settings, "dynamo_backend")) and str(_of(settings, "dynamo_backend")).lower() != "no":
@@ -410,11 +488,11 @@ DIALECT = Dialect(
             {"weights_dtype": "bf16, int8, fp8, nf4", "adapter_dtype": "bf16, fp32", "autocast": "mixed_precision"},
         ),
         FunctionPair(
-            ("gradient_checkpointing",),
-            (f"{CONFIG}gradient_checkpointing",),
+            ("gradient_checkpointing", "checkpointed_blocks"),
+            (f"{CONFIG}gradient_checkpointing", f"{CONFIG}{INTERVAL}", f"{CONFIG}{STRIDE}"),
             _checkpointing,
-            lambda fields: {f"{CONFIG}gradient_checkpointing": fields["gradient_checkpointing"] != "none"},
-            {"gradient_checkpointing": "none, full"},
+            _write_checkpointing,
+            {"gradient_checkpointing": "none, full, offload", "checkpointed_blocks": INTERVAL},
         ),
         FunctionPair(
             ("lora_targets",),
@@ -453,6 +531,7 @@ DIALECT = Dialect(
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        Move({"gradient_checkpointing": "offload"}, "checkpoints go to host RAM and come back"),
         _in_host_ram(QUANTISED_WHOLE, ""),
         _in_host_ram(TORCHAO_WHOLE, ""),
         _in_host_ram(QUANTO_WHOLE, QUANTO),

@@ -27,15 +27,6 @@ NAMES = (
 )
 """Trainers with a file here."""
 
-FETCHED_AGAIN = frozenset({"simpletuner@ramtorch"})
-"""Trainers, by version, whose swapped weights come once more for backward, layer by layer, so that they swap without
-checkpoints too (simpletuner/helpers/ramtorch/modules/linear.py ``BouncingLinearFn``)."""
-
-
-def fetches_again(trainer: str) -> bool:
-    """Whether a trainer, written ``trainer@version``, brings swapped weights once more for backward."""
-    return trainer in FETCHED_AGAIN
-
 
 def terms(trainer: str) -> tuple[Transform, ...]:
     """The memory terms of a trainer as it is today or, written ``trainer@version``, as that version was."""

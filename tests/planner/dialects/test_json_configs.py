@@ -186,6 +186,41 @@ def test_a_config_of_simpletuner(tmp_path: Path) -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("sd3", {"interval": 1}, ("full", None)),
+        ("sd3", {"interval": 2}, ("partial", 23)),  # one block more is there while its segment is recomputed
+        ("sd3", {"interval": 2, "segment_stride": 4}, ("partial", 11)),
+        ("chroma", {"interval": 2}, ("partial", 10 + 19)),  # its 19 double and 38 single blocks are counted apart
+        ("chroma", {"interval": 2, "segment_stride": 4}, ("partial", 10 + 20)),
+        ("sdxl", {"interval": 2}, ("full", None)),
+        ("sd3", {"interval": 30}, ("none", None)),
+        ("sd3", {"backend": "unsloth"}, ("offload", None)),
+    ],
+)
+def test_simpletuner_checkpoints_blocks_at_an_interval(
+    tmp_path: Path, family: str, changes: dict[str, Any], expected: tuple[str, int | None]
+) -> None:
+    settings = {f"--gradient_checkpointing_{name}": value for name, value in changes.items()}
+    found = read(tmp_path, {**SIMPLETUNER, "--model_family": family, "--model_flavour": "", **settings})
+    assert (found["gradient_checkpointing"], found["checkpointed_blocks"]) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backend": "torch-ffn"},
+        {"backend": "unsloth", "interval": 2},
+        {"interval": 4, "segment_stride": 2},
+    ],
+)
+def test_checkpoints_of_simpletuner_that_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    settings = {f"--gradient_checkpointing_{name}": value for name, value in changes.items()}
+    with pytest.raises(VplanError, match="gradient_checkpointing"):
+        read(tmp_path, {**SIMPLETUNER, **settings})
+
+
 def test_the_precision_of_simpletuners_text_encoders_is_read_and_not_priced(tmp_path: Path) -> None:
     """As its quickstarts have it: T5 quantised, CLIP left alone."""
     precisions = {"--text_encoder_1_precision": "no_change", "--text_encoder_2_precision": "int8-quanto"}

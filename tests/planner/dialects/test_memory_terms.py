@@ -15,6 +15,7 @@ from planner.catalog.shapes import grid, job_for
 from planner.estimate import host_ram
 from planner.estimate.estimate import estimate
 from planner.estimate.stages import replay_stages
+from planner.estimate.traffic import traffic
 from planner.layout import inputs as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoints.block_inputs import block_inputs
@@ -105,6 +106,14 @@ def test_simpletuner_zeroes_its_gradients_and_keeps_a_third_state() -> None:
     shift = STATES // 2
     assert steps(run) == (FIRST_FORWARD, LOADED + STATES + shift + GRADIENTS + LAST_FORWARD)
     assert after(run) == LOADED + STATES + shift + GRADIENTS
+
+
+@pytest.mark.parametrize(("trainer", "times"), [("vplan", 2), ("simpletuner", 2), ("simpletuner@ramtorch", 3)])
+def test_ramtorch_brings_its_weights_for_the_recomputation_too(trainer: str, times: int) -> None:
+    run = done_by(trainer, gradient_checkpointing="full", swap_blocks=BLOCKS - 1)
+    moved = traffic(run)
+    assert moved.host_forward_bytes == (BLOCKS - 1) * WEIGHTS
+    assert moved.host_forward_bytes + moved.host_backward_bytes == times * (BLOCKS - 1) * WEIGHTS
 
 
 def test_simpletuner_has_two_states_over_fp32_adapters_and_with_other_optimizers() -> None:
