@@ -21,7 +21,8 @@ class OtherModel(Record):
     missing: Text
     """why there is no profile: the end of a sentence about it"""
     recorded_by: str = ""
-    """diffusers' class of the part that is trained, where `vplan record` records it from the weights' folder"""
+    """diffusers' class of the part that is trained, where `vplan record` records it from the weights' folder with the
+    inputs that it is trained with; not of a class that is bundled with other inputs, such as fewer channels"""
     goes_with: str = ""
     """the bundled model that an adapter stands beside"""
     source: Text

@@ -97,7 +97,13 @@ def test_a_model_is_not_taken_for_one_whose_name_begins_alike() -> None:
 def test_another_config_of_the_same_weights_is_refused(name: str) -> None:
     error = refusal(name)
     assert "zero_cond_t" in error.message
-    assert "QwenImageTransformer2DModel" in error.fix
+    assert "vplan record FOLDER" not in error.fix  # recorded as its class is trained, without images to edit
+
+
+def test_a_class_that_is_not_bundled_is_to_be_recorded() -> None:
+    error = refusal("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers")
+    assert "SanaTransformer2DModel" in error.fix
+    assert "vplan record FOLDER" in error.fix
 
 
 def test_an_adapter_is_refused_with_the_model_beside_it() -> None:
