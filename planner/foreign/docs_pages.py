@@ -106,9 +106,9 @@ def _who_lists_what(models: Sequence[ModelProfile]) -> list[str]:
         "",
         f"The models that {len(lists)} trainers list in their documentation (`profiles/model_lists/`), and what vplan",
         f"answers where one is asked for by the trainer's own name. Of {count} names {count - unknown} are known and",
-        f"{unknown} are not: {numbers} get numbers, {several} mean several models of ours, of which `vplan suggest",
-        f"NAME --gpu CARD` gives a table, and {refused} are refused by name, with what is missing. The refusals were",
-        "written from these lists. A name counts once for each trainer that lists it.",
+        f"{unknown} are not: {numbers} get numbers, {several} mean several models of ours, of which",
+        f"`vplan suggest NAME --gpu CARD` gives a table, and {refused} are refused by name, with what is missing. The",
+        "refusals were written from these lists. A name counts once for each trainer that lists it.",
         "",
         *_table(
             ("trainer", "read", ">names", ">numbers", ">several", ">refused", ">not known", ">known"),
