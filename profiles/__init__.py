@@ -9,6 +9,12 @@ FOLDER = Path(__file__).resolve().parent
 GPUS = FOLDER / "gpus.toml"
 OTHER_CARDS = FOLDER / "other_cards.toml"
 MODELS = FOLDER / "models"
+OTHER_MODELS = FOLDER / "other_models.toml"
+"""Models that people name and that none of `MODELS` describes."""
+
+MODEL_LISTS = FOLDER / "model_lists"
+"""The models that trainers list in their documentation."""
+
 CLASSES = FOLDER / "classes"
 """What `vplan record` is told of classes whose arguments no dry run finds out."""
 TAPES = FOLDER / "tapes"

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import profiles
 from planner.catalog import diffusers_folder, user_data
 from planner.catalog.forward_call import ForwardCall
+from planner.catalog.names import other_models
+from planner.catalog.names.model_names import model_key
 from planner.catalog.profile_files import LONGEST_NAME, read_record, read_toml
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import (
@@ -36,6 +38,7 @@ __all__ = [
     "check_job",
     "check_shape",
     "diffusers_classes",
+    "distilled_from",
     "grid",
     "job_for",
     "lent_traits",
@@ -61,11 +64,14 @@ def model(name: str) -> ModelProfile:
     """The model of a name, an alias, a Hugging Face id, a start that only one model has, or an own one's folder."""
     if profile := _exactly(name):
         return profile
-    if origin := _distilled().get(_model_key(name)):
+    if origin := distilled_from(name):
         fault = f"{quoted(name)} is a distilled {_model(origin).title}, which vplan does not train"
         raise VplanError(fault, f"use {origin}, whose memory is the same, and its own weights")
+    # Before starts of names: Anima is no Wan 2.2 Animate.
+    if other := other_models.find(name):
+        raise other.refusal(name)
     # A start that several models have is refused with their names: guessing one would plan for another model.
-    variants = _variants(name.strip().lower())
+    variants = _meanings(name)
     if len(variants) == 1:
         return model(variants[0])
     if variants:
@@ -77,15 +83,15 @@ def model(name: str) -> ModelProfile:
 
 def several(name: str) -> tuple[str, ...]:
     """The models that a name may mean; empty where it means one of them, or none."""
-    if _exactly(name) or _model_key(name) in _distilled():
+    if _exactly(name) or distilled_from(name) or other_models.find(name):
         return ()
-    variants = _variants(name.strip().lower())
-    return tuple(variants) if len(variants) > 1 else ()
+    variants = _meanings(name)
+    return variants if len(variants) > 1 else ()
 
 
 def taken_for(name: str, profile: ModelProfile) -> str:
     """How a name that is not the model's own was understood, in words: an alias, or the start of a name."""
-    if profile.is_own or _model_key(name).replace(".", "") == _model_key(profile.name).replace(".", ""):
+    if profile.is_own or model_key(name).replace(".", "") == model_key(profile.name).replace(".", ""):
         return ""
     return f"{quoted(name)} taken for {profile.name}"
 
@@ -114,7 +120,7 @@ def diffusers_classes() -> tuple[str, ...]:
 
 def bundled_name(text: str) -> str | None:
     """The bundled model that a text in lower case names, as its name or an alias; None when there is none."""
-    return _model_aliases().get(_model_key(text))
+    return _model_aliases().get(model_key(text))
 
 
 @functools.cache
@@ -201,14 +207,6 @@ def _checked(profile: ModelProfile, name: str, opening: str, fix: str) -> ModelP
     return profile
 
 
-def _model_key(name: str) -> str:
-    """`Wan-AI/Wan2.1-T2V-1.3B-Diffusers` and `wan2.1-t2v-1.3b` are one: owner and "-diffusers" say nothing.
-
-    The point stays, unlike in cards' names: 1.3B is not 13B.
-    """
-    return re.sub(r"[^a-z0-9.]", "", name.rpartition("/")[2].lower()).removesuffix("diffusers")
-
-
 @functools.cache
 def _model_aliases() -> dict[str, str]:
     """Every way of writing a model's name -> its bundled name. Opens all files, so it is built only when needed."""
@@ -218,7 +216,7 @@ def _model_aliases() -> dict[str, str]:
         if not isinstance(aliases, list):
             raise VplanError(f"profile {name}.toml is damaged: it has no list of aliases", "reinstall vplan")
         for alias in (name, *aliases):
-            owner = index.setdefault(_model_key(str(alias)), name)
+            owner = index.setdefault(model_key(str(alias)), name)
             if owner != name:
                 raise VplanError(
                     f"profiles {owner} and {name} are damaged: both have the alias {alias!r}", "reinstall vplan"
@@ -226,10 +224,20 @@ def _model_aliases() -> dict[str, str]:
     return index
 
 
+def distilled_from(name: str) -> str | None:
+    """The bundled model whose distilled weights a name means, which it is refused with; None where it means none."""
+    return _distilled().get(model_key(name))
+
+
 @functools.cache
 def _distilled() -> dict[str, str]:
     """The names of distilled weights -> the bundled model of their shape."""
-    return {_model_key(alias): name for name in profiles.model_names() for alias in _model(name).traits.distilled}
+    return {model_key(alias): name for name in profiles.model_names() for alias in _model(name).traits.distilled}
+
+
+def _meanings(name: str) -> tuple[str, ...]:
+    """The models that a name which is none of theirs may mean: those of a group, or all that it is the start of."""
+    return other_models.group(name) or tuple(_variants(name.strip().lower()))
 
 
 def _variants(text: str) -> list[str]:
@@ -243,7 +251,7 @@ def _variants(text: str) -> list[str]:
 
 
 def _near_models(text: str) -> str:
-    index = _model_aliases() | {_model_key(name): name for name in user_data.model_names()}
-    names = dict.fromkeys(index[key] for key in nearest(_model_key(text), index, count=4))
+    index = _model_aliases() | {model_key(name): name for name in user_data.model_names()}
+    names = dict.fromkeys(index[key] for key in nearest(model_key(text), index, count=4))
     start = "did you mean " + " or ".join(list(names)[:3]) + "? " if names else ""
     return start + "`vplan models` lists what is known"

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import profiles
 from planner.catalog import card_lookup, lookup
 from planner.catalog.card_profiles import GpuProfile
+from planner.catalog.names.other_models import find as find_other
+from planner.catalog.names.other_models import other_models
+from planner.catalog.names.trainer_lists import Answer, ListedModel, TrainerList, answer, trainer_lists
 from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.dialect import capabilities
 from planner.launch.training_laws import preset_words
@@ -53,6 +56,8 @@ def models_page() -> str:
         "",
         *_table(("model", "preset"), [[f"`{model.name}`", preset_words(model)] for model in models]),
         "",
+        *_who_lists_what(models),
+        "",
         "## Sources",
         "",
     ]
@@ -87,6 +92,85 @@ def _parts_row(model: ModelProfile) -> list[str]:
         layers += "; or " + _names(model.lora.wide)
     shrinks = f"{vae.temporal}x{vae.spatial}x{vae.spatial} to {vae.latent_channels} channels"
     return [f"`{model.name}`", layers, encoders or "none", f"`{vae.class_name}` ({size}): {shrinks}"]
+
+
+def _who_lists_what(models: Sequence[ModelProfile]) -> list[str]:
+    """The section on what other trainers list, by what lookup answers to their names now."""
+    lists = trainer_lists()
+    rows = [_counts_row(each) for each in lists]
+    totals = [sum(row[column] for row in rows) for column in range(len(Answer) + 1)]
+    count, numbers, several, refused, unknown = totals
+    of_both = [(each, listed, *answer(listed.name)) for each in lists for listed in each.models]
+    return [
+        "## Who lists what",
+        "",
+        f"The models that {len(lists)} trainers list in their documentation (`profiles/model_lists/`), and what vplan",
+        f"answers where one is asked for by the trainer's own name. Of {count} names {count - unknown} are known and",
+        f"{unknown} are not: {numbers} get numbers, {several} mean several models of ours, of which",
+        f"`vplan suggest NAME --gpu CARD` gives a table, and {refused} are refused by name, with what is missing. The",
+        "refusals were written from these lists. A name counts once for each trainer that lists it.",
+        "",
+        *_table(
+            ("trainer", "read", ">names", ">numbers", ">several", ">refused", ">not known", ">known"),
+            [[each.title, _read_of(each), *map(str, row), _share(row)] for each, row in zip(lists, rows, strict=True)]
+            + [["all", "", *map(str, totals), _share(totals)]],
+        ),
+        "",
+        "`+`: the trainer lists it under a name that is taken for this model; `~`: under one that means several of",
+        "ours.",
+        "",
+        *_table(("model", *(each.title for each in lists)), _listed_rows(models, of_both)),
+        "",
+        "### Listed and refused",
+        "",
+        "An adapter or ControlNet stands for all of its kind that are listed. A class in the last column can be",
+        "recorded from the folder of the weights with `vplan record FOLDER` ([your-own-model.md](your-own-model.md)).",
+        "",
+        *_table(("model", "listed by", "what is missing", "recorded as"), _refused_rows(models, of_both)),
+    ]
+
+
+_Listing = tuple[TrainerList, ListedModel, Answer, tuple[str, ...]]
+"""A trainer's list, a model on it, what its name gets, and our models that it means."""
+
+
+def _counts_row(each: TrainerList) -> list[int]:
+    """How many names a trainer lists, and how many of them get each kind of answer."""
+    answers = [answer(listed.name)[0] for listed in each.models]
+    return [len(answers), *(answers.count(kind) for kind in Answer)]
+
+
+def _share(counts: Sequence[int]) -> str:
+    """The share of names that are known, of the names and the counts of each answer."""
+    return f"{(counts[0] - counts[-1]) / counts[0]:.0%}"
+
+
+def _read_of(each: TrainerList) -> str:
+    return f"{each.file} at {each.commit}: {each.section}"
+
+
+def _listed_rows(models: Sequence[ModelProfile], listings: Sequence[_Listing]) -> Iterator[list[str]]:
+    """A row for each bundled model with a mark for each trainer."""
+    titles = list(dict.fromkeys(each.title for each, *_ in listings))
+    marks: dict[tuple[str, str], str] = {}
+    for each, _, kind, names in listings:
+        for name in names if kind in (Answer.NUMBERS, Answer.SEVERAL) else ():
+            if marks.get((name, each.title)) != "+":
+                marks[name, each.title] = "+" if kind is Answer.NUMBERS else "~"
+    for model in models:
+        yield [f"`{model.name}`", *(marks.get((model.name, title), "") for title in titles)]
+
+
+def _refused_rows(models: Sequence[ModelProfile], listings: Sequence[_Listing]) -> Iterator[list[str]]:
+    """A row for each model that is listed and has no profile, and for each of the distilled ones."""
+    refused = [(each, listed, names) for each, listed, kind, names in listings if kind is Answer.REFUSED]
+    for model in models:
+        if by := dict.fromkeys(each.title for each, _, names in refused if model.name in names):
+            yield [f"{model.title}, distilled", ", ".join(by), f"it is not trained; its memory is `{model.name}`'s", ""]
+    for other in other_models():
+        if by := dict.fromkeys(each.title for each, listed, _ in refused if find_other(listed.name) is other):
+            beside = f" (beside `{other.goes_with}`)" if other.goes_with else ""
+            yield [other.title, ", ".join(by), other.missing + beside, other.recorded_by and f"`{other.recorded_by}`"]
 
 
 def trainers_page() -> str:
