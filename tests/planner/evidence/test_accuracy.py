@@ -193,7 +193,7 @@ def test_crash_says_nothing_about_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"job": {**WAN, "model": "kolors"}}, "'kolors' is not known"),
+        ({"job": {**WAN, "model": "nobodys-model"}}, "'nobodys-model' is not known"),
         ({"job": {**WAN, "frames": 80}}, "frames 80 is not 4n+1"),
         ({"machine": {"gpu": "tpu-v5"}}, "'tpu-v5' is neither a card"),
         ({"strategy": {"swap_blocks": 40, "gradient_checkpointing": "full"}}, "swap_blocks 40 of the 30"),
@@ -436,7 +436,7 @@ def many(folder: Path) -> list[Comparison]:
         line(id="high", measured={"low_gib": 15.0, "high_gib": 15.0}, implementation="musubi-tuner"),
         line(id="after", measured={"counter": "allocated_after_step", "low_gib": 2.0, "high_gib": 2.5}),
         line(id="oom", measured={"outcome": "oom", "low_gib": None, "high_gib": None}),
-        line(id="who", job={**WAN, "model": "kolors"}),
+        line(id="who", job={**WAN, "model": "nobodys-model"}),
     )
 
 
@@ -595,8 +595,17 @@ def test_terminal_fits_80_columns(tmp_path: Path) -> None:
     verb._render_summary(console, entries, summary(entries))
     text = screen.getvalue()
     assert max(map(len, text.splitlines())) <= 80
-    for part in ("diffusers", "-10.0 %", "ran out", "missed", "17.00..19.00", "after step", "wan models", "kolors"):
+    for part in (
+        "diffusers",
+        "-10.0 %",
+        "ran out",
+        "missed",
+        "17.00..19.00",
+        "after step",
+        "wan models",
+        "nobodys-model",
+    ):
         assert part in text
-    assert "unsupported rows: 1\nwho: model 'kolors' is not known\n" in text
+    assert "unsupported rows: 1\nwho: model 'nobodys-model' is not known\n" in text
     assert "verdicts of 7 runs: 1 said to fit but ran out, 0 said not to fit but ran\n" in text
     assert "low..high of 4 peaks: 25.0 % contain the measured value, median width 7.5 %\n" in text

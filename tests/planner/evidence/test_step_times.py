@@ -43,7 +43,7 @@ def test_every_row_says_where_it_comes_from_and_what_is_left_out_why():
         assert re.fullmatch("[0-9a-f]{40}", row["source"]["commit"])
         assert row["source"]["repo"] and row["source"]["where"]
         assert card_lookup.gpu(row["machine"]["gpu"])
-    assert sum(one.left_out is None for one in CELLS) == 110
+    assert sum(one.left_out is None for one in CELLS) == 117
 
 
 def test_errors_are_summed_up_over_what_is_compared():
@@ -72,7 +72,7 @@ def test_the_halves_are_told_apart_by_hash_alone():
 
 
 LATEST = ("st-chroma", "st-ernie", "st-lumina2")
-"""Cells of models that came last: nothing was looked into with them."""
+"""Cells of models that came last, and had no part in the fit."""
 
 
 def test_published_steps_are_met_as_closely_as_the_documentation_says():
@@ -81,12 +81,12 @@ def test_published_steps_are_met_as_closely_as_the_documentation_says():
 
     every = compare(CELLS, predict)
     told = answer(every)["summary"]
-    assert told["n"] == 102 and told["median_abs_pct"] < 11.5
-    assert told["within_20_pct"] > 65 and told["rank_correlation"] > 0.95
+    assert told["n"] == 109 and told["median_abs_pct"] < 11
+    assert told["within_20_pct"] > 66 and told["rank_correlation"] > 0.96
     cells = [one for one in every if not one.published.id.startswith(LATEST)]
     found = answer(cells)
     whole, judging = found["summary"], found["halves"][JUDGING]
-    assert whole["n"] == 74
+    assert whole["n"] == 77
     assert whole["median_abs_pct"] < 8 and judging["median_abs_pct"] < 8
     assert whole["within_20_pct"] > 81
     assert all(part["rank_correlation"] > 0.97 for part in found["by_gpu"].values() if part["n"])
