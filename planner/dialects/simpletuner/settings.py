@@ -301,7 +301,7 @@ def _checkpointing(settings: Settings) -> Fields:
     return {"gradient_checkpointing": "partial", "checkpointed_blocks": checkpointed}
 
 
-class Interval(NamedTuple):
+class CheckpointInterval(NamedTuple):
     """Which blocks are checkpointed: the first ``width`` of every ``stride``."""
 
     width: int
@@ -310,7 +310,7 @@ class Interval(NamedTuple):
     """recomputed together"""
 
 
-def _interval(settings: Settings) -> Interval | None:
+def _interval(settings: Settings) -> CheckpointInterval | None:
     """What ``gradient_checkpointing_interval`` and ``gradient_checkpointing_segment_stride`` choose, None: all blocks,
     one by one."""
     family = str(_of(settings, "model_family")).replace("-", "_")
@@ -321,8 +321,8 @@ def _interval(settings: Settings) -> Interval | None:
     if 0 < stride < number:
         raise VplanError(f"{STRIDE} {stride} is less than {INTERVAL} {number}", f"use {number} or more")
     if family in SEGMENTS:
-        return Interval(number, stride or number, True)
-    return Interval(number if stride else 1, stride or number, False)
+        return CheckpointInterval(number, stride or number, True)
+    return CheckpointInterval(number if stride else 1, stride or number, False)
 
 
 INTERVAL, STRIDE = "gradient_checkpointing_interval", "gradient_checkpointing_segment_stride"
