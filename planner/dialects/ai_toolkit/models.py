@@ -28,6 +28,7 @@ ARCHES: dict[str, tuple[str, str]] = {
     "wan2.2-ti2v-5b": ("wan22_5b", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"),
     "qwen-image": ("qwen_image", "Qwen/Qwen-Image"),
     "qwen-image-edit": ("qwen_image_edit", "Qwen/Qwen-Image-Edit"),
+    "qwen-image-edit-2511": ("qwen_image_edit_plus:2511", "Qwen/Qwen-Image-Edit-2511"),
     "flux.1-dev": ("flux", "black-forest-labs/FLUX.1-dev"),
     "flex.1-alpha": ("flux", "ostris/Flex.1-alpha"),
     "flux.1-kontext-dev": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
@@ -57,9 +58,10 @@ NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_
 def model_of(settings: Settings) -> Fields:
     """The fields `model`, `experts` and `inactive_expert` that the settings mean. Raises a VplanError for an unknown
     model."""
-    arch = str(settings.get(f"{MODEL}arch") or "").partition(":")[0]
+    versioned = str(settings.get(f"{MODEL}arch") or "")
+    arch = versioned.partition(":")[0]
     path = settings.get(f"{MODEL}name_or_path")
-    candidates = [name for name, (known, _) in ARCHES.items() if known == arch]
+    candidates = [name for name, (known, _) in ARCHES.items() if known in (arch, versioned)]
     by_path = next((name for name, (_, known) in ARCHES.items() if known == path), None)
     name_given = settings.get("model") or by_path or find_model(path)
     model = name_given if name_given in (candidates or ARCHES) else next(iter(candidates), None)

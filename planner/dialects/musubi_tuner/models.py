@@ -24,6 +24,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "hunyuan-video-1.5": ("hv_1_5", {"--task": "t2v"}),
     "qwen-image": ("qwen_image", {}),
     "qwen-image-edit": ("qwen_image", {"--model_version": "edit"}),
+    "qwen-image-edit-2511": ("qwen_image", {"--model_version": "edit-2511"}),
     "z-image": ("zimage", {}),
     "flux.1-kontext-dev": ("flux_kontext", {}),
     "flux.2-dev": ("flux_2", {"--model_version": "dev"}),
@@ -33,8 +34,8 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
 }
 """Model -> the beginning of its script's name (src/musubi_tuner/*_train_network.py), and what names it there."""
 
-EQUIVALENTS = {"edit-2509": "edit", "edit-2511": "edit", "i2v": "t2v"}
-"""Words for models of the same shape -> those of the model we price (Qwen-Image-Edit's later versions; HunyuanVideo 1.5
+EQUIVALENTS = {"edit-2509": "edit", "i2v": "t2v"}
+"""Words for models of the same shape -> those of the model we price (Qwen-Image-Edit's next version; HunyuanVideo 1.5
 has one transformer for both tasks)."""
 
 ENCODER_FP8 = {

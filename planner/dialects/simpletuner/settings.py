@@ -44,7 +44,8 @@ MODELS: dict[str, dict[str, str]] = {
         "": "qwen-image",
         "v1.0": "qwen-image",
         "v2.0": "qwen-image",
-        **dict.fromkeys(("edit-v1", "edit-v2", "edit-v2+", "edit-v3"), "qwen-image-edit"),
+        **dict.fromkeys(("edit-v1", "edit-v2"), "qwen-image-edit"),
+        **dict.fromkeys(("edit-v2+", "edit-v3"), "qwen-image-edit-2511"),  # ZERO_COND_T_FLAVOURS
     },
     "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
     "chroma": dict.fromkeys(("", "base", "hd", "flash"), "chroma1-hd"),

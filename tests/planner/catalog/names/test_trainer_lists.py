@@ -94,10 +94,9 @@ def test_a_model_is_not_taken_for_one_whose_name_begins_alike() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen-image-edit-2511", "Qwen/Qwen-Image-Edit-2511", "Qwen Image Edit 2511"])
-def test_another_config_of_the_same_weights_is_refused(name: str) -> None:
-    error = refusal(name)
-    assert "zero_cond_t" in error.message
-    assert "vplan record FOLDER" not in error.fix  # recorded as its class is trained, without images to edit
+def test_another_config_of_the_same_class_is_a_model_of_its_own(name: str) -> None:
+    found, before = lookup.model(name), lookup.model("qwen-image-edit")
+    assert found.config == {**before.config, "zero_cond_t": True}
 
 
 def test_a_class_that_is_not_bundled_is_to_be_recorded() -> None:
