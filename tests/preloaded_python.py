@@ -76,6 +76,9 @@ PRELOADED = (
 READ_AT_START = ("PYTHON", "OMP_NUM_THREADS", "TORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DIFFUSERS_", "TZ")
 """Beginnings of variables that Python and libraries read as they start: where they are not as the server's, no fork."""
 
+OF_RANKS = ("TORCHELASTIC_", "TORCH_NCCL_")
+"""Of these, what torch's launcher gives its ranks: read when processes meet, and in no import."""
+
 HASH_SEED = ("PYTHONHASHSEED", "0")
 """The server's, unless the tests have one: recordings ask for it, and where none is asked for, it may be any."""
 
@@ -161,7 +164,8 @@ def _start(asked: Mapping[str, Any]) -> Start | None:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    read = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    names = [name for name in environment if name.startswith(READ_AT_START) and not name.startswith(OF_RANKS)]
+    read = {name: environment[name] for name in names}
     return dict(read.items() - {HASH_SEED})
 
 
@@ -252,6 +256,9 @@ def main() -> None:
     with contextlib.redirect_stderr(io.StringIO()):  # what libraries say as they are imported
         for name in PRELOADED:
             importlib.import_module(name)
+    dynamic_rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    # For a line of a log, it asks each of the thousands of modules here for its file: 3 s of CPU a launch.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     gc.collect()
     gc.freeze()  # a page that the collector marks in a fork is copied
     while True:

@@ -65,3 +65,20 @@ def test_a_fork_is_a_child_that_can_be_killed() -> None:
         assert psutil.Process(process.pid).cmdline()[1:3] == ["-m", "tests.preloaded_python"]
         process.kill()
     assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_fork"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "RANK": "1"}, True),
+        ({"TORCH_LOGS": "dynamo"}, False),
+    ],
+)
+def test_a_rank_is_a_fork_and_what_imports_otherwise_is_none(variables: dict[str, str], is_fork: bool) -> None:
+    """torch's launcher gives each of its ranks variables that no import reads."""
+    with (
+        forked_processes(),
+        subprocess.Popen([sys.executable, SCRIPT], stdin=subprocess.PIPE, env={**os.environ, **variables}) as process,
+    ):
+        assert ("tests.preloaded_python" in psutil.Process(process.pid).cmdline()) is is_fork
+        process.kill()

@@ -34,12 +34,13 @@ def test_fsdp_with_all_on_the_host_goes_on_where_it_was_killed(tmp_path: Path, m
     assert course.rehearsed["reserved_bytes"] == pytest.approx(course.predicted["reserved_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize(("gpus", "sharding"), [(1, "none"), (2, "ddp")])
+@pytest.mark.parametrize(("gpus", "sharding", "card"), [(1, "none", "1GiB"), (2, "ddp", "1.5GiB")])
 def test_a_run_that_is_out_of_memory_goes_on_with_the_next_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, sharding: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, sharding: str, card: str
 ) -> None:
-    """torch's own error on cards of 1 GiB, of which a step without checkpoints takes 1.2: each rank meets it, and all
-    go on together with checkpoints. Nothing is recorded of the model, so no estimate keeps it from beginning."""
+    """torch's own error on cards that hold a step with checkpoints, and none without: each rank meets it, and all go on
+    together with the next plan. Nothing is recorded of the model, so no estimate keeps it from beginning. Two ranks
+    take more of a card than one."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     place, output = runs.Place(tmp_path, "wide"), tmp_path / "run"
     bucket = runs.SHAPES["wide"][0]
@@ -54,13 +55,13 @@ def test_a_run_that_is_out_of_memory_goes_on_with_the_next_plan(
         *vplan.command("train", str(tmp_path / "plan.toml"))[1:],
         *(str(w) for pair in typed.items() for w in pair),
     ]
-    cards = ["--gpu", "1GiB", "--gpus", str(gpus), "--steps", "0", "--json"]
+    cards = ["--gpu", card, "--gpus", str(gpus), "--steps", "0", "--json"]
     command = vplan.command("rehearse", *cards, "--", CUDA_PYTHON, "-P", *train)
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=tool.PATIENCE_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert any("ran out of memory" in said and "went on" in said for said in json.loads(done.stdout)["assumptions"])
     before, after = (read_plan(output / name).strategy for name in ("plan.before-0.toml", "plan.toml"))
-    assert before.gradient_checkpointing == "none" and after.gradient_checkpointing in ("full", "offload")
+    assert before.gradient_checkpointing == "none" and after.gradient_checkpointing == "full"
     newest, faults = checkpoints.newest(output, checkpoints.run_id(output))
     assert newest is not None and checkpoints.step_of(newest) == 4 and not faults
     assert [line["step"] for line in runs.lines(output)] == [1, 2, 3, 4] and (output / "final").is_dir()

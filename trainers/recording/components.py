@@ -217,7 +217,7 @@ def record_component(
         worker.register_forward_pre_hook(lambda *_: setattr(recorder, "place", (0, next(calls))))
         worker.register_forward_hook(lambda *_: exits.append(len(recorder.recording.events)))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    gc.collect()
+    gc.collect(1)
     with without_garbage_collection(), cuda_ops.cuda_semantics(), fake, recorder, torch.no_grad():
         recorder.piece("load")
         load(model, recorder, places)

@@ -7,15 +7,24 @@ follows such constants through the few operators in between, and answers in plac
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from trainers.recording.repeated_calls import CALLS
+
 FILLED = {"aten.ones": 1, "aten.ones_like": 1, "aten.zeros": 0, "aten.zeros_like": 0}
 COPIES = frozenset({"aten._to_copy", "aten.clone"})
 """Operators whose output holds the number their input holds. Views share its storage, and need no entry."""
+
+
+@functools.cache
+def _written(func: Any) -> tuple[int, ...]:
+    """The positions of the arguments that an operator writes to."""
+    return tuple(position for position, argument in enumerate(func._schema.arguments) if argument.is_write)
 
 
 class Uniform:
@@ -34,21 +43,19 @@ class Uniform:
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, with sizes and truths that depend on known numbers."""
-        if func._schema.is_mutable:
-            pairs = zip(func._schema.arguments, args, strict=False)  # what is left to its default is not written to
-            targets = [value for argument, value in pairs if argument.is_write]
-            for tensor in tree_leaves(targets):
+        if written := _written(func):  # what is left to its default is not written to
+            for tensor in tree_leaves([args[position] for position in written if position < len(args)]):
                 if isinstance(tensor, Tensor):
                     self.forget(tensor.untyped_storage()._cdata)
         number = self.of(args[0]) if args else None
         if name in FILLED:
-            return self._note(func(*args, **kwargs), FILLED[name])
+            return self._note(CALLS.call(func, args, kwargs), FILLED[name])
         if name in ("aten.index", "aten.index_put"):
             indices = [row for index in args[1] for row in self._indices(index)]
-            return func(args[0], indices, *args[2:], **kwargs)
+            return CALLS.call(func, (args[0], indices, *args[2:]), kwargs)
         if number is not None:
             return self._from_number(func, name, number, args, kwargs)
-        return func(*args, **kwargs)
+        return CALLS.call(func, args, kwargs)
 
     def _from_number(self, func: Any, name: str, number: int, args: Any, kwargs: Any) -> Any:
         if name == "aten._local_scalar_dense":
@@ -56,7 +63,7 @@ class Uniform:
         if name == "aten.nonzero":
             rows = args[0].numel() if number else 0
             return args[0].new_empty((rows, args[0].ndim), dtype=torch.long)
-        out = func(*args, **kwargs)
+        out = CALLS.call(func, args, kwargs)
         if name in COPIES:
             self._note(out, number)
         elif name == "aten.bitwise_not" and args[0].dtype == torch.bool:

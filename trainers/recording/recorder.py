@@ -11,7 +11,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -103,6 +103,11 @@ class Recorder(TorchDispatchMode):
         self._from_nothing: set[int] = set()
         """What the optimizer made without looking at a parameter, until it meets one."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing that records is compiled: torch would look at every call, which takes as long as many a call."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls; the fake mode takes 50 times as long
             return args[0].fake_device
@@ -111,7 +116,7 @@ class Recorder(TorchDispatchMode):
             known = None if args[0].is_floating_point() or not self.adds_masks_up else self._uniform.of(args[0])
             return fakes.read(args[0]) if known is None else known
         kwargs = kwargs or {}
-        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        name = _name(func)
         out = self._uniform.call(func, name, args, kwargs)
         out = fakes.with_number(func, args, out)
         if self.adds_masks_up:
@@ -121,8 +126,8 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         self.recording.ops.add(name)
-        inputs = _plain(tree_leaves((args, kwargs)))
-        outputs = _plain(tree_leaves(out))
+        inputs = _plain((*args, *kwargs.values()))
+        outputs = _plain((out,))
         if name in cuda_ops.LAST_OUTPUT_FIRST:
             outputs.reverse()
         by_tensor = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
@@ -257,14 +262,25 @@ class Recorder(TorchDispatchMode):
             allocation.place = place
 
 
-def _plain(leaves: list[Any]) -> list[Tensor]:
-    """The tensors among the leaves; one that wraps others (as torchao's) as those."""
+@functools.cache
+def _name(func: Any) -> str:
+    """The name of an operator, without that of its overload."""
+    return f"{func.namespace}.{func.overloadpacket.__name__}"
+
+
+def _plain(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results, also in lists; one that wraps others (as torchao's) as those."""
     tensors: list[Tensor] = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            continue
-        wraps: bool = is_traceable_wrapper_subclass(leaf)
-        tensors += [tensor for _, tensor in quantise.stored_tensors("", leaf)] if wraps else [leaf]
+    for value in values:
+        if type(value) is FakeTensor:
+            tensors.append(value)
+        elif isinstance(value, Tensor):
+            wraps: bool = is_traceable_wrapper_subclass(value)
+            tensors += [tensor for _, tensor in quantise.stored_tensors("", value)] if wraps else [value]
+        elif isinstance(value, list | tuple):
+            tensors += _plain(value)
+        elif isinstance(value, dict):
+            tensors += _plain(value.values())
     return tensors
 
 
@@ -405,7 +421,7 @@ def _recording(
     if strategy.weights(job.method) == "nf4":  # a table of numbers that all layers share, computed at its first use
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers, tables and noise schedules are real
-    gc.collect()
+    gc.collect(1)
     semantics = cuda_ops.cuda_semantics(rms_norm_in_fp32=not dispatch.older_torch, cudnn=dispatch.cudnn)
     # Frees must come from reference counts, not from a collection that runs at a random moment.
     with without_garbage_collection(), semantics, fake:

@@ -7,6 +7,7 @@ no sum explains is a refusal, because a tape of it would be wrong at every other
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,12 +77,16 @@ def _with_sums(profile: ModelProfile) -> ModelProfile:
         variant = variant._replace(samples=profile.shape.batches[-1])
     job, strategy = variant.records(profile)
     config = tapes.shallow_config(profile)
+
+    @functools.cache  # sums say at which shape to record, and nothing of what happens there
+    def recorded(*grid: tuple[str, int]) -> RawRecording:
+        return record_step(profile, job, strategy, dict(grid), config)
+
     for _ in range(MOST_SUMS):
         call = ForwardCall.read(profile.inputs)
         grid, sums, regime = tapes.prime_grid(profile, variant.samples)
         other = second_grid(grid, regime)
-        first = record_step(profile, job, strategy, grid, config)
-        second = record_step(profile, job, strategy, other, config)
+        first, second = recorded(*grid.items()), recorded(*other.items())
         known = {name: (entry.constant, entry.products) for name, entry in call.sums.items()}
         rounded = {name: (entry.product, entry.unit) for name, entry in call.rounded.items()}
         found = mismatches(first, second, grid, other, known, rounded)
