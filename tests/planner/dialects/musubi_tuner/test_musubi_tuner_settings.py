@@ -42,7 +42,6 @@ def test_control_images_of_flux_2_are_read(words: str, data: str, references: in
     ("words", "data", "why"),
     [
         (KLEIN + "--network_module networks.loha", DATA, "'networks.loha' is not priced"),
-        (KLEIN + "--sage_attn", DATA, "it has no backward"),
         (EDIT + "--num_layers 40", DATA, "another number of blocks"),
         (EDIT, f"{DATA}control_resolution = [512, 512]\n", "control_resolution is not priced"),
         (COMMAND.format("zimage") + "--use_32bit_attention", DATA, "attention in fp32"),
@@ -63,10 +62,14 @@ def test_values_that_do_nothing_are_not_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_not_estimated_is_said(tmp_path: Path) -> None:
-    words = KLEIN + "--split_attn --compile --compile_mode max-autotune --network_args include_patterns=['.*mod.*'] "
+    words = (
+        KLEIN
+        + "--split_attn --sage_attn --compile --compile_mode max-autotune --network_args include_patterns=['.*mod.*'] "
+    )
     notes = translated(tmp_path, words + "--block_swap_h2d_only --block_swap_ring_size 4").notes
     for text in (
         "--split_attn is not estimated",
+        "it has no backward",
         "CUDA graphs keep memory of their own",
         "include_patterns gives more layers an adapter",
         "a ring of 4 blocks",
