@@ -13,11 +13,15 @@ from planner.errors import VplanError, quoted
 
 
 def refuse_unpriced(settings: Settings) -> None:
-    """Raises a VplanError for adapters that are not LoRA (networks/loha.py, lokr.py, LyCORIS), and for control images
-    of another size than the samples' (dataset/image_video_dataset.py ``control_resolution``)."""
+    """Raises a VplanError for adapters that are not LoRA (networks/loha.py, lokr.py, LyCORIS), for a rank that is in
+    a file alone, and for control images of another size than the samples' (dataset/image_video_dataset.py
+    ``control_resolution``)."""
     module = str(settings.get("--network_module") or "networks.lora")
     if not is_full(settings) and not module.rpartition(".")[2].startswith("lora"):
         raise VplanError(f"--network_module {quoted(module)} is not priced", "check it with LoRA's module")
+    if settings.get("--dim_from_weights") and not settings.get("--network_dim"):
+        fault = "--dim_from_weights is not priced without --network_dim (the rank is that of a file)"
+        raise VplanError(fault, "add --network_dim with the file's rank")
     given = dataset_key(settings, "control_resolution")
     own = dataset_key(settings, "resolution")
     if given and own and _pixels(given) != _pixels(own):

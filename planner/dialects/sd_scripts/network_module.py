@@ -60,9 +60,17 @@ def refuse_unpriced(settings: Settings, module: str) -> None:
     given = str(settings.get("--network_module") or module)
     if given != module:
         raise VplanError(f"--network_module {quoted(given)} is not priced", f"check it with {module}")
+    refuse_unknown_rank(settings)
     refuse_arguments(settings, UNPRICED)
     if settings.get("--network_train_text_encoder_only"):
         raise VplanError("--network_train_text_encoder_only is not priced", "leave it out")
+
+
+def refuse_unknown_rank(settings: Settings) -> None:
+    """Raises a VplanError where the rank is that of a file alone (train_network.py:671)."""
+    if settings.get("--dim_from_weights") and not settings.get("--network_dim"):
+        fault = "--dim_from_weights is not priced without --network_dim (the rank is that of a file)"
+        raise VplanError(fault, "add --network_dim with the file's rank, which the script does not look at")
 
 
 def refuse_arguments(settings: Settings, unpriced: Mapping[str, str]) -> None:

@@ -135,6 +135,7 @@ def _refuse(settings: Settings) -> None:
     if module != "networks.lora":
         fix = "check it with --network_module networks.lora, whose adapters are on linear layers"
         raise VplanError(f"--network_module {quoted(module)} is not priced", fix)
+    network_module.refuse_unknown_rank(settings)
     network_module.refuse_arguments(settings, network_module.OF_U_NETS)
     if settings.get("--network_train_text_encoder_only"):
         raise VplanError("--network_train_text_encoder_only is not priced", "leave it out")

@@ -34,6 +34,7 @@ def translated(folder: Path, words: str) -> Translation:
         (FULL + "--fused_backward_pass --optimizer_type Adafactor", {"optimizer_step": "backward"}),
         (COMMAND + "--fused_backward_pass --optimizer_type Adafactor", {"optimizer_step": "foreach"}),
         (COMMAND + "--vae_batch_size 1", {"vae": "cached"}),
+        (COMMAND + "--network_weights a.safetensors --dim_from_weights --network_dim 32", {"lora_rank": 32}),
     ],
 )
 def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Pa
         ("--network_train_text_encoder_only", "text_encoder_only is not priced"),
         ("--apply_t5_attn_mask", "a mask over all pairs of tokens for every head"),
         ("--vae_batch_size 4", "each image that is encoded at once takes as much"),
-        ("--network_weights a.safetensors --dim_from_weights", "the rank is that of a file"),
+        ("--network_weights a.safetensors --dim_from_weights", "not priced without --network_dim"),
     ],
 )
 def test_what_is_not_priced_is_refused_by_name(words: str, why: str, tmp_path: Path) -> None:
