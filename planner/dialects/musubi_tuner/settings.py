@@ -34,6 +34,7 @@ from planner.dialects.base.launchers import (
 )
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer
+from planner.dialects.musubi_tuner import unpriced_settings
 from planner.dialects.musubi_tuner.files import files
 from planner.dialects.musubi_tuner.models import (
     AT,
@@ -83,6 +84,11 @@ def _optimizer_of(settings: Settings) -> Fields:
 
 def _write_optimizer(fields: Fields) -> Settings:
     return {"--optimizer_type": word_for(OPTIMIZERS, "optimizer", "adamw")(fields["optimizer"])}
+
+
+def _method_of(settings: Settings) -> Fields:
+    unpriced_settings.refuse_unpriced(settings)
+    return {"method": "full" if is_full(settings) else "lora"}
 
 
 def _write_method(fields: Fields) -> Settings:
@@ -282,7 +288,7 @@ TABLE: tuple[Binding | When, ...] = (
     *(GPUS, NODES, EXPANDABLE),
     _pair(model_of, write_model, WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
              inactive_expert="absent; with both experts gpu, or cpu by --offload_inactive_dit"),
-    _pair(lambda settings: {"method": "full" if is_full(settings) else "lora"}, _write_method, (), method="lora"),
+    _pair(_method_of, _write_method, (), method="lora"),
     _pair(shape_of, write_shape, (SIZE, BATCH, FRAMES, EXTRACTION), frames="target_frames", height="resolution",
              width="resolution", batch_size="batch_size", buckets="several target_frames of one size"),
     When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4, int, source="networks/lora.py")),
@@ -313,7 +319,8 @@ TABLE: tuple[Binding | When, ...] = (
              validation_mode="off, on by --sample_prompts"),
     _pair(_attention_of, _write_attention, ATTENTION, attention="--sdpa, --flash_attn; --xformers read as efficient"),
     Choice("compile", {"none": {}, "blocks": {"--compile": True}}, "--compile compiles each block"),
-    *our_defaults("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_optimizer",
+    _pair(unpriced_settings.references_of, lambda fields: {}, (), references="a model's own; 1 by control_directory"),
+    *our_defaults("trainable", "text_tokens", "validation", "master_weights", "ema", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_tiling", "vae_slicing", "group_offload", "group_offload_stream",
            "context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
 )  # fmt: skip
@@ -381,8 +388,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "samples are estimated as large as the clips: the file of --sample_prompts may say otherwise"
     if not any(settings.get(word) for word in ATTENTION):
         yield "no attention backend is set, without which it exits at once: estimated as with --sdpa"
-    if settings.get("--block_swap_h2d_only"):
-        yield "--block_swap_h2d_only holds a ring of two blocks more than is counted"
+    yield from unpriced_settings.notes(settings, fields)
     if dataset_key(settings, "frame_extraction") == "full":
         yield "frame_extraction full: clips as long as they are, up to max_frames, which is priced"
 

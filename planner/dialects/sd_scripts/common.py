@@ -104,6 +104,8 @@ def optimizer(settings: Settings) -> Fields:
     """The optimizer, AdamW where none is named (library/train_util.py ``get_optimizer``)."""
     if settings.get("--use_8bit_adam"):
         return {"optimizer": "adamw-8bit"}
+    if settings.get("--use_lion_optimizer"):
+        return {"optimizer": "lion"}
     return {"optimizer": one_of(OPTIMIZERS, "--optimizer_type")(settings.get("--optimizer_type") or "AdamW")}
 
 
@@ -126,6 +128,15 @@ def cached(field: str, flag: str) -> FunctionPair:
         return {flag: True} if fields[field] == "cached" else {}
 
     return FunctionPair((field,), (flag, f"{flag}_to_disk"), to_fields, to_settings, {field: "resident, cached"})
+
+
+def refuse_images_at_once(settings: Settings) -> None:
+    """Raises a VplanError where latents are cached from several images at once: one is priced (library/train_util.py
+    ``new_cache_latents``)."""
+    cached_before = settings.get("--cache_latents") or settings.get("--cache_latents_to_disk")
+    if cached_before and int(settings.get("--vae_batch_size") or 1) > 1:
+        fault = "--vae_batch_size is not priced with --cache_latents (each image that is encoded at once takes as much)"
+        raise VplanError(fault, "leave --vae_batch_size out")
 
 
 SAMPLES = ("--sample_every_n_steps", "--sample_every_n_epochs", "--sample_at_first")

@@ -11,6 +11,7 @@ from planner.dialects.base import flags
 from planner.dialects.base.bindings import Settings
 from planner.dialects.base.dialect import Invocation
 from planner.dialects.base.script import Script
+from planner.dialects.sd_scripts.network_module import KINDS_OF_LAYERS, PARTS
 from planner.errors import VplanError, quoted
 
 NETWORKS = {
@@ -29,6 +30,8 @@ KINDS = ("sdxl", "sdxl_checkbox", "flux1_checkbox", "sd3_checkbox", "lumina_chec
 FULL = {"sdxl": "sdxl_train.py", "flux1": "flux_train.py", "sd3": "sd3_train.py"}
 LORA = {"sdxl": "sdxl_train_network.py", "flux1": "flux_train_network.py", "sd3": "sd3_train_network.py"}
 BLOCKS = ("block_dims", "down_lr_weight", "mid_lr_weight", "up_lr_weight")
+FLUX = (*KINDS_OF_LAYERS, "single_mod_dim", "in_dims", *PARTS, "split_qkv", "train_t5xxl")
+"""What the GUI gives FLUX's adapters of itself."""
 
 RENAMED = {"optimizer": "optimizer_type", "max_resolution": "resolution", "sdxl_no_half_vae": "no_half_vae"}
 """The GUI's names where sd-scripts' are others."""
@@ -95,7 +98,8 @@ def _network(config: Mapping[str, Any]) -> Settings:
     """The network's module and arguments; a rate of 0 switches a part off (``resolve_network_train_flags``)."""
     kind = str(config["LoRA_type"])
     settings: Settings = {"--network_module": NETWORKS.get(kind, "lycoris.kohya")}
-    arguments = [f"{name}={config[name]}" for name in BLOCKS if config.get(name)]
+    names = (*BLOCKS, *FLUX) if kind.startswith("Flux1") else BLOCKS
+    arguments = [f"{name}={config[name]}" for name in names if config.get(name)]
     if kind == "Kohya LoCon":
         arguments.append(f"conv_dim={config.get('conv_dim', 1)}")
     if kind.startswith(("LyCORIS", "LoCon")):

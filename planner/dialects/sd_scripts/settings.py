@@ -36,18 +36,21 @@ from planner.dialects.base.launchers import (
     script_head,
 )
 from planner.dialects.base.script import Script
-from planner.dialects.sd_scripts import kohya_ss
-from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, size
+from planner.dialects.base.values import integer
+from planner.dialects.sd_scripts import kohya_ss, network_module
+from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, refuse_images_at_once, size
 from planner.dialects.sd_scripts.engine import AT, FULL, LORA, blocks_to_swap, engine, write_engine
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     BUCKETS,
     CHECKPOINTING,
+    COMPILE,
     OPTIMIZER,
     VALIDATION,
     engine_pair,
     size_pair,
 )
+from planner.errors import VplanError
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
@@ -57,6 +60,14 @@ MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
 LUMINA = "lumina_train_network.py"
 BY_TYPE = {"flux": "flux.1-dev", "chroma": "chroma1-hd", LUMINA: "lumina-image-2.0"}
 """``--model_type`` of flux_train_network.py, or the other script -> ours, whatever the file is called."""
+
+
+ADAPTERS = {
+    "flux.1-dev": "networks.lora_flux",
+    "chroma1-hd": "networks.lora_flux",
+    "lumina-image-2.0": "networks.lora_lumina",
+}
+"""Model -> the module whose adapters are priced."""
 
 
 def read_script(script: Script) -> Invocation | None:
@@ -88,7 +99,13 @@ def _is_own(names: set[str]) -> bool:
 
 
 def _model(settings: Settings) -> Fields:
+    refuse_images_at_once(settings)
     kind = BY_TYPE[str(settings.get("--model_type", "flux"))]
+    if str(settings.get("script")).endswith(LORA):
+        network_module.refuse_unpriced(settings, ADAPTERS[kind])
+    if settings.get("--apply_t5_attn_mask") and kind in MODELS:
+        fault = "--apply_t5_attn_mask is not priced (a mask over all pairs of tokens for every head)"
+        raise VplanError(fault, "leave --apply_t5_attn_mask out")
     file = settings.get("--pretrained_model_name_or_path")
     name = settings.get("model") or (find_model(file) if kind in MODELS else None) or kind
     return {"model": lookup.model(str(name)).name}
@@ -109,6 +126,12 @@ def _swap(settings: Settings) -> Fields:
 def _write_swap(fields: Fields) -> Settings:
     blocks = block_swap.setting("sd-scripts", fields)
     return {"--blocks_to_swap": blocks} if blocks else {}
+
+
+def _step(settings: Settings) -> Fields:
+    """The LoRA scripts take ``--fused_backward_pass`` and do not look at it (train_network.py)."""
+    fused = settings.get("--fused_backward_pass") or settings.get("--blockwise_fused_optimizers")
+    return {"optimizer_step": "backward" if fused and str(settings.get("script")).endswith(FULL) else "foreach"}
 
 
 def _write_step(fields: Fields) -> Settings:
@@ -143,6 +166,20 @@ def _write_encoder(fields: Fields) -> Settings:
     return {}
 
 
+PROMPT = ("--t5xxl_max_token_length", "--gemma2_max_token_length")
+"""Tokens that a prompt is filled up to (library/strategy_flux.py, strategy_lumina.py); the second is Lumina's."""
+
+
+def _text_tokens(settings: Settings) -> Fields:
+    """As many as the model's own script has, where no flag says it."""
+    given = next((settings[name] for name in PROMPT if settings.get(name)), None)
+    return {"text_tokens": integer(given, "the prompt's tokens") if given else None}
+
+
+def _write_text_tokens(fields: Fields) -> Settings:
+    return {PROMPT[0]: fields["text_tokens"]} if fields["text_tokens"] else {}
+
+
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     if settings.get("--highvram"):
         yield Remark(
@@ -157,6 +194,10 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
         yield Remark("--vae_batch_size", "it is for caching latents, and --cache_latents is not given")
 
 
+TRAINED_TOO = {"flux.1-dev": "CLIP-L, which stays on the GPU for them,", "lumina-image-2.0": "Gemma 2"}
+"""Model -> what its LoRA script trains beside it (flux_train_network.py ``train_clip_l``)."""
+
+
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     encoders = "T5-XXL and CLIP-L" if "--model_type" not in settings else "the text encoder"
     resident = [name for name, field in ((encoders, "text_encoder"), ("the VAE", "vae")) if fields[field] == "resident"]
@@ -169,8 +210,13 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "LoRA estimated on the model's usual layers"
     if fields["model"] not in MODELS:
         yield f"its own code of {lookup.model(fields['model']).title} was not compared: priced as diffusers' model"
-    if settings.get("--model_type") == LUMINA and not settings.get("--network_train_unet_only"):
-        yield "adapters on Gemma 2 are not estimated: --network_train_unet_only leaves them out"
+    yield from network_module.notes(settings)
+    kind = BY_TYPE[str(settings.get("--model_type", "flux"))]
+    encoder = TRAINED_TOO.get(kind)
+    if encoder and fields["method"] == "lora" and not settings.get("--network_train_unet_only"):
+        yield f"adapters on {encoder} are not estimated: --network_train_unet_only leaves them out"
+    if settings.get("--apply_t5_attn_mask"):
+        yield "--apply_t5_attn_mask is not estimated (a mask over all pairs of tokens for every head), and takes more"
 
 
 def files(plan: Plan, settings: Settings) -> dict[str, str]:
@@ -247,11 +293,7 @@ DIALECT = Dialect(
         FunctionPair(
             ("optimizer_step",),
             ("--fused_backward_pass", "--blockwise_fused_optimizers"),
-            lambda settings: {
-                "optimizer_step": "backward"
-                if settings.get("--fused_backward_pass") or settings.get("--blockwise_fused_optimizers")
-                else "foreach"
-            },
+            _step,
             _write_step,
             {"optimizer_step": "foreach, backward (full training)"},
         ),
@@ -271,7 +313,10 @@ DIALECT = Dialect(
         GPUS,
         NODES,
         Fixed("frames", 1, "these scripts train images"),
-        *our_defaults("experts", "trainable", "lora_targets", "buckets", "text_tokens", "references"),
+        *our_defaults("experts", "trainable", "lora_targets", "buckets", "references"),
+        FunctionPair(
+            ("text_tokens",), PROMPT, _text_tokens, _write_text_tokens, {"text_tokens": "--t5xxl_max_token_length"}
+        ),
         FunctionPair(
             ("text_encoder_dtype",),
             ("--t5xxl",),
@@ -283,7 +328,8 @@ DIALECT = Dialect(
         *our_defaults(
             "vae_tiling", "vae_slicing", "inactive_expert", "group_offload", "group_offload_stream", "attention"
         ),
-        *our_defaults("compile", "context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
+        COMPILE,
+        *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,
     remarks=_remarks,

@@ -28,6 +28,7 @@ ACCUMULATION = Value("gradient_accumulation", "--gradient_accumulation_steps", 1
 OPTIMIZER = FunctionPair(
     ("optimizer",), ("--optimizer_type",), optimizer, write_optimizer, {"optimizer": ", ".join(OPTIMIZERS)}
 )
+COMPILE = Choice("compile", {"none": {}, "full": {"--torch_compile": True}}, "accelerate compiles the whole model")
 BUCKETS = Choice("grad_buckets", {"copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}})
 VALIDATION = FunctionPair(("validation_mode",), SAMPLES, validation, write_validation, {"validation_mode": "off, on"})
 

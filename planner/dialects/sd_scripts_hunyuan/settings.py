@@ -9,23 +9,35 @@ from collections.abc import Iterator
 
 from planner.catalog import lookup
 from planner.dialects.base import block_swap
-from planner.dialects.base.bindings import Choice, Fields, Fixed, FunctionPair, Remark, Settings, Value
+from planner.dialects.base.bindings import (
+    Choice,
+    Fields,
+    Fixed,
+    FunctionPair,
+    InexpressibleError,
+    Remark,
+    Settings,
+    UnsupportedValue,
+    Value,
+)
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.dialects.base.script import Script
-from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, size
+from planner.dialects.sd_scripts import network_module
+from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, refuse_images_at_once, size
 from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     BUCKETS,
     CHECKPOINTING,
+    COMPILE,
     OPTIMIZER,
     VALIDATION,
     engine_pair,
     size_pair,
 )
-from planner.errors import VplanError, quoted
+from planner.errors import VplanError
 
 SCRIPT = "hunyuan_image_train_network.py"
 MODEL = "hunyuan-image-2.1"
@@ -46,9 +58,8 @@ def read_script(script: Script) -> Invocation | None:
 
 def _model(settings: Settings) -> Fields:
     """The script trains one model; its distilled sibling has a guidance embedding, which it does not load."""
-    module = str(settings.get("--network_module") or ADAPTERS)
-    if module != ADAPTERS:
-        raise VplanError(f"--network_module {quoted(module)} is not priced", f"check it with {ADAPTERS}")
+    network_module.refuse_unpriced(settings, ADAPTERS)
+    refuse_images_at_once(settings)
     return {"model": lookup.model(str(settings.get("model") or MODEL)).name}
 
 
@@ -94,14 +105,32 @@ def _encoder(settings: Settings) -> Fields:
     return {"text_encoder_dtype": "fp8" if settings.get("--fp8_vl") else "bf16"}
 
 
+KERNELS = {"torch": "sdpa", "sdpa": "sdpa", "xformers": "efficient", "flash": "flash"}
+"""Words of ``--attn_mode`` -> ours; sageattn has no backward."""
+
+
+def _attention(settings: Settings) -> Fields:
+    """``--attn_mode``, else ``--xformers``, else torch's (``load_unet_lazily``)."""
+    mode = str(settings.get("--attn_mode") or ("xformers" if settings.get("--xformers") else "torch"))
+    if mode not in KERNELS:
+        raise VplanError(f"--attn_mode {mode} has no backward: it cannot train", "use --attn_mode flash or torch")
+    return {"attention": KERNELS[mode]}
+
+
+def _write_attention(fields: Fields) -> Settings:
+    words = {"sdpa": {}, "efficient": {"--attn_mode": "xformers"}, "flash": {"--attn_mode": "flash"}}
+    if fields["attention"] not in words:
+        why = "--attn_mode is torch, xformers or flash"
+        raise InexpressibleError(UnsupportedValue("attention", fields["attention"], "sdpa", why))
+    return words[fields["attention"]]
+
+
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     for name in ("--fp8_base", "--fp8_base_unet"):
         if settings.get(name):
             yield Remark(name, "it is not supported for this model: --fp8_scaled is")
     if settings.get("--highvram"):
         yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
-    if settings.get("--vae_batch_size") and settings.get("--cache_latents"):
-        yield Remark("--vae_batch_size", "it is for encoding, which --cache_latents does before training")
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
@@ -118,6 +147,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     ]
     if resident:
         yield f"{' and '.join(resident)} stay on the GPU: not cached"
+    yield from network_module.notes(settings)
     if settings.get("--vae_chunk_size"):
         yield "--vae_chunk_size is not priced: the VAE is priced whole"
     if settings.get("--text_encoder_cpu"):
@@ -166,7 +196,15 @@ DIALECT = Dialect(
         Fixed("optimizer_step", "foreach", "the LoRA scripts have no other"),
         *our_defaults("experts", "trainable", "lora_targets", "buckets", "references", "validation", "compute_dtype"),
         *our_defaults("checkpointed_blocks", "ema", "vae_tiling", "vae_slicing", "inactive_expert", "group_offload"),
-        *our_defaults("group_offload_stream", "attention", "compile", "context_parallel", "adapter_inputs"),
+        FunctionPair(
+            ("attention",),
+            ("--attn_mode",),
+            _attention,
+            _write_attention,
+            {"attention": "sdpa, efficient, flash (--attn_mode)"},
+        ),
+        COMPILE,
+        *our_defaults("group_offload_stream", "context_parallel", "adapter_inputs"),
         *our_defaults("nested_checkpointing", "fsdp_replicas", "text_tokens"),
     ),
     read_script=read_script,

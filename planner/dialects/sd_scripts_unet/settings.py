@@ -10,16 +10,37 @@ from collections.abc import Iterator
 from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, Fixed, FunctionPair, Remark, Settings, Value, When
+from planner.dialects.base.bindings import (
+    ONLY_LORA,
+    Choice,
+    Fields,
+    Fixed,
+    FunctionPair,
+    InexpressibleError,
+    Remark,
+    Settings,
+    UnsupportedValue,
+    Value,
+    When,
+)
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.script import Script
-from planner.dialects.sd_scripts import kohya_ss
-from planner.dialects.sd_scripts.common import cached, inside, names, read_command, read_config, size
+from planner.dialects.sd_scripts import kohya_ss, network_module
+from planner.dialects.sd_scripts.common import (
+    cached,
+    inside,
+    names,
+    read_command,
+    read_config,
+    refuse_images_at_once,
+    size,
+)
 from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     BUCKETS,
+    COMPILE,
     OPTIMIZER,
     VALIDATION,
     engine_pair,
@@ -96,6 +117,7 @@ def _method(settings: Settings) -> Fields:
 
 def _refuse(settings: Settings) -> None:
     """Raises a VplanError, in one line, for what changes memory and is not priced."""
+    refuse_images_at_once(settings)
     script = _script(settings)
     if settings.get("--cpu_offload_checkpointing"):
         raise VplanError(
@@ -113,9 +135,8 @@ def _refuse(settings: Settings) -> None:
     if module != "networks.lora":
         fix = "check it with --network_module networks.lora, whose adapters are on linear layers"
         raise VplanError(f"--network_module {quoted(module)} is not priced", fix)
-    for key in _network_args(settings):
-        if key in UNPRICED_ARGS:
-            raise VplanError(f"--network_args {key} is not priced ({UNPRICED_ARGS[key]})", f"leave {key} out")
+    network_module.refuse_unknown_rank(settings)
+    network_module.refuse_arguments(settings, network_module.OF_U_NETS)
     if settings.get("--network_train_text_encoder_only"):
         raise VplanError("--network_train_text_encoder_only is not priced", "leave it out")
     if settings.get("--cache_text_encoder_outputs") and trains_text_encoders(settings):
@@ -123,25 +144,6 @@ def _refuse(settings: Settings) -> None:
             f"{script} refuses --cache_text_encoder_outputs while the text encoders are trained",
             "add --network_train_unet_only",
         )
-
-
-UNPRICED_ARGS = {
-    "conv_dim": "LoRA on 3x3 convolutions",
-    "block_dims": "a rank for every block",
-    "block_lr_weight": "a rank for every block",
-    "down_lr_weight": "blocks of weight 0 are left out",
-    "mid_lr_weight": "blocks of weight 0 are left out",
-    "up_lr_weight": "blocks of weight 0 are left out",
-    "algo": "LyCORIS",
-    "preset": "LyCORIS",
-}
-"""Keys of --network_args that change what is trained (networks/lora.py ``create_network``)."""
-
-
-def _network_args(settings: Settings) -> list[str]:
-    given = settings.get("--network_args") or []
-    words = [given] if isinstance(given, str) else list(given)
-    return [str(word).partition("=")[0] for word in words]
 
 
 def trains_text_encoders(settings: Settings) -> bool:
@@ -155,6 +157,22 @@ def trains_text_encoders(settings: Settings) -> bool:
 def _targets(settings: Settings) -> Fields:
     model = lookup.model(_model(settings)["model"])
     return {"lora_targets": model.lora.wide or None}
+
+
+def _step(settings: Settings) -> Fields:
+    """The LoRA scripts take ``--fused_backward_pass`` and do not look at it (train_network.py)."""
+    fused = settings.get("--fused_backward_pass") and _script(settings) == SDXL_FULL
+    return {"optimizer_step": "backward" if fused else "foreach"}
+
+
+def _write_step(fields: Fields) -> Settings:
+    step = fields["optimizer_step"]
+    if step == "foreach":
+        return {}
+    if step != "backward" or fields["method"] != "full":
+        why = "--fused_backward_pass is all it has, for full training"
+        raise InexpressibleError(UnsupportedValue("optimizer_step", step, "foreach", why))
+    return {"--fused_backward_pass": True}
 
 
 def _formats(settings: Settings) -> Fields:
@@ -234,8 +252,6 @@ def _vae_slicing(settings: Settings) -> Fields:
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     if settings.get("--highvram"):
         yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
-    if settings.get("--vae_batch_size") and settings.get("--cache_latents"):
-        yield Remark("--vae_batch_size", "it is for encoding, which --cache_latents does before training")
     if settings.get("--lowram"):
         yield Remark("--lowram", "it loads to the GPU first; training needs the same")
 
@@ -294,7 +310,13 @@ DIALECT = Dialect(
         Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
         ACCUMULATION,
         OPTIMIZER,
-        Choice("optimizer_step", {"foreach": {}, "backward": {"--fused_backward_pass": True}}),
+        FunctionPair(
+            ("optimizer_step",),
+            ("--fused_backward_pass",),
+            _step,
+            _write_step,
+            {"optimizer_step": "foreach, backward (full training)"},
+        ),
         FunctionPair(
             ("text_encoder", "text_encoder_dtype"),
             ("--cache_text_encoder_outputs", "--cache_text_encoder_outputs_to_disk", "--network_train_unet_only"),
@@ -325,7 +347,8 @@ DIALECT = Dialect(
         Fixed("frames", 1, "these scripts train images"),
         *our_defaults("experts", "trainable", "buckets", "references", "validation", "compute_dtype"),
         *our_defaults("checkpointed_blocks", "ema", "swap_blocks", "vae_tiling", "inactive_expert", "group_offload"),
-        *our_defaults("group_offload_stream", "attention", "compile", "context_parallel", "adapter_inputs"),
+        COMPILE,
+        *our_defaults("group_offload_stream", "attention", "context_parallel", "adapter_inputs"),
         *our_defaults("nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,

@@ -38,6 +38,8 @@ def command(folder: Path, words: str) -> Translation:
         ("--full_bf16 --network_dim 16", {"adapter_dtype": "bf16", "lora_rank": 16}),
         ("--gradient_checkpointing --cpu_offload_checkpointing", {"gradient_checkpointing": "offload"}),
         ("--blocks_to_swap 18", {"swap_blocks": 9 + 18}),
+        ("--attn_mode flash", {"attention": "flash"}),
+        ("--xformers --split_attn", {"attention": "efficient"}),
         ("--resolution 1040,1000", {"height": 992, "width": 1024}),
     ],
 )
@@ -49,7 +51,12 @@ def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("words", "fault"),
-    [("--blocks_to_swap 38", "more than 37"), ("--network_module networks.lora", "is not priced")],
+    [
+        ("--blocks_to_swap 38", "more than 37"),
+        ("--network_module networks.lora", "is not priced"),
+        ("--attn_mode sageattn", "it cannot train"),
+        ("--network_args network_reg_dims=a=4", "a rank for some layers alone"),
+    ],
 )
 def test_what_the_script_stops_at_or_is_not_priced_is_refused(words: str, fault: str, tmp_path: Path) -> None:
     with pytest.raises(VplanError, match=fault):

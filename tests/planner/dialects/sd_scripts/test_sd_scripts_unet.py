@@ -69,6 +69,8 @@ def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Pa
         (SDXL + "--cache_text_encoder_outputs", "while the text encoders are trained"),
         ("sdxl_train.py --train_text_encoder --learning_rate_te2 0", "one of SDXL's text encoders is not priced"),
         ("train_network.py --v2", "SD 2.x"),
+        (SDXL + "--cache_latents --vae_batch_size 8", "--vae_batch_size is not priced with --cache_latents"),
+        ("sdxl_train.py --xformers --diffusers_xformers", "holds the scores of all heads"),
         ("sd3_train_network.py --network_dim 4", "sd3_train_network.py of sd-scripts is not supported"),
     ],
 )
@@ -109,6 +111,8 @@ def test_settings_of_kohya_ss_are_those_of_the_command_that_it_starts(tmp_path: 
     [
         ({"LoRA_type": "LyCORIS/LoHa"}, "'lycoris.kohya' is not priced"),
         ({"LoRA_type": "Kohya LoCon", "conv_dim": 8}, "conv_dim is not priced"),
+        ({"sdxl": False, "flux1_checkbox": True, "LoRA_type": "Flux1", "train_t5xxl": True}, "T5-XXL is trained"),
+        ({"sdxl": False, "flux1_checkbox": True, "LoRA_type": "Flux1 OFT"}, "'networks.oft_flux' is not priced"),
         ({"sdxl": False, "sd3_checkbox": True}, "for sd3_train_network.py of sd-scripts, which is not supported"),
         ({"network_dim": "x"}, "network_dim 'x' is no number"),
     ],

@@ -1,0 +1,78 @@
+"""planner/dialects/musubi_tuner: which settings beside the priced ones are refused, said or read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.dialect import Translation, translate
+from planner.dialects.base.script import from_file
+from planner.errors import VplanError
+
+COMMAND = (
+    "accelerate launch src/musubi_tuner/{}_train_network.py --dit a.safetensors --dataset_config data.toml --sdpa "
+    "--mixed_precision bf16 "
+)
+KLEIN = COMMAND.format("flux_2") + "--model_version klein-base-4b "
+EDIT = COMMAND.format("qwen_image") + "--model_version edit "
+DATA = "[general]\nresolution = [1024, 1024]\n[[datasets]]\nimage_directory = 'a'\n"
+
+
+def translated(folder: Path, words: str, data: str = DATA) -> Translation:
+    (folder / "train.sh").write_text(words)
+    (folder / "data.toml").write_text(data)
+    return translate(*dialects.read_script(from_file(folder / "train.sh")))
+
+
+@pytest.mark.parametrize(
+    ("words", "data", "references"),
+    [
+        (KLEIN, DATA, None),
+        (KLEIN, f"{DATA}control_directory = 'b'\n", 1),
+        (EDIT, f"{DATA}control_directory = 'b'\n", None),
+    ],
+)
+def test_control_images_of_flux_2_are_read(words: str, data: str, references: int | None, tmp_path: Path) -> None:
+    assert translated(tmp_path, words, data).job["references"] == references
+
+
+@pytest.mark.parametrize(
+    ("words", "data", "why"),
+    [
+        (KLEIN + "--network_module networks.loha", DATA, "'networks.loha' is not priced"),
+        (KLEIN + "--dim_from_weights", DATA, "not priced without --network_dim"),
+        (EDIT + "--num_layers 40", DATA, "another number of blocks"),
+        (EDIT, f"{DATA}control_resolution = [512, 512]\n", "control_resolution is not priced"),
+        (COMMAND.format("zimage") + "--use_32bit_attention", DATA, "attention in fp32"),
+        (COMMAND.format("hv") + "--dit_dtype float32", DATA, "weights in fp32"),
+        (COMMAND.format("wan") + "--task t2v-14B", f"{DATA}fp_1f_clean_indices = [0]\n", "beside clean ones"),
+    ],
+)
+def test_what_is_not_priced_is_refused_by_name(words: str, data: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match=why):
+        translated(tmp_path, words, data)
+
+
+def test_values_that_do_nothing_are_not_refused(tmp_path: Path) -> None:
+    words = COMMAND.format("hv") + "--dit_dtype bfloat16 --network_module networks.lora --compile_mode default"
+    assert not any("is not estimated" in note for note in translated(tmp_path, words).notes)
+    same_size = f"{DATA}control_directory = 'b'\ncontrol_resolution = 1024\n"
+    assert translated(tmp_path, EDIT + "--num_layers 60", same_size).job["model"] == "qwen-image-edit"
+
+
+def test_what_is_not_estimated_is_said(tmp_path: Path) -> None:
+    words = (
+        KLEIN
+        + "--split_attn --sage_attn --compile --compile_mode max-autotune --network_args include_patterns=['.*mod.*'] "
+    )
+    notes = translated(tmp_path, words + "--block_swap_h2d_only --block_swap_ring_size 4").notes
+    for text in (
+        "--split_attn is not estimated",
+        "it has no backward",
+        "CUDA graphs keep memory of their own",
+        "include_patterns gives more layers an adapter",
+        "a ring of 4 blocks",
+    ):
+        assert any(text in note for note in notes)
