@@ -105,7 +105,7 @@ def _has_prior(settings: Settings) -> bool:
 
 
 def _trains_text_encoder(settings: Settings) -> bool:
-    """Whether all of the text encoder is trained too; with the flag the other scripts are refused
+    """Whether all of the text encoder is trained too; with the flag most others are refused
     (profiles/flag_effects)."""
     return bool(settings.get("--train_text_encoder")) and str(settings["script"]).endswith(DREAMBOOTH)
 
@@ -350,6 +350,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{fields['batch_size']} samples: each picture of the batch has a class image beside it ({AT})"
     if _trains_text_encoder(settings):
         yield f"the text encoder is trained whole ({AT} train_dreambooth.py)"
+    elif settings.get("--train_text_encoder"):  # with FLUX.1's LoRA script, which keeps its encoders anyway
+        yield "--train_text_encoder is not estimated (adapters on CLIP's encoder), and takes more than this"
     if settings.get(BASE):
         yield f"the base is NF4, by {settings[BNB]} ({AT})"
     for flag in ("--do_fp8_training", "--fsdp_text_encoder"):
