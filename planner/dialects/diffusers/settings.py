@@ -352,6 +352,11 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"the text encoder is trained whole ({AT} train_dreambooth.py)"
     elif settings.get("--train_text_encoder"):  # with FLUX.1's LoRA script, which keeps its encoders anyway
         yield "--train_text_encoder is not estimated (adapters on CLIP's encoder), and takes more than this"
+    if str(settings["script"]).endswith(DREAMBOOTH) and not settings.get("--set_grads_to_none"):
+        stay = (
+            "gradients are filled with zeros between steps and stay, which is not estimated, and takes more than this"
+        )
+        yield f"{stay}: --set_grads_to_none frees them ({AT} train_dreambooth.py:1344)"
     if settings.get(BASE):
         yield f"the base is NF4, by {settings[BNB]} ({AT})"
     for flag in ("--do_fp8_training", "--fsdp_text_encoder"):

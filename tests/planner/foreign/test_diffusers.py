@@ -68,3 +68,9 @@ def test_they_are_written_where_an_example_has_the_flag(tmp_path: Path) -> None:
 def test_what_an_estimate_would_be_wrong_without_is_refused(words: str, tmp_path: Path) -> None:
     with pytest.raises(VplanError, match="is not priced"):
         read(tmp_path, words)
+
+
+def test_gradients_that_stay_are_said(tmp_path: Path) -> None:
+    words = "train_dreambooth.py --pretrained_model_name_or_path CompVis/stable-diffusion-v1-4 --resolution 512"
+    assert any("--set_grads_to_none frees them" in note for note in read(tmp_path, words).notes)
+    assert not any("set_grads" in note for note in read(tmp_path, f"{words} --set_grads_to_none").notes)
