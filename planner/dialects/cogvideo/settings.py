@@ -21,8 +21,11 @@ from planner.dialects.base.launchers import (
     refused_flags,
     require_model,
 )
+from planner.dialects.base.layer_names import chosen_layers
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, quoted
+from planner.layout.adapters import is_named
+from planner.layout.inputs import parameters
 from planner.spec.rules import DEEPSPEED
 
 AT = "CogVideo 7a1af71 finetune/trainer.py"
@@ -64,6 +67,23 @@ def _job(settings: Settings) -> Fields:
     if method == "lora":
         fields["lora_rank"] = int(settings.get("--rank", 128))
     return fields
+
+
+def _targets(settings: Settings) -> Fields:
+    """--target_modules as peft takes them (``LoraConfig(target_modules=self.args.target_modules)``)."""
+    names = settings.get("--target_modules")
+    if not names or _method(settings) != "lora":
+        return {"lora_targets": None}
+    profile = lookup.model(require_model(settings, "--model_path", "--model_name"))
+    if not any(is_named(row.removesuffix(".weight"), names) for row in parameters(profile.name).rows):
+        fault = f"--target_modules {quoted(' '.join(names))} names no layer of {profile.name}"
+        raise VplanError(fault, f"write the ends of diffusers' names, as {profile.lora.targets[0]}")
+    return {"lora_targets": chosen_layers(profile, lambda layer: is_named(layer, names))}
+
+
+def _write_targets(fields: Fields) -> Settings:
+    lora = fields["method"] == "lora" and fields["lora_targets"] is not None
+    return {"--target_modules": list(fields["lora_targets"])} if lora else {}
 
 
 def _size(settings: Settings) -> Fields:
@@ -119,6 +139,13 @@ DIALECT = Dialect(
             lambda fields: {"--train_resolution": "{frames}x{height}x{width}".format(**fields)},
             dict.fromkeys(("frames", "height", "width"), "--train_resolution"),
         ),
+        FunctionPair(
+            ("lora_targets",),
+            ("--target_modules",),
+            _targets,
+            _write_targets,
+            {"lora_targets": "--target_modules, by name"},
+        ),
         Value("batch_size", "--batch_size", 1, int),
         Value("gradient_accumulation", "--gradient_accumulation_steps", 1, int),
         Value("optimizer", "--optimizer", "adamw", one_of(OPTIMIZERS, "--optimizer")),
@@ -145,7 +172,7 @@ DIALECT = Dialect(
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "text_tokens", "references"),
+        *our_defaults("experts", "trainable", "lora_dropout", "buckets", "text_tokens", "references"),
         *our_defaults("validation", "text_encoder_dtype", "vae_dtype"),
     ),
     read_script=read_script,

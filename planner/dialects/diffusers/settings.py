@@ -33,6 +33,7 @@ from planner.dialects.base.launchers import (
     script_head,
 )
 from planner.dialects.base.script import Script
+from planner.dialects.diffusers.adapted_layers import ADAPTED, ratios
 from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised_base
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
@@ -83,6 +84,9 @@ def _job(settings: Settings) -> Fields:
     if _is_video(settings):
         for field, flag in (("frames", "--max_num_frames"), ("height", "--height"), ("width", "--width")):
             fields[field] = int(settings.get(flag, _default(settings, flag)))
+    elif shapes := ratios(settings):
+        worst = max(shapes, key=lambda shape: shape.height * shape.width)
+        fields |= {"frames": 1, "height": worst.height, "width": worst.width}
     else:
         side = int(settings.get("--resolution", _default(settings, "--resolution")))
         fields |= {"frames": 1, "height": side, "width": side}
@@ -101,8 +105,8 @@ def _has_prior(settings: Settings) -> bool:
 
 
 def _trains_text_encoder(settings: Settings) -> bool:
-    """Whether all of the text encoder is trained too; of the other scripts that have the flag a note says that it is
-    not priced."""
+    """Whether all of the text encoder is trained too; with the flag most others are refused
+    (profiles/flag_effects)."""
     return bool(settings.get("--train_text_encoder")) and str(settings["script"]).endswith(DREAMBOOTH)
 
 
@@ -145,7 +149,7 @@ def _write_job(fields: Fields) -> Settings:
         }
     if fields["frames"] != 1:
         raise InexpressibleError(UnsupportedValue("frames", fields["frames"], 1, "the model makes images"))
-    if fields["height"] != fields["width"]:
+    if fields["height"] != fields["width"] and not fields["buckets"]:
         raise InexpressibleError(
             UnsupportedValue("width", fields["width"], fields["height"], "--resolution is a square's side")
         )
@@ -346,8 +350,13 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{fields['batch_size']} samples: each picture of the batch has a class image beside it ({AT})"
     if _trains_text_encoder(settings):
         yield f"the text encoder is trained whole ({AT} train_dreambooth.py)"
-    elif settings.get("--train_text_encoder"):
-        yield "--train_text_encoder is not estimated: this is the estimate without it"
+    elif settings.get("--train_text_encoder"):  # with FLUX.1's LoRA script, which keeps its encoders anyway
+        yield "--train_text_encoder is not estimated (adapters on CLIP's encoder), and takes more than this"
+    if str(settings["script"]).endswith(DREAMBOOTH) and not settings.get("--set_grads_to_none"):
+        stay = (
+            "gradients are filled with zeros between steps and stay, which is not estimated, and takes more than this"
+        )
+        yield f"{stay}: --set_grads_to_none frees them ({AT} train_dreambooth.py:1344)"
     if settings.get(BASE):
         yield f"the base is NF4, by {settings[BNB]} ({AT})"
     for flag in ("--do_fp8_training", "--fsdp_text_encoder"):
@@ -451,7 +460,8 @@ DIALECT = Dialect(
         GPUS,
         NODES,
         PROMPT_LENGTH,
-        *our_defaults("experts", "trainable", "lora_targets", "lora_dropout", "buckets", "references"),
+        *ADAPTED,
+        *our_defaults("experts", "trainable", "references"),
         FunctionPair(
             ("text_encoder_dtype",),
             (),

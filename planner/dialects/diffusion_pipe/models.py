@@ -99,26 +99,53 @@ def write_model(fields: Fields) -> Settings:
 
 BUCKETS = "dataset:size_buckets"
 BATCH = "config:micro_batch_size_per_gpu"
+IMAGE_BATCH = "config:image_micro_batch_size_per_gpu"
 
 
 def shape_of(settings: Settings) -> Fields:
     """The fields of the samples' shapes: from the dataset's size buckets, else from its resolutions, as squares, with
-    every frame bucket."""
+    every frame bucket. A directory's own stand before the dataset's (utils/dataset.py ``DirectoryDataset``). Images of
+    a video model may have a batch of their own."""
     model = lookup.model(model_of(settings)["model"])
-    usual = model.shape
-    rows = rows_of(settings, BUCKETS)
-    if not rows:
-        sizes = rows_of(settings, "dataset:resolutions") or [[usual.resolutions[0][1], usual.resolutions[0][0]]]
-        frames = as_list(
-            settings.get("dataset:frame_buckets") or (1 if "dataset" in settings else usual.default_frames)
-        )
-        rows = [[*(size if isinstance(size, list) else (size, size)), item] for size in sizes for item in frames]
-    shapes = [_bucket(row, usual.size_multiple) for row in rows]
+    step = model.shape.size_multiple
+    shapes = list(dict.fromkeys(_bucket(row, step) for folder in _folders(settings) for row in _rows(settings, folder)))
+    batch, of_images = _batch(settings, BATCH, 1), _batch(settings, IMAGE_BATCH, None)
+    if model.kind == "video" and of_images not in (None, batch):
+        if all(shape.frames == 1 for shape in shapes):
+            batch = of_images
+        else:
+            own = {"batch_size": of_images}
+            shapes = [shape.model_copy(update=own) if shape.frames == 1 else shape for shape in shapes]
     worst = max(shapes, key=lambda candidate: (candidate.frames * candidate.height * candidate.width, candidate.frames))
-    batches = [row[-1] if isinstance(row, list) and row else row for row in rows_of(settings, BATCH)]
-    batch = max(integer(item, "micro_batch_size_per_gpu") for item in batches or [settings.get(BATCH, 1)])
     shape = {"frames": worst.frames, "height": worst.height, "width": worst.width, "batch_size": batch}
     return {**shape, "buckets": tuple(shapes) if len(shapes) > 1 else ()}
+
+
+def _folders(settings: Settings) -> list[str]:
+    """What stands before the keys of each directory; of the dataset's own where none is named."""
+    found = (re.match(r"dataset:directory\[\d+\]\.", key) for key in settings)
+    return list(dict.fromkeys(match[0] for match in found if match)) or ["dataset:"]
+
+
+def _rows(settings: Settings, folder: str) -> list[list[Any]]:
+    """[width, height, frames] of every shape of a directory."""
+    usual = lookup.model(model_of(settings)["model"]).shape
+    if buckets := rows_of(settings, f"{folder}size_buckets") or rows_of(settings, BUCKETS):
+        return buckets
+    sizes = rows_of(settings, f"{folder}resolutions") or rows_of(settings, "dataset:resolutions")
+    frames = settings.get(f"{folder}frame_buckets") or settings.get("dataset:frame_buckets")
+    return [
+        [*(size if isinstance(size, list) else (size, size)), item]
+        for size in sizes or [[usual.resolutions[0][1], usual.resolutions[0][0]]]
+        for item in as_list(frames or (1 if "dataset" in settings else usual.default_frames))
+    ]
+
+
+def _batch(settings: Settings, key: str, default: int | None) -> Any:
+    """The largest batch of a key that is a number, or has one for each resolution."""
+    batches = [row[-1] if isinstance(row, list) and row else row for row in rows_of(settings, key)]
+    given = batches or [settings.get(key, default)]
+    return max(integer(item, key.partition(":")[2]) for item in given) if given != [None] else None
 
 
 def _bucket(row: Any, step: int) -> Bucket:
@@ -141,8 +168,13 @@ def write_shape(fields: Fields) -> Settings:
     """The settings for the samples' shapes. Raises an InexpressibleError for what the dataset's file cannot say."""
     buckets = fields["buckets"]
     shape = (fields["frames"], fields["height"], fields["width"])
-    if any(bucket.batch_size for bucket in buckets) or len(buckets) == 1 or len(set(buckets)) < len(buckets):
-        why = "size buckets share one batch size here"
+    own = {bucket.batch_size for bucket in buckets if bucket.frames == 1}
+    unlike = len(own) > 1 or any(bucket.batch_size for bucket in buckets if bucket.frames > 1)
+    of_images = next(iter(own), None)
+    if of_images and all(bucket.frames == 1 for bucket in buckets):
+        unlike = True
+    if unlike or len(buckets) == 1 or len(set(buckets)) < len(buckets):
+        why = "size buckets share one batch size here, but for that of images beside clips"
         raise InexpressibleError(UnsupportedValue("buckets", buckets, (), why))
     worst = max(
         buckets,
@@ -154,4 +186,4 @@ def write_shape(fields: Fields) -> Settings:
         why = "the largest size bucket counts"
         raise InexpressibleError(*(UnsupportedValue(name, fields[name], value, why) for name, value in size.items()))
     rows = [[bucket.width, bucket.height, bucket.frames] for bucket in buckets] or [[shape[2], shape[1], shape[0]]]
-    return {BUCKETS: rows, BATCH: fields["batch_size"]}
+    return {BUCKETS: rows, BATCH: fields["batch_size"], **({IMAGE_BATCH: of_images} if of_images else {})}

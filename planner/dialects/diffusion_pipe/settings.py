@@ -39,6 +39,7 @@ from planner.dialects.diffusion_pipe.models import (
     AT,
     BATCH,
     BUCKETS,
+    IMAGE_BATCH,
     TYPES,
     WHICH,
     model_of,
@@ -197,6 +198,10 @@ def _spread_of(settings: Settings) -> Fields:
         fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not supported here"
         raise VplanError(fault, "write pipeline_stages = 1")
     world = settings.get("gpus", 1) * settings.get("nodes", 1)
+    evaluates = settings.get(EVALUATED) or any(key.startswith(f"{EVALUATED}[") for key in settings)
+    if settings.get("config:blocks_to_swap") and evaluates and settings.get("config:disable_block_swap_for_eval"):
+        fault = "disable_block_swap_for_eval has all blocks on the GPU while it evaluates, which is not priced"
+        raise VplanError(fault, "leave it out, or eval_datasets")
     return {
         "sharding": "ddp" if world > 1 else "none",
         "swap_blocks": block_swap.swapped(
@@ -224,6 +229,29 @@ def _write_spread(fields: Fields) -> Settings:
     return settings | ({"config:blocks_to_swap": blocks} if blocks else {})
 
 
+IN_THE_LOOP = "config:model.cache_text_embeddings"
+EVALUATED = "config:eval_datasets"
+WITH_ENCODER = frozenset({"wan"})
+"""``[model] type`` of those that encode in the loop where they are told to; others have no code for it
+(models/wan/wan.py ``InitialLayer``)."""
+
+
+def _text_encoder_of(settings: Settings) -> Fields:
+    in_the_loop = settings.get(IN_THE_LOOP) is False and settings.get("config:model.type") in WITH_ENCODER
+    return {"text_encoder": "resident" if in_the_loop else "cached"}
+
+
+def _write_text_encoder(fields: Fields) -> Settings:
+    where = fields["text_encoder"]
+    if where == "cached":
+        return {}
+    kind = write_model(fields)["config:model.type"]
+    if where == "swapped" or kind not in WITH_ENCODER:
+        why = "prompts are cached on disk before training"
+        raise InexpressibleError(UnsupportedValue("text_encoder", where, "cached", why))
+    return {IN_THE_LOOP: False}
+
+
 def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: str) -> FunctionPair:
     return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
 
@@ -231,6 +259,7 @@ def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: 
 CARRIES: config_text.FieldsBySetting = {
     BUCKETS: ("frames", "height", "width", "buckets"),
     BATCH: ("batch_size",),
+    IMAGE_BATCH: ("buckets",),
     "config:model.type": ("model",),
     "config:model.dtype": ("compute_dtype", "autocast", "weights_dtype"),
     "config:model.transformer_dtype": ("weights_dtype",),
@@ -248,7 +277,7 @@ TABLE: tuple[Binding | When, ...] = (
     _pair(_method_of, _write_method, ("config:adapter.type", "config:adapter.rank", "config:adapter.dropout"),
              method="lora, full", lora_rank="adapter.rank", lora_dropout="adapter.dropout"),
     _pair(model_of, write_model, WHICH, model=", ".join(TYPES), experts="one of two"),
-    _pair(shape_of, write_shape, (BUCKETS, BATCH), frames="size_buckets", height="size_buckets",
+    _pair(shape_of, write_shape, (BUCKETS, BATCH, IMAGE_BATCH), frames="size_buckets", height="size_buckets",
              width="size_buckets", batch_size="micro_batch_size_per_gpu", buckets="size_buckets"),
     _pair(_formats_of, _write_formats,
              ("config:model.dtype", "config:model.transformer_dtype", "config:adapter.dtype"),
@@ -269,7 +298,7 @@ TABLE: tuple[Binding | When, ...] = (
     _pair(_spread_of, _write_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
              sharding="none on one GPU, ddp on several", swap_blocks="blocks_to_swap, with LoRA"),
     When("sharding", frozenset({"ddp"}), Fixed("grad_buckets", "copy", "DeepSpeed averages gradients in buckets")),
-    Fixed("text_encoder", "cached", "prompts are cached on disk before training"),
+    _pair(_text_encoder_of, _write_text_encoder, (IN_THE_LOOP,), text_encoder="cached; resident (Wan)"),
     Fixed("vae", "cached", "latents are cached on disk before training"),
     Fixed("validation_mode", "off", "its evaluation is a loss: it samples nothing"),
     Choice("compile", {"none": {}, "full": {"config:compile": True}}, "compile = true is the whole model"),
@@ -338,7 +367,8 @@ def _without_deepspeed(words: Sequence[str]) -> list[str]:
 
 def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What the trainer does that the settings do not say, in words, with the source."""
-    yield f"latents and prompts are cached on disk before training, and it samples nothing ({AT})"
+    what = "latents and prompts are" if fields["text_encoder"] == "cached" else "latents are"
+    yield f"{what} cached on disk before training, and it samples nothing ({AT})"
     yield from own_model_notes("diffusion-pipe", fields)
     model = lookup.model(fields["model"])
     if model.trained_with("diffusion-pipe", "last-encoder-stays"):

@@ -8,7 +8,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Fields, Fixed, FunctionPair, Remark, Settings, Value
-from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,
@@ -155,6 +155,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         f"the text connectors are not frozen ({AT}/trainer.py _load_models): their gradients, as large as they are, "
         "stay on the GPU from the first step on, and nothing reads them"
     )
+    if _of(settings, "acceleration.load_text_encoder_in_8bit") and fields["validation_mode"] != "off":
+        yield f"acceleration.load_text_encoder_in_8bit{MAY_NEED_LESS}"
 
 
 DIALECT = Dialect(

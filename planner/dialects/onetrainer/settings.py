@@ -18,6 +18,7 @@ from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.onetrainer import EVERY_LAYER, LAYERS_OF_BLOCKS
+from planner.spec.job import QUANTISED
 from planner.untrusted import flat
 
 CONFIG = "config:"
@@ -64,6 +65,9 @@ OPTIMIZERS = {
     "CAME": "came",
     "MUON": "muon",
 }
+ATTENTION = {"SDP": "sdpa", "FLASH": "flash", "CUDNN": "cudnn"}
+"""Its AttentionMechanism -> ours (modelSetup/BaseModelSetup.py ``_set_attention_backend``)."""
+
 TEXT_TOKENS = {"STABLE_DIFFUSION_3": 77 + 77, "STABLE_DIFFUSION_35": 77 + 77, "HUNYUAN_VIDEO": 77}
 """Its ModelType -> tokens of a prompt that the transformer reads, where they are not our model's usual ones: of SD 3
 CLIP's and T5's, of Hunyuan Llama's behind its template (model/StableDiffusion3Model.py, model/HunyuanVideoModel.py)."""
@@ -159,6 +163,13 @@ def _method(settings: Settings) -> Fields:
     if (kind := str(_of(settings, "peft_type", "LORA"))) != "LORA" and method == "LORA":
         raise VplanError(f"OneTrainer's adapters {quoted(kind)} are not priced", "LORA is")
     encoders = lookup.model(_model(settings)["model"]).text_encoders
+    if method == "LORA" and _of(settings, "lora_decompose"):
+        raise VplanError(
+            "lora_decompose is not priced: the product of an adapter is made whole (DoRA)", "leave lora_decompose out"
+        )
+    for at in _additional_embeddings(settings):
+        fault = f"additional_embeddings[{at}] trains an embedding through the text encoders, which is not priced"
+        raise VplanError(fault, f"set additional_embeddings[{at}].train: false")
     trained = [
         f"text_encoder{suffix}"
         for suffix, _ in zip(("", "_2", "_3", "_4"), encoders, strict=False)
@@ -168,6 +179,14 @@ def _method(settings: Settings) -> Fields:
         fix = ", ".join(f"{name}.train: false" for name in trained)
         raise VplanError(f"training {' and '.join(trained)} is not priced (OneTrainer's default)", f"set {fix}")
     return {"method": "lora" if method == "LORA" else "full"}
+
+
+def _additional_embeddings(settings: Settings) -> Iterator[str]:
+    """Places in its list of those that train, which is the default."""
+    found = (re.match(r"config:additional_embeddings\[(\d+)\]\.", key) for key in settings)
+    for at in dict.fromkeys(match[1] for match in found if match):
+        if _of(settings, f"additional_embeddings[{at}].train", True):
+            yield at
 
 
 def _size(settings: Settings) -> Fields:
@@ -315,6 +334,12 @@ def _compiled(value: Any) -> str:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5 and SD 1.5 alone"
     yield from own_model_notes("onetrainer", fields)
+    if str(_of(settings, "quantization.svd_dtype", "NONE")) != "NONE" and fields["weights_dtype"] in QUANTISED:
+        rank, dtype = _of(settings, "quantization.svd_rank", 16), _of(settings, "quantization.svd_dtype")
+        yield (
+            f"quantization.svd_dtype is not estimated: every quantised layer has two more matrices of rank {rank} "
+            f"in {dtype}, and takes more than this"
+        )
     if fields["swap_blocks"]:
         yield f"offload_fraction: {fields['swap_blocks']} blocks wait in host RAM"
 
@@ -395,6 +420,13 @@ DIALECT = Dialect(
             },
         ),
         Value("compile", f"{CONFIG}compile", "none", _compiled),
+        Value(
+            "attention",
+            f"{CONFIG}attention_mechanism",
+            "sdpa",
+            one_of(ATTENTION, "attention_mechanism"),
+            word_for(ATTENTION, "attention", "sdpa"),
+        ),
         Choice("ema", {"none": {}, "gpu": {f"{CONFIG}ema": "GPU"}, "cpu": {f"{CONFIG}ema": "CPU"}}),
         EXPANDABLE,
         GPUS,

@@ -136,3 +136,17 @@ def test_layers_are_named_by_their_place_in_a_block_only_where_that_means_no_oth
     assert both == ("attn.to_q",)
     assert single is not None and len(single) == 38
     assert chosen_layers(profile, lambda layer: False) is None
+
+
+def test_cogvideo_trains_the_layers_that_are_named(tmp_path: Path) -> None:
+    words = "--model_path THUDM/CogVideoX-5b --model_name cogvideox-t2v --training_type lora --model_type t2v"
+    words += " --train_resolution 49x480x720 --mixed_precision bf16"
+    words += " --output_dir o --data_root d --caption_column p --video_column v --report_to none"
+
+    def targets(more: str) -> tuple[str, ...] | None:
+        return case(tmp_path, "train.sh", f"accelerate launch train.py {words} {more}").job.lora_targets
+
+    assert targets("") is None and targets("--target_modules to_q to_k to_v to_out.0") is None
+    assert targets("--target_modules to_q ff.net.2") == ("attn1.to_q", "ff.net.2")
+    with pytest.raises(VplanError, match="names no layer of cogvideox-5b"):
+        targets("--target_modules qkv")

@@ -1,0 +1,76 @@
+"""Layers, blocks, dropout and aspect ratios of diffusers' examples, and what of their flags is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.bindings import InexpressibleError
+from planner.dialects.base.dialect import Translation, settings_for, translate
+from planner.dialects.base.script import from_file
+from planner.dialects.diffusers.settings import DIALECT
+from planner.errors import VplanError
+
+SD3 = "train_dreambooth_lora_sd3.py --pretrained_model_name_or_path stabilityai/stable-diffusion-3-medium-diffusers"
+FLUX_2 = "train_dreambooth_lora_flux2.py --pretrained_model_name_or_path black-forest-labs/FLUX.2-dev"
+SDXL = "train_dreambooth_lora_sdxl.py --pretrained_model_name_or_path stabilityai/stable-diffusion-xl-base-1.0"
+
+
+def read(folder: Path, words: str) -> Translation:
+    (folder / "train.sh").write_text(f"accelerate launch --num_processes 1 {words}")
+    return translate(*dialects.read_script(from_file(folder / "train.sh")))
+
+
+def test_layers_are_those_that_peft_finds(tmp_path: Path) -> None:
+    assert read(tmp_path, SD3).job["lora_targets"] is None
+    usual = (
+        "attn.add_k_proj,attn.add_q_proj,attn.add_v_proj,attn.to_add_out,attn.to_k,attn.to_out.0,attn.to_q,attn.to_v"
+    )
+    assert read(tmp_path, f"{SD3} --lora_layers {usual}").job["lora_targets"] is None
+    assert read(tmp_path, f"{SD3} --lora_layers 'attn.to_k, attn.to_q'").job["lora_targets"] == (
+        "attn.to_k",
+        "attn.to_q",
+    )
+    blocks = read(tmp_path, f"{SD3} --lora_layers attn.to_k --lora_blocks 12,13").job["lora_targets"]
+    assert blocks == ("transformer_blocks.12.attn.to_k", "transformer_blocks.13.attn.to_k")
+    with pytest.raises(VplanError, match="names no layer of sd3-medium"):
+        read(tmp_path, f"{SD3} --lora_layers attn.qkv")
+
+
+def test_dropout_and_ratios_are_the_jobs(tmp_path: Path) -> None:
+    assert read(tmp_path, f"{SD3} --lora_dropout 0.1").job["lora_dropout"] == 0.1
+    shapes = "--use_aspect_ratio_buckets --aspect_ratio_buckets"
+    job = read(tmp_path, f'{FLUX_2} --resolution 512 {shapes} "1024,1024; 768,1360"').job
+    assert [(bucket.height, bucket.width) for bucket in job["buckets"]] == [(1024, 1024), (768, 1360)]
+    job = read(tmp_path, f'{FLUX_2} --resolution 512 {shapes} "768,1360"').job
+    assert (job["height"], job["width"], job["buckets"]) == (768, 1360, ())
+    assert read(tmp_path, f"{FLUX_2} --resolution 512 --use_aspect_ratio_buckets").job["height"] == 512
+    with pytest.raises(VplanError, match="with --use_aspect_ratio_buckets only"):
+        read(tmp_path, f'{FLUX_2} --aspect_ratio_buckets "768,1360"')
+
+
+def test_they_are_written_where_an_example_has_the_flag(tmp_path: Path) -> None:
+    found = read(tmp_path, f'{FLUX_2} --use_aspect_ratio_buckets --aspect_ratio_buckets "1024,1024;768,1360"')
+    fields = found.job | found.strategy | {"gpus": 1, "nodes": 1, "lora_targets": ("to_k",), "lora_dropout": 0.5}
+    settings = settings_for(DIALECT, fields)
+    assert settings["--aspect_ratio_buckets"] == "1024,1024;768,1360" and settings["--use_aspect_ratio_buckets"] is True
+    assert settings["--lora_layers"] == "to_k" and settings["--lora_dropout"] == 0.5
+    sdxl = read(tmp_path, SDXL)
+    with pytest.raises(InexpressibleError, match="no --lora_layers"):
+        settings_for(DIALECT, sdxl.job | sdxl.strategy | {"gpus": 1, "nodes": 1, "lora_targets": ("to_k",)})
+
+
+@pytest.mark.parametrize(
+    "words", [f"{SD3} --upcast_before_saving", f"{SD3} --train_text_encoder", f"{SDXL} --use_dora"]
+)
+def test_what_an_estimate_would_be_wrong_without_is_refused(words: str, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match="is not priced"):
+        read(tmp_path, words)
+
+
+def test_gradients_that_stay_are_said(tmp_path: Path) -> None:
+    words = "train_dreambooth.py --pretrained_model_name_or_path CompVis/stable-diffusion-v1-4 --resolution 512"
+    assert any("--set_grads_to_none frees them" in note for note in read(tmp_path, words).notes)
+    assert not any("set_grads" in note for note in read(tmp_path, f"{words} --set_grads_to_none").notes)

@@ -1,0 +1,77 @@
+"""diffusion-pipe's shapes and encoders: directories' own sizes, a batch for images, prompts encoded in the loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.dialect import Translation, settings_for, translate
+from planner.dialects.base.script import from_file
+from planner.dialects.diffusion_pipe.settings import DIALECT
+from planner.errors import VplanError
+
+CONFIG = """
+dataset = "dataset.toml"
+pipeline_stages = 1
+micro_batch_size_per_gpu = 1
+{0}
+[model]
+type = "wan"
+ckpt_path = "Wan2.1-T2V-14B"
+dtype = "bfloat16"
+{1}
+[adapter]
+type = "lora"
+rank = 32
+[optimizer]
+type = "adamw_optimi"
+"""
+
+
+def read(folder: Path, top: str = "", model: str = "", dataset: str = "resolutions = [512]") -> Translation:
+    (folder / "config.toml").write_text(CONFIG.format(top, model))
+    (folder / "dataset.toml").write_text(dataset)
+    return translate(*dialects.read_script(from_file(folder / "config.toml")))
+
+
+def test_a_directory_has_sizes_of_its_own(tmp_path: Path) -> None:
+    one = '[[directory]]\npath = "a"\n'
+    text = f"resolutions = [256]\nframe_buckets = [33]\n{one}{one}resolutions = [[640, 480]]\nframe_buckets = [1, 81]\n"
+    job = read(tmp_path, dataset=text).job
+    assert [(shape.width, shape.height, shape.frames) for shape in job["buckets"]] == [
+        (256, 256, 33),
+        (640, 480, 1),
+        (640, 480, 81),
+    ]
+    assert (job["frames"], job["height"], job["width"]) == (81, 480, 640)
+    (only,) = {read(tmp_path, dataset=f"resolutions = [256]\n{one}size_buckets = [[832, 480, 33]]\n").job["width"]}
+    assert only == 832
+
+
+def test_images_of_a_video_model_have_their_own_batch(tmp_path: Path) -> None:
+    images = "image_micro_batch_size_per_gpu = 8"
+    found = read(tmp_path, images, dataset="resolutions = [512]\nframe_buckets = [1, 33]")
+    job = found.job
+    assert job["batch_size"] == 1 and [shape.batch_size for shape in job["buckets"]] == [8, None]
+    settings = settings_for(DIALECT, job | found.strategy | {"gpus": 1, "nodes": 1})
+    assert settings["config:image_micro_batch_size_per_gpu"] == 8 and settings["config:micro_batch_size_per_gpu"] == 1
+    assert read(tmp_path, images).job["batch_size"] == 8
+    assert read(tmp_path, images, dataset="resolutions = [512]\nframe_buckets = [33]").job["batch_size"] == 1
+
+
+def test_wan_may_encode_in_the_loop(tmp_path: Path) -> None:
+    assert read(tmp_path).strategy["text_encoder"] == "cached"
+    found = read(tmp_path, model="cache_text_embeddings = false")
+    assert found.strategy["text_encoder"] == "resident"
+    settings = settings_for(DIALECT, found.job | found.strategy | {"gpus": 1, "nodes": 1})
+    assert settings["config:model.cache_text_embeddings"] is False
+
+
+@pytest.mark.parametrize("evaluated", ["eval_datasets = ['b.toml']", "eval_datasets = [{name = 'a', config = 'b'}]"])
+def test_an_evaluation_with_all_blocks_on_the_gpu_is_refused(evaluated: str, tmp_path: Path) -> None:
+    swaps = "blocks_to_swap = 20\ndisable_block_swap_for_eval = true\n"
+    with pytest.raises(VplanError, match="disable_block_swap_for_eval"):
+        read(tmp_path, swaps + evaluated)
+    assert read(tmp_path, swaps).strategy["swap_blocks"]

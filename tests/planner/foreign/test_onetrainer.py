@@ -1,0 +1,57 @@
+"""OneTrainer's attention, and what of its settings is refused or said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.dialect import Translation, translate
+from planner.dialects.base.script import from_file
+from planner.errors import VplanError
+
+CONFIG = {
+    "training_method": "LORA",
+    "model_type": "Z_IMAGE",
+    "base_model_name": "Tongyi-MAI/Z-Image",
+    "text_encoder": {"train": False},
+    "transformer": {"weight_dtype": "INT_W8A8"},
+    "train_dtype": "BFLOAT_16",
+    "__version": 11,
+}
+
+
+def read(folder: Path, **changes: Any) -> Translation:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return translate(*dialects.read_script(from_file(folder / "config.json")))
+
+
+@pytest.mark.parametrize(("said", "ours"), [({}, "sdpa"), ("FLASH", "flash"), ("CUDNN", "cudnn"), ("SDP", "sdpa")])
+def test_attention_is_its_mechanism(said: Any, ours: str, tmp_path: Path) -> None:
+    changes = {"attention_mechanism": said} if said else {}
+    assert read(tmp_path, **changes).strategy["attention"] == ours
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"attention_mechanism": "FLEX"}, "attention_mechanism"),
+        ({"lora_decompose": True}, "DoRA"),
+        ({"additional_embeddings": [{"train": False}, {"model_name": "a"}]}, r"additional_embeddings\[1\] trains"),
+        ({"temp_device": "cuda"}, "temp_device is not priced"),
+    ],
+)
+def test_other_runs_are_refused(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match=why):
+        read(tmp_path, **changes)
+
+
+def test_what_does_nothing_is_silent(tmp_path: Path) -> None:
+    plain = read(tmp_path).notes
+    same = {"temp_device": "cpu", "additional_embeddings": [{"train": False}], "dropout_probability": 0.1}
+    assert read(tmp_path, **same, quantization={"svd_dtype": "NONE"}).notes == plain
+    assert any("svd_dtype" in note for note in read(tmp_path, quantization={"svd_dtype": "BFLOAT_16"}).notes)
+    assert any("masked_prior" in note for note in read(tmp_path, masked_prior_preservation_weight=0.5).notes)
