@@ -46,8 +46,7 @@ class SwapCount:
     def fewest(self, job: Job, strategy: ResolvedStrategy, verdict: str = "fits") -> QuickEstimate | None:
         """The quick estimate with the fewest swapped blocks that reach the verdict; None when no number does."""
         feasibility = self.feasibility
-        most = self.most_in_ram(job, strategy)
-        low = self._too_few(job, strategy, most, verdict)
+        low = self._too_few(job, strategy, verdict)
         if low < strategy.swap_blocks:  # nothing is ruled out
             if feasibility.may_reach(quick := feasibility.quick_estimate(job, strategy), verdict):
                 return quick
@@ -55,23 +54,31 @@ class SwapCount:
         family = (job, strategy.replace(optimizer_step="foreach"), verdict)
         needed = self._needed.get(family, 0)
         likely = [needed, needed - 1] if needed > low else [low + 1] if low > strategy.swap_blocks else []
-        best, high = self._narrow(job, most, verdict, low, likely)
-        if best is not None:
-            if (count := feasibility.policy.swap_count(high, up=True)) != high:
-                best = feasibility.quick_estimate(job, strategy.replace(swap_blocks=count))
-            self._needed.setdefault(family, high)
-        return best
+        best, high = self._narrow(job, strategy, verdict, low, likely)
+        if best is None:
+            return None
+        self._needed.setdefault(family, high)
+        if (count := feasibility.policy.swap_count(high, up=True)) == high:
+            return best
+        if not high < count <= self.most_in_ram(job, strategy).swap_blocks:
+            return None
+        return feasibility.quick_estimate(job, strategy.replace(swap_blocks=count))
 
-    def _too_few(self, job: Job, strategy: ResolvedStrategy, most: ResolvedStrategy, verdict: str) -> int:
+    def _last(self, job: Job, strategy: ResolvedStrategy) -> int:
+        """The most blocks that a search may swap, whatever the host's RAM holds."""
+        return self.pruning.space.most_swapped(job, strategy) if self.feasibility.policy.may_swap(strategy) else 0
+
+    def _too_few(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> int:
         """How many swapped blocks are too few by a lower bound; less than the strategy has where that says nothing."""
-        nothing, feasibility = strategy.swap_blocks - 1, self.feasibility
-        if most == strategy or not self.pruning.above_budget(job, strategy, verdict):
+        nothing, feasibility, last = strategy.swap_blocks - 1, self.feasibility, self._last(job, strategy)
+        if last <= strategy.swap_blocks or not self.pruning.above_budget(job, strategy, verdict):
             return nothing
         if self.question.learned.proofs:  # some number of them may have been tried
             return strategy.swap_blocks
-        floor, overhead = self.screen.floor_by_swap(self.question.candidate(job, most)), feasibility.overhead(strategy)
+        swapping = self.question.candidate(job, strategy.replace(swap_blocks=last))
+        floor, overhead = self.screen.floor_by_swap(swapping), feasibility.overhead(strategy)
         may_do = bisect.bisect_left(
-            range(most.swap_blocks + 1),
+            range(last + 1),
             True,
             lo=strategy.swap_blocks + 1,
             key=lambda blocks: not feasibility.exceeds_gpu(int(overhead * floor(blocks)), strategy, verdict),
@@ -79,27 +86,30 @@ class SwapCount:
         return may_do - 1
 
     def _narrow(
-        self, job: Job, most: ResolvedStrategy, verdict: str, low: int, likely: list[int]
+        self, job: Job, strategy: ResolvedStrategy, verdict: str, low: int, likely: list[int]
     ) -> tuple[QuickEstimate | None, int]:
-        """The quick estimate with the fewest swapped blocks that reach the verdict, and their number: more than
-        ``low``, and at most what ``most`` has; None where these do not. ``likely``: numbers to ask about first."""
+        """The quick estimate with the fewest swapped blocks, more than ``low``, that reach the verdict, and their
+        number; None where as many as the host's RAM holds do not. ``likely``: numbers to ask about first."""
         feasibility = self.feasibility
-        best, high = None, most.swap_blocks + 1
+        best, high = None, self._last(job, strategy) + 1
         bytes_below: int | None = None
         failed = fitted = 0  # times in a row; of numbers that fit, since half-way was asked about
         while high - low > 1:
             if likely:
                 middle = likely.pop(0)
-            elif best is None and failed != 1:  # one guess beside what is likely, then whether any number does
-                middle = most.swap_blocks
-            elif fitted > 2:  # what is short is not all in the blocks
-                middle, fitted = (low + high) // 2, 0
             else:
-                room = feasibility.room(verdict) / feasibility.overhead(most)
-                middle = self._guess(self._block_bytes(job, most), room, best, low, high, bytes_below)
+                most = self.most_in_ram(job, strategy)
+                high = min(high, most.swap_blocks + 1)
+                if best is None and failed != 1:  # one guess beside what is likely, then whether any number does
+                    middle = most.swap_blocks
+                elif fitted > 2:  # what is short is not all in the blocks
+                    middle, fitted = (low + high) // 2, 0
+                else:
+                    room = feasibility.room(verdict) / feasibility.overhead(most)
+                    middle = self._guess(self._block_bytes(job, most), room, best, low, high, bytes_below)
             if not low < middle < high:
                 continue
-            quick = feasibility.quick_estimate(job, most.replace(swap_blocks=middle))
+            quick = feasibility.quick_estimate(job, strategy.replace(swap_blocks=middle))
             if feasibility.may_reach(quick, verdict):
                 best, high, failed, fitted = quick, middle, 0, fitted + 1
             else:
@@ -136,7 +146,7 @@ class SwapCount:
             return strategy
         key = (job, strategy)
         if key not in self._most:
-            last = self.pruning.space.most_swapped(job, strategy)
+            last = self._last(job, strategy)
             held = self._most_held(job, strategy, last) if last else 0
             count = self.feasibility.policy.swap_count(held, up=False)
             self._most[key] = strategy.replace(swap_blocks=count) if last else strategy
