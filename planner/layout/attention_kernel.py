@@ -7,7 +7,6 @@ model that goes it on some cards only there are two tapes (`planner.catalog.trai
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
 
@@ -19,7 +18,7 @@ from planner.spec.job import Machine, Strategy
 from planner.tape.format import Monomial
 from planner.tape.program import Program
 
-FLASH = "_scaled_dot_product_flash_attention"
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 
 
 def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Collection[str]) -> str:
@@ -30,7 +29,7 @@ def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Col
     bits, in which every recording computes. Masked attention is never flash: asking for it would end in an error
     (diffusers attention_dispatch.py ``_native_flash_attention``), so it is a NotEstimatedError.
     """
-    if strategy.attention == "flash" and "_scaled_dot_product_efficient_attention" in operators:
+    if strategy.attention == "flash" and EFFICIENT in operators:
         fault = "attention flash supports neither masks nor fp32, and this model at this precision uses one"
         raise NotEstimatedError(fault, "use --attention sdpa, which lets torch choose for each")
     if strategy.attention != "sdpa":
@@ -175,13 +174,15 @@ def _without_rounding(size: Monomial) -> Monomial:
 
 def padded_masks(operators: Sequence[str]) -> list[tuple[int, int]]:
     """Of allocations in order, by the operators that make them: (mask, its copy with padded rows) by their places."""
-    pairs = enumerate(itertools.pairwise(operators))
-    return [(at, at + 1) for at, pair in pairs if pair == ("where", "constant_pad_nd")]
+    return [(at - 1, at) for at in _paddings(operators) if at and operators[at - 1] == "where"]
 
 
 def copies_of_masks_of_numbers(operators: Sequence[str]) -> list[int]:
     """Of allocations in order, by the operators that make them, the places of copies with padded rows of masks that
     attention does not make itself."""
-    triples = enumerate(zip(("", *operators), operators, operators[1:], strict=False))
-    copied = ("constant_pad_nd", "_scaled_dot_product_efficient_attention")
-    return [at for at, (before, *pair) in triples if before != "where" and tuple(pair) == copied]
+    paddings = (at for at in _paddings(operators) if not at or operators[at - 1] != "where")
+    return [at for at in paddings if at + 1 < len(operators) and operators[at + 1] == EFFICIENT]
+
+
+def _paddings(operators: Sequence[str]) -> list[int]:
+    return [at for at, name in enumerate(operators) if name == "constant_pad_nd"]

@@ -60,29 +60,31 @@ def gradient_sums(run: Run) -> None:
     for position, (moment, events) in enumerate(run.step.stretches):
         if not workspaces.keys().isdisjoint(events):
             merged: list[int] = []
-            for event in events:
-                merged.append(event)
-                if event in workspaces:
-                    buffer = buffers[event]
-                    merged += [buffer, ~buffer]
-            run.step.stretches[position] = (moment, merged)
+            rest = 0
+            for behind in (at + 1 for at, event in enumerate(events) if event in workspaces):
+                buffer = buffers[events[behind - 1]]
+                merged += [*events[rest:behind], buffer, ~buffer]
+                rest = behind
+            run.step.stretches[position] = (moment, merged + events[rest:])
 
 
 def _workspaces(run: Run) -> dict[int, int]:
     """Buffer that a sum makes -> the workspace in bytes, of those that take one."""
-    taken = {made: _workspace(run, made, summed) for made, summed in run.shared(_sums).items()}
-    return {made: nbytes for made, nbytes in taken.items() if nbytes}
-
-
-def _workspace(run: Run, made: int, summed: Summed) -> int:
-    """The workspace in bytes of the sum that made a buffer; 0 where it takes none."""
-    precision = Precision.of(run.job, run.strategy)
-    halved = precision.trained != "fp32" or (summed.weight_gradient is not None and precision.autocast)
-    number_bytes = summed.number_bytes or (2 if halved or _is_halved(run, made) else 4)
-    columns, rows = run.sizes[made] // number_bytes, run.sizes[summed.buffer] // run.sizes[made]
-    if summed.weight_gradient is not None:
-        rows = run.sizes[summed.buffer] * columns // run.sizes[summed.weight_gradient]
-    return column_mean_bytes(rows, columns, run.facts.gpu, number_bytes)
+    precision, sizes = Precision.of(run.job, run.strategy), run.sizes
+    taken: dict[int, int] = {}
+    by_size: dict[tuple[int, int, int], int] = {}  # blocks are much alike
+    for made, summed in run.shared(_sums).items():
+        halved = precision.trained != "fp32" or (summed.weight_gradient is not None and precision.autocast)
+        number_bytes = summed.number_bytes or (2 if halved or _is_halved(run, made) else 4)
+        columns, rows = sizes[made] // number_bytes, sizes[summed.buffer] // sizes[made]
+        if summed.weight_gradient is not None:
+            rows = sizes[summed.buffer] * columns // sizes[summed.weight_gradient]
+        key = rows, columns, number_bytes
+        if key not in by_size:
+            by_size[key] = column_mean_bytes(rows, columns, run.facts.gpu, number_bytes)
+        if by_size[key]:
+            taken[made] = by_size[key]
+    return taken
 
 
 def _is_halved(run: Run, made: int) -> bool:

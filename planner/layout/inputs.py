@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -212,11 +212,14 @@ def _recorded(
     )
 
 
-def _own_code(model: ModelProfile, job: Job, strategy: Strategy, variant: StepVariant) -> dict[str, OwnRecording]:
-    """What is recorded, and shipped, of each trainer whose model is its own, by the trainer's name: of Wan 2.1 T2V 14B
-    and 2.2 T2V only LoRA without autocast is of DiffSynth-Studio's, and diffusers' model answers for the rest. So it
-    does where some blocks are checkpointed, which takes two recordings of one model, and for adapters on layers of the
-    user's choice, whose names are diffusers'."""
+def _own_code(
+    model: ModelProfile, job: Job, strategy: Strategy, variant: StepVariant
+) -> dict[str, Callable[[], OwnRecording]]:
+    """What reads the recordings, as far as there are some, of each trainer whose model is its own, by the trainer's
+    name: of Wan 2.1 T2V 14B and 2.2 T2V only LoRA without autocast is of DiffSynth-Studio's, and diffusers' model
+    answers for the rest. So it does where some blocks are checkpointed, which takes two recordings of one model, and
+    for adapters on layers of the user's choice, whose names are diffusers'. Estimates for one trainer read no other's.
+    """
     if strategy.gradient_checkpointing == "partial" or not on_recorded_layers(model, job, strategy):
         return {}
     recorded = set(StepVariant.in_own_code(model))
@@ -225,15 +228,18 @@ def _own_code(model: ModelProfile, job: Job, strategy: Strategy, variant: StepVa
     for trainer, code in OWN_CODE.items():
         if variant.precision.weights in code.unpacked:
             in_code[trainer] = in_code[trainer]._replace(precision=half)
-    found: dict[str, OwnRecording] = {}
+    found: dict[str, Callable[[], OwnRecording]] = {}
     for trainer, own in in_code.items():
         if own in recorded and _stored(model.name, f"{own.name}.json.gz"):
             optimizer = _own_optimizer(model, job, strategy, own)
-            if not optimizer:
-                found[trainer] = OwnRecording(tape(model.name, own.name), None)
-            elif not OWN_CODE[trainer].with_gradient or _stored(model.name, f"{optimizer}.json.gz"):
-                found[trainer] = OwnRecording(tape(model.name, own.name), tape(model.name, optimizer))
+            needs_gradient = bool(optimizer) and OWN_CODE[trainer].with_gradient
+            if not needs_gradient or _stored(model.name, f"{optimizer}.json.gz"):
+                found[trainer] = functools.cache(functools.partial(_own_recording, model.name, own.name, optimizer))
     return found
+
+
+def _own_recording(model: str, step: str, optimizer: str) -> OwnRecording:
+    return OwnRecording(tape(model, step), tape(model, optimizer) if optimizer else None)
 
 
 def _own_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepVariant) -> str:

@@ -82,14 +82,17 @@ class Facts(NamedTuple):
     measurements: ModelMeasurements = NO_MEASUREMENTS
     """what measurements of this model on this card say"""
 
-    own_code: Mapping[str, OwnRecording] = MappingProxyType({})
-    """what is recorded of trainers whose model is their own, by the trainer's name, or that of its version"""
+    own_code: Mapping[str, Callable[[], OwnRecording]] = MappingProxyType({})
+    """what reads the recordings of trainers whose model is their own, by the trainer's name, or that of its version"""
 
     def trained_by(self, trainer: str) -> Facts:
         """These facts with the step of a trainer's own model, where that is recorded. ``trainer`` may name a version,
         as "diffsynth@model-offload"."""
-        own = self.own_code.get(trainer) or self.own_code.get(trainer.partition("@")[0])
-        return self if own is None else self._replace(step=own.step, optimizer=own.optimizer or self.optimizer)
+        read = self.own_code.get(trainer) or self.own_code.get(trainer.partition("@")[0])
+        if read is None:
+            return self
+        own = read()
+        return self._replace(step=own.step, optimizer=own.optimizer or self.optimizer)
 
 
 @dataclass
@@ -194,6 +197,17 @@ class Run:
         result: T = cache[key]
         return result
 
+    def shared_by_weights(self, compute: Callable[[Run], T], *also: object) -> T:
+        """The same of what depends on weights and gradients alone, which have the same sizes at most shapes: computed
+        on this run, for all with the same names, buffers and bytes of these. ``also``: what else it depends on."""
+        cache, weights, gradients = self.recording._shared, self.named("weight"), self.named("gradient")
+        sizes = (tuple(map(self.sizes.__getitem__, named.values())) for named in (weights, gradients))
+        key = (compute, *also, id(self.facts.parameters), *weights.items(), None, *gradients.items(), *sizes)
+        if key not in cache:
+            cache[key] = compute(self)
+        result: T = cache[key]
+        return result
+
     def summed(self, compute: Callable[[Run], int]) -> int:
         """The result of `compute`, which looks at nothing but the sizes of what is recorded; a run that was not
         transformed yet has it from others of the same recordings and shape."""
@@ -223,7 +237,12 @@ class Run:
     @property
     def streams(self) -> list[int] | None:
         """The CUDA stream of every buffer, as `planner.allocator` takes it; None where all are on the default one."""
-        return [self.side_streams.get(buffer, 0) for buffer in range(len(self.sizes))] if self.side_streams else None
+        if not self.side_streams:
+            return None
+        streams = [0] * len(self.sizes)
+        for buffer, stream in self.side_streams.items():
+            streams[buffer] = stream
+        return streams
 
     def new(self, nbytes: int, category: str, name: str, stream: int = 0) -> int:
         """Adds a buffer of `nbytes` bytes under a category and name; returns its number. No stage allocates it yet."""
@@ -242,6 +261,13 @@ class Run:
         self.resized = True
         self.sizes[buffer] = nbytes
         self.program.resize(buffer, nbytes)
+
+    def resize_all(self, sizes: Mapping[int, int]) -> None:
+        """Gives several recorded buffers other sizes, as `resize` does one. ``sizes``: buffer -> bytes."""
+        self.resized = True
+        for buffer, nbytes in sizes.items():
+            self.sizes[buffer] = nbytes
+        self.program.resize_all(sizes)
 
     def add(self, stage: Stage, nbytes: int, category: str, name: str, *, at: int | None = None) -> int:
         """Allocates a new buffer in a stage, before its ``at``-th stretch (at the end when None).
@@ -399,19 +425,17 @@ class Run:
         return sum(elements.get(name) or self.sizes[buffer] // size for name, buffer in gradients)
 
     @functools.cached_property
-    def elements(self) -> dict[str, int]:
+    def elements(self) -> Mapping[str, int]:
         """Name -> elements of the weights that are parameters, in the model's order, where an engine splits them.
 
         Of the recorded step in 16 bits, so it must be read before a transformation resizes them.
         """
-        table = self.facts.parameters
-        return {name: table.elements(name, self.sizes[buffer]) for name, buffer in self.parameters.items()}
+        return self.shared_by_weights(_elements)
 
     @functools.cached_property
-    def parameters(self) -> dict[str, int]:
+    def parameters(self) -> Mapping[str, int]:
         """Name -> buffer of the weights that are parameters, in the model's order."""
-        table = self.facts.parameters
-        return {name: buffer for name, buffer in self.named("weight").items() if table.is_parameter(name)}
+        return self.shared_by_weights(_parameters)
 
     @property
     def optimizer_scale(self) -> float:
@@ -449,6 +473,16 @@ class Run:
 
 def _gradient_bytes(run: Run) -> int:
     return run.total_bytes(run.named("gradient").values())
+
+
+def _parameters(run: Run) -> dict[str, int]:
+    table = run.facts.parameters
+    return {name: buffer for name, buffer in run.named("weight").items() if table.is_parameter(name)}
+
+
+def _elements(run: Run) -> dict[str, int]:
+    table = run.facts.parameters
+    return {name: table.elements(name, run.sizes[buffer]) for name, buffer in run.parameters.items()}
 
 
 def _weights_by_block(run: Run) -> dict[Block, list[int]]:

@@ -167,14 +167,14 @@ class Walked(NamedTuple):
     frozen_blocks: tuple[int, ...]
     """the same in the allocator's whole blocks"""
 
-    def device_bytes(self, strategy: Strategy) -> int:
-        """What a strategy that `is_walked` has on the GPU at its peak, at the least, with as many swapped blocks or
-        fewer: where one that is larger than the others joins them, the ring grows by more than itself."""
-        peak = self.passes_peak(strategy) - self._most_swapped_out(strategy.swap_blocks)
+    def device_bytes(self, strategy: Strategy, swapped: int) -> int:
+        """What a strategy that `keeps_all` has on the GPU at its peak, at the least, with ``swapped`` blocks or fewer:
+        where one that is larger than the others joins them, the ring grows by more than itself."""
+        peak = self.passes_peak(strategy) - self._most_swapped_out(swapped)
         if strategy.offload_optimizer == "none":
             # Two states of the format of what is trained, or of one byte per number of at most four.
             peak += {"adamw": 2 * self.gradients, "adamw-8bit": self.gradients // 2}.get(strategy.optimizer, 0)
-        return peak if strategy.swap_blocks else max(peak, self.load_peak)
+        return peak if swapped else max(peak, self.load_peak)
 
     def passes_peak(self, strategy: Strategy) -> int:
         """The most of forward and backward."""

@@ -122,10 +122,23 @@ class Screen:
         least, less = [parameters], 0 if and_one_input else 2 / facts.model.blocks
         splits = strategy.sharding in SPLIT and lower_bounds.keeps_activations(job, strategy)
         for walked in self._walks(configuration, bare=splits) if splits or keeps_all(job, strategy) else ():
-            peak = parameters + walked.passes_peak(strategy) if splits else walked.device_bytes(strategy)
+            whole = 0 if splits else walked.device_bytes(strategy, strategy.swap_blocks)
+            peak = parameters + walked.passes_peak(strategy) if splits else whole
             least.append(peak - int(less * walked.inputs))
         nbytes = max(least)
         return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
+
+    def floor_by_swap(self, configuration: Configuration) -> Callable[[int], int]:
+        """Number of swapped blocks -> a lower bound of the device bytes of the configuration with so many of them or
+        fewer: all else is worked out once. 0 where nothing is known of blocks that are swapped."""
+        facts, strategy, walks = self.facts(configuration), configuration.strategy, self._walked(configuration)
+        correction, outside = facts.measurements.correction, facts.gpu.context_bytes
+
+        def floor(swapped: int) -> int:
+            nbytes = max((walked.device_bytes(strategy, swapped) for walked in walks), default=0)
+            return correction.peak(nbytes, nbytes, outside).device_bytes
+
+        return floor
 
     def first_of_kinds(self, configuration: Configuration) -> list[int]:
         """Of the blocks that can be checkpointed, in the order they run, one behind the first of each kind that has

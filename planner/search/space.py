@@ -92,9 +92,11 @@ def strategies(
     ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises a ContradictionError where what the user
     fixed leaves nothing.
     """
+    # What makes sense together is the same for most models and cards: an answer about all of them asks it once.
     any_card = Machine(gpu="any", gpus=machine.gpus, nodes=machine.nodes, os=machine.os)
+    any_model = shapeless(job).replace(model="any")
     said = frozenset(strategy.model_fields_set)  # strategies are equal whatever of them was said
-    return uncontradicted(job, machine, choices(shapeless(job), strategy, said, any_card, frozenset(fixed), tiled))
+    return uncontradicted(job, machine, choices(any_model, strategy, said, any_card, frozenset(fixed), tiled))
 
 
 @functools.lru_cache(maxsize=32)
@@ -102,7 +104,7 @@ def choices(
     job: Job, strategy: Strategy, said: frozenset[str], machine: Machine, fixed: frozenset[str], tiled: bool
 ) -> tuple[ResolvedStrategy, ...]:
     """Combinations of the searched fields that make sense together, as strategies; some may contradict the job, and
-    some come again. ``said``: the strategy's fields that are set."""
+    some come again. ``job`` and ``machine`` are of any model and card. ``said``: the strategy's fields that are set."""
     assert said == strategy.model_fields_set
     base = typed_only(job.method, strategy, fixed)
     listed = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))

@@ -1,11 +1,13 @@
 """How many blocks to swap: as few as do, because each is a transfer a step, and no more than the host's RAM holds.
 
-Memory falls and host RAM rises with every swapped block, so both are searched by bisection, with a guess instead of
-the middle because blocks are much alike.
+Memory falls and host RAM rises with every swapped block, so both are searched by bisection: first beside what a lower
+bound rules out, which is seldom more than a block away, then with a guess instead of the middle, because blocks are
+much alike.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
@@ -44,47 +46,99 @@ class SwapCount:
     def fewest(self, job: Job, strategy: ResolvedStrategy, verdict: str = "fits") -> QuickEstimate | None:
         """The quick estimate with the fewest swapped blocks that reach the verdict; None when no number does."""
         feasibility = self.feasibility
-        if same_count := self._as_many_as_other_steps(job, strategy, verdict):
-            return same_count
-        most = self.most_in_ram(job, strategy)
-        ruled_out = most != strategy and self.pruning.above_budget(job, strategy, verdict)
-        if not ruled_out and feasibility.may_reach(quick := feasibility.quick_estimate(job, strategy), verdict):
-            return quick
-        best = feasibility.quick_estimate(job, most)
-        if most == strategy or not feasibility.may_reach(best, verdict):
+        low = self._too_few(job, strategy, verdict)
+        if low < strategy.swap_blocks:  # nothing is ruled out
+            if feasibility.may_reach(quick := feasibility.quick_estimate(job, strategy), verdict):
+                return quick
+            low = strategy.swap_blocks
+        family = (job, strategy.replace(optimizer_step="foreach"), verdict)
+        needed = self._needed.get(family, 0)
+        likely = [needed, needed - 1] if needed > low else [low + 1] if low > strategy.swap_blocks else []
+        best, high = self._narrow(job, strategy, verdict, low, likely)
+        if best is None:
             return None
-        low, high = strategy.swap_blocks, most.swap_blocks
-        above = best.device_bytes + self.screen.swapped_bytes(self.question.candidate(job, most))
-        while high - low > 1:  # memory falls almost evenly with every block, so guess before halving
-            middle = self._guess(above, best.device_bytes, low, high, feasibility.overhead(strategy))
+        self._needed.setdefault(family, high)
+        if (count := feasibility.policy.swap_count(high, up=True)) == high:
+            return best
+        if not high < count <= self.most_in_ram(job, strategy).swap_blocks:
+            return None
+        return feasibility.quick_estimate(job, strategy.replace(swap_blocks=count))
+
+    def _last(self, job: Job, strategy: ResolvedStrategy) -> int:
+        """The most blocks that a search may swap, whatever the host's RAM holds."""
+        return self.pruning.space.most_swapped(job, strategy) if self.feasibility.policy.may_swap(strategy) else 0
+
+    def _too_few(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> int:
+        """How many swapped blocks are too few by a lower bound; less than the strategy has where that says nothing."""
+        nothing, feasibility, last = strategy.swap_blocks - 1, self.feasibility, self._last(job, strategy)
+        if last <= strategy.swap_blocks or not self.pruning.above_budget(job, strategy, verdict):
+            return nothing
+        if self.question.learned.proofs:  # some number of them may have been tried
+            return strategy.swap_blocks
+        swapping = self.question.candidate(job, strategy.replace(swap_blocks=last))
+        floor, overhead = self.screen.floor_by_swap(swapping), feasibility.overhead(strategy)
+        may_do = bisect.bisect_left(
+            range(last + 1),
+            True,
+            lo=strategy.swap_blocks + 1,
+            key=lambda blocks: not feasibility.exceeds_gpu(int(overhead * floor(blocks)), strategy, verdict),
+        )
+        return may_do - 1
+
+    def _narrow(
+        self, job: Job, strategy: ResolvedStrategy, verdict: str, low: int, likely: list[int]
+    ) -> tuple[QuickEstimate | None, int]:
+        """The quick estimate with the fewest swapped blocks, more than ``low``, that reach the verdict, and their
+        number; None where as many as the host's RAM holds do not. ``likely``: numbers to ask about first."""
+        feasibility = self.feasibility
+        best, high = None, self._last(job, strategy) + 1
+        bytes_below: int | None = None
+        failed = fitted = 0  # times in a row; of numbers that fit, since half-way was asked about
+        while high - low > 1:
+            if likely:
+                middle = likely.pop(0)
+            else:
+                most = self.most_in_ram(job, strategy)
+                high = min(high, most.swap_blocks + 1)
+                if best is None and failed != 1:  # one guess beside what is likely, then whether any number does
+                    middle = most.swap_blocks
+                elif fitted > 2:  # what is short is not all in the blocks
+                    middle, fitted = (low + high) // 2, 0
+                else:
+                    room = feasibility.room(verdict) / feasibility.overhead(most)
+                    middle = self._guess(self._block_bytes(job, most), room, best, low, high, bytes_below)
+            if not low < middle < high:
+                continue
             quick = feasibility.quick_estimate(job, strategy.replace(swap_blocks=middle))
             if feasibility.may_reach(quick, verdict):
-                high, best = middle, quick
+                best, high, failed, fitted = quick, middle, 0, fitted + 1
             else:
-                low, above = middle, quick.device_bytes
-        if (count := feasibility.policy.swap_count(high, up=True)) != high:
-            high, best = count, feasibility.quick_estimate(job, strategy.replace(swap_blocks=count))
-        self._needed.setdefault((job, strategy.replace(optimizer_step="foreach"), verdict), high)
-        return best
+                low, bytes_below, failed, fitted = middle, quick.device_bytes, failed + 1, 0
+        return best, high
 
-    def _as_many_as_other_steps(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> QuickEstimate | None:
-        """With as many swapped blocks as another `optimizer_step` needs, if it needs just as many."""
-        feasibility = self.feasibility
-        count = self._needed.get((job, strategy.replace(optimizer_step="foreach"), verdict), 0)
-        if count <= strategy.swap_blocks:
-            return None
-        quick, fewer = (
-            feasibility.quick_estimate(job, strategy.replace(swap_blocks=blocks)) for blocks in (count, count - 1)
-        )
-        return quick if feasibility.may_reach(quick, verdict) and not feasibility.may_reach(fewer, verdict) else None
+    def _guess(
+        self,
+        of_block: float,
+        room: float,
+        best: QuickEstimate | None,
+        low: int,
+        high: int,
+        bytes_below: int | None,
+    ) -> int:
+        """How many swapped blocks are likely the fewest, more than ``low`` and less than ``high``: memory falls almost
+        evenly with every block. ``of_block``: bytes by which; ``room``: device bytes to come down to; ``bytes_below``:
+        those with ``low`` blocks, where these were asked about, else those with ``high`` are counted back from."""
+        if bytes_below is None:
+            assert best is not None
+            low = max(low, min(SWAP_RING_BUFFERS, high - 1))
+            bytes_below = best.device_bytes + int((high - low) * of_block)
+        return min(high - 1, low + max(1, math.ceil((bytes_below - room) / of_block)))
 
-    def _guess(self, above: int, below: int, low: int, high: int, overhead: float) -> int:
-        first, second = int(above * overhead), int(below * overhead)
-        share = (first - self.feasibility.room("fits")) / max(first - second, 1)
-        low += (
-            0 if low else min(SWAP_RING_BUFFERS, high - 1)
-        )  # the first blocks only make room for the ring they come through
-        return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
+    def _block_bytes(self, job: Job, most: ResolvedStrategy) -> float:
+        """What a swapped block takes off the device in the mean: the first ones only make room for the ring of buffers
+        that all come through."""
+        blocks = most.swap_blocks - min(SWAP_RING_BUFFERS, most.swap_blocks - 1)
+        return max(1, self.screen.swapped_bytes(self.question.candidate(job, most)) / blocks)
 
     def most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy:
         """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
@@ -92,7 +146,7 @@ class SwapCount:
             return strategy
         key = (job, strategy)
         if key not in self._most:
-            last = self.pruning.space.most_swapped(job, strategy)
+            last = self._last(job, strategy)
             held = self._most_held(job, strategy, last) if last else 0
             count = self.feasibility.policy.swap_count(held, up=False)
             self._most[key] = strategy.replace(swap_blocks=count) if last else strategy
@@ -111,13 +165,15 @@ class SwapCount:
         limit = max(limit, least)  # where another phase needs more anyway, what it leaves unused is free
         if most <= limit:
             return last
+        rise, flat = (most - least) / high, least == limit
         while high - low > 1:  # blocks are much alike, so guess before halving
-            guess = low + (high - low) * (limit - least) // max(most - least, 1)
+            guess = (low + high) // 2 if flat else high - math.ceil((most - limit) / rise)
             middle = min(high - 1, max(low + 1, guess))
             if (ram := self._ram(job, strategy, middle)) <= limit:
-                low, least = middle, ram
+                flat = ram == least  # another phase needs that much, and nothing says where swapped blocks begin to
+                low, least, rise = middle, ram, (most - ram) / (high - middle)
             else:
-                high, most = middle, ram
+                high, most, rise, flat = middle, ram, max(1, (most - ram) / (high - middle)), False
         return low
 
     def _ram(self, job: Job, strategy: ResolvedStrategy, swapped: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, overload
 
 T = TypeVar("T")
@@ -46,6 +46,13 @@ class CowList(Sequence[T]):
             self._own[:0] = self._shared
             self._shared, self._count = [], 0
         self._own[index - self._count] = item
+
+    def update(self, changes: Mapping[int, T]) -> None:
+        """Sets several items, by their indices from the beginning of the list."""
+        if min(changes, default=self._count) < self._count:
+            self[min(changes)] = changes[min(changes)]  # from here on nothing is shared
+        for index, item in changes.items():
+            self._own[index - self._count] = item
 
     @overload
     def __getitem__(self, index: int) -> T: ...

@@ -137,6 +137,12 @@ class Program:
         self.sizes.append(nbytes)
         self.buffers[buffer] = len(self.sizes) - 1
 
+    def resize_all(self, sizes: Mapping[int, int]) -> None:
+        """Sets the sizes of several buffers, as `resize` does one. ``sizes``: buffer -> bytes."""
+        first = len(self.sizes)
+        self.sizes += sizes.values()
+        self.buffers.update(dict(zip(sizes, range(first, len(self.sizes)), strict=True)))
+
     def unfold(self, tape: Tape, piece: str, counts: Sequence[int] | None = None, part: Part | None = None) -> Stage:
         """Lays a piece of a tape (load, step, optimizer_first, optimizer, denoise, encode, decode) out at full depth.
 

@@ -14,7 +14,7 @@ backward (``AllReduceState``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from planner.layout.run import Run
@@ -52,23 +52,18 @@ def fsdp(run: Run) -> None:
     """Splits the weights, weaves gathering and reducing into the step, and steps over the shares."""
     if run.strategy.sharding != "fsdp":
         return
-    table, world = run.facts.parameters, run.configuration.shards
-    stored = _stored_bytes(run)
+    world = run.configuration.shards
+    kept_in = trained_storage(run.job, run.strategy), run.strategy.weights_dtype
+    split = run.shared_by_weights(_split, world, run.grid["R"], *kept_in)
+    shares, groups = split.shares, split.groups
     cast_to_16_bits(run)
-    shares = {
-        name: padded_share(table.rows_of(name, run.grid["R"]), elements, world)
-        for name, elements in run.elements.items()
-    }
-    groups = _groups(run, shares, stored)
     offloaded = run.strategy.offload_params != "none"
-    whole_bytes = {run.parameters[name]: elements * stored[name] for name, elements in run.elements.items()}
-    for name, buffer in run.parameters.items():
-        run.resize(buffer, shares[name] * stored[name])
-    _load_one_by_one(run, whole_bytes, offloaded)
+    run.resize_all(split.share_bytes)
+    _load_one_by_one(run, split.whole_bytes, offloaded)
     largest = max(group.share for block, group in groups.items() if block is not None)
     buffers = 1 if world == 1 else 2
     run.handover.gathered_bytes = HALF * world * (groups[None].share + buffers * largest)
-    _end_blocks(run)
+    _end_blocks(run, split.blocks)
     again = run.step.copy()
     accumulates, copies = run.strategy.gradient_accumulation > 1, run.strategy.fsdp_replicas > 1
     first = _FsdpPass(run, groups, run.step)
@@ -82,34 +77,63 @@ def fsdp(run: Run) -> None:
     _step_over_shares(run, shares, kept)
 
 
-def _end_blocks(run: Run) -> None:
+class _Split(NamedTuple):
+    """How a model's parameters are split, whatever the shape of the samples."""
+
+    shares: dict[str, int]
+    """name -> elements of a rank's share, with its padding"""
+    groups: dict[Block | None, ParameterGroup]
+    whole_bytes: dict[int, int]
+    """buffer -> bytes of the whole parameter, in the format of its share"""
+    share_bytes: dict[int, int]
+    """buffer -> bytes of the share"""
+    blocks: dict[int, Block | None]
+    """buffer of a gradient -> the block of its parameter"""
+
+
+def _split(run: Run) -> _Split:
+    table, world, stored = run.facts.parameters, run.configuration.shards, _stored_bytes(run)
+    shares = {
+        name: padded_share(table.rows_of(name, run.grid["R"]), elements, world)
+        for name, elements in run.elements.items()
+    }
+    return _Split(
+        shares,
+        _groups(run, shares, stored),
+        {run.parameters[name]: elements * stored[name] for name, elements in run.elements.items()},
+        {buffer: shares[name] * stored[name] for name, buffer in run.parameters.items()},
+        {buffer: run.facts.step.block_of(name) for name, buffer in run.named("gradient").items()},
+    )
+
+
+def _end_blocks(run: Run, blocks: Mapping[int, Block | None]) -> None:
     """Ends each block's backward behind the last gradient of its own: recordings know where a block begins, and count
-    what comes before the next one as its own, such as all of a UNet's middle."""
-    blocks = {buffer: run.facts.step.block_of(name) for name, buffer in run.named("gradient").items()}
+    what comes before the next one as its own, such as all of a UNet's middle. ``blocks``: of the gradients."""
     stretches = []
     for moment, events in run.step.stretches:
-        block = (moment.module_list, moment.block)
-        owners = [blocks.get(event, block) for event in events]
-        end = len(events)
-        if moment.passes == "backward" and moment.block >= 0 and set(owners) != {block}:
-            own = [at for at, event in enumerate(events) if event in blocks and owners[at] == block]
-            end = own[-1] + 1 if own else end
-        stretches.append((moment, events[:end]))
+        block, end = (moment.module_list, moment.block), len(events)
+        if moment.passes == "backward" and moment.block >= 0 and not blocks.keys().isdisjoint(events):
+            owners = {at: blocks[event] for at, event in enumerate(events) if event in blocks}
+            if {*owners.values()} != {block}:
+                end = max((at + 1 for at, owner in owners.items() if owner == block), default=end)
+        stretches.append((moment, events[:end] if end < len(events) else events))
         if end < len(events):
             stretches.append((moment._replace(module_list="", block=-1), events[end:]))
     run.step.stretches = stretches
 
 
-def _load_one_by_one(run: Run, whole_bytes: dict[int, int], offloaded: bool) -> None:
+def _load_one_by_one(run: Run, whole_bytes: Mapping[int, int], offloaded: bool) -> None:
     """Each weight comes to the GPU whole, and goes once its share is cut out of it; so does the share where it waits in
     host RAM (trainers/step/step.py, ``materialise``)."""
     for position, (moment, events) in enumerate(run.load.stretches):
+        loaded = [event for event in events if event in whole_bytes]
+        wholes = iter(run.add_new([whole_bytes[event] for event in loaded], "temporary", "whole weight"))
         woven = []
         for event in events:
             if event not in whole_bytes:
                 woven.append(event)
                 continue
-            whole = run.new(whole_bytes[event], "temporary", "whole weight")
+            whole = next(wholes)
             woven += [whole, event, *([~event] if offloaded else []), ~whole]
         run.load.stretches[position] = (moment, woven)
 
@@ -182,10 +206,11 @@ class _FsdpPass:
         gone = [~buffer for buffer in root]
         self.editor.after(last, [*gone, *self._reduce(None, adds), *self._let_go()])
         self.editor.after(last, [~output for output in self._summed])
-        gradients = {buffer for group in self.groups.values() for buffer in group.gradients}
+        frees = {~buffer for group in self.groups.values() for buffer in group.gradients}
         freed = {
-            index: [event for event in events if event >= 0 or ~event not in gradients]
+            index: [event for event in events if event not in frees]
             for index, (_, events) in enumerate(self.stage.stretches)
+            if not frees.isdisjoint(events)
         }
         self.editor.insert("fsdp", freed)
         return self.kept
@@ -270,7 +295,7 @@ class _FsdpPass:
         return events
 
 
-def _step_over_shares(run: Run, shares: dict[str, int], kept: list[int]) -> None:
+def _step_over_shares(run: Run, shares: Mapping[str, int], kept: list[int]) -> None:
     """The recorded optimizer step, over what a rank holds; on the CPU when the shares are there."""
     world, gradients = run.configuration.shards, run.named("gradient")
     stages = (run.optimizer_first, run.optimizer)
@@ -282,10 +307,12 @@ def _step_over_shares(run: Run, shares: dict[str, int], kept: list[int]) -> None
         return
     itemsize = FULL if trained_storage(run.job, run.strategy) == "fp32" else HALF
     states = {buffer: name.rpartition(":")[0] for name, buffer in run.named("optimizer").items()}
+    sizes = {}
     for buffer in {event for stage in stages for event in stage.ops if event >= 0}:
         if buffer in states and run.sizes[buffer] > FULL:  # the fused step's counters are single numbers
-            run.resize(buffer, shares[states[buffer]] * itemsize)
+            sizes[buffer] = shares[states[buffer]] * itemsize
         else:
-            run.resize(buffer, -(-run.sizes[buffer] // world))
+            sizes[buffer] = -(-run.sizes[buffer] // world)
+    run.resize_all(sizes)
     for stage in stages:
         run.free(stage, kept)

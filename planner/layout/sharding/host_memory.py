@@ -32,6 +32,7 @@ from planner.layout.sharding.zero import (
     sub_groups,
     trained_elements,
 )
+from planner.spec.job import SPLIT
 from planner.tape.variants import trained_storage
 from planner.units import power_of_two
 
@@ -53,10 +54,18 @@ class EngineHostBytes(NamedTuple):
 def engine_host_bytes(run: Run) -> EngineHostBytes:
     """What the engine of a run keeps in the host RAM of one rank: nothing without ``cpu`` offload, or without an
     engine. The run need not be transformed."""
+    strategy = run.strategy
+    if strategy.sharding not in SPLIT or "cpu" not in (strategy.offload_optimizer, strategy.offload_params):
+        return EngineHostBytes()
+    trained = run.job.method, run.job.trainable
+    return run.shared_by_weights(
+        _engine_host_bytes, strategy, *trained, run.configuration.shards, run.machine.world, run.grid["R"]
+    )
+
+
+def _engine_host_bytes(run: Run) -> EngineHostBytes:
     if run.strategy.sharding == "fsdp":
         return _fsdp(run) if run.strategy.offload_params == "cpu" else EngineHostBytes()
-    if not run.strategy.sharding.startswith("zero"):
-        return EngineHostBytes()
     optimizer, pageable = 0, 0
     if run.strategy.offload_optimizer == "cpu":
         optimizer, pageable = _zero_3_optimizer(run) if run.strategy.sharding == "zero-3" else _zero_1_or_2(run)

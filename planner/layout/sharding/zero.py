@@ -97,10 +97,14 @@ def cast_to_16_bits(run: Run) -> None:
     """The engine casts every parameter (``_cast_module_mixed_precision``), also those that diffusers keeps in fp32; no
     table, which stays as it was loaded."""
     gradients, weights = run.named("gradient"), run.parameters
-    for name, elements in run.elements.items():
-        for buffer in (weights[name], gradients.get(name)):
-            if buffer is not None and run.sizes[buffer] != HALF * elements:
-                run.resize(buffer, HALF * elements)
+    sizes = {
+        buffer: HALF * elements
+        for name, elements in run.elements.items()
+        for buffer in (weights[name], gradients.get(name))
+        if buffer is not None and run.sizes[buffer] != HALF * elements
+    }
+    if sizes:
+        run.resize_all(sizes)
     if run.strategy.weights(run.job.method) == "fp32":
         tables = [run.named("weight")[name] for name in run.facts.model.traits.saved_tables]
         for table in tables:
@@ -316,6 +320,8 @@ def _as_gradients_come(stage: Stage, run: Run, then: Callable[[list[int]], list[
     beside = {buffer for buffer, name in enumerate(run.program.op) if name == SUM_WORKSPACE}
     made: list[int] = []
     for position, (moment, events) in enumerate(stage.stretches):
+        if not made and layers.keys().isdisjoint(events):
+            continue
         woven: list[int] = []
         for event in events:
             # What is beside a sum belongs to the bias's own operator.

@@ -8,7 +8,7 @@ its input to ``lora_down`` as it is (sd-scripts networks/lora_flux.py:124, musub
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from typing import NamedTuple
 
 from planner.garbage_collection import recording_cache
@@ -56,11 +56,11 @@ class _Events(NamedTuple):
 
 
 class _List:
-    """A list of events, which stages share, told from others by being itself; and what operator made each buffer."""
+    """A list of events, which stages share, told from others by being itself; and the buffers that are copies."""
 
-    def __init__(self, events: list[int], operators: Sequence[str]) -> None:
+    def __init__(self, events: list[int], copies: Container[int]) -> None:
         self.events = events
-        self.operators = operators
+        self.copies = copies
 
     def __hash__(self) -> int:
         return id(self.events)
@@ -76,8 +76,7 @@ def _of_events(these: _List) -> _Events:
     frees = {~event: position for position, event in enumerate(events) if event < 0}
     made = {event for event in events if event >= 0}
     leaving = {buffer: position for buffer, position in frees.items() if buffer not in made}
-    operators, these.operators = these.operators, ()  # which the cache would hold on to
-    return _Events(frees, leaving, [at for at, event in enumerate(events) if event >= 0 and operators[event] == CAST])
+    return _Events(frees, leaving, [at for at, event in enumerate(events) if event in these.copies])
 
 
 class _Freed:
@@ -93,10 +92,15 @@ class _Freed:
         return self.leaving.get(buffer) if own is None else (at, own)
 
 
+def _copies(run: Run) -> frozenset[int]:
+    """The recorded buffers that are copies of others in another format; transformations add none."""
+    return frozenset(buffer for buffer, operator in enumerate(run.program.op) if operator == CAST)
+
+
 def _uncast(run: Run, stage: Stage) -> None:
     stretches = stage.stretches
-    operators = run.program.op
-    lists = [_of_events(_List(events, operators)) for _, events in stretches]
+    copies = run.shared(_copies)
+    lists = [_of_events(_List(events, copies)) for _, events in stretches]
     freed = _Freed(lists)
     gone: dict[int, int] = {}
     """copy -> the stretch that makes it"""
