@@ -354,6 +354,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
             yield note
     elif fields["lora_targets"] is None:
         yield "every linear layer of the blocks has an adapter: what the step keeps for the unusual ones is not priced"
+    if fields["method"] == "lora" and profile.traits.stages and settings.get(f"{NETWORK}conv"):
+        yield "network.conv gives convolutions adapters too: not estimated, takes more"
     if fields["method"] == "lora" and settings.get(f"{NETWORK}transformer_only") is False:
         yield "network.transformer_only false gives layers outside the blocks adapters too: not estimated, takes more"
     if settings.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
