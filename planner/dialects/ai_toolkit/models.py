@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
@@ -153,16 +154,34 @@ def write_model(fields: Fields) -> Settings:
 # ---- shapes: sides of squares, whose area a sample of any other shape gets
 
 
+def datasets_of(settings: Settings) -> list[str]:
+    """What the names of the settings of each dataset begin with; of one where there are none."""
+    found = (re.match(rf"{re.escape(PROCESS)}datasets\[\d+\]\.", name) for name in settings)
+    return sorted({each[0] for each in found if each}) or [DATA]
+
+
 def shape_of(settings: Settings) -> Fields:
-    """The fields of the samples' shapes (frames, height, width, batch, buckets) that the settings mean."""
-    frames = integer(settings.get(f"{DATA}num_frames", 1), "num_frames")
+    """The fields of the samples' shapes (frames, height, width, batch, buckets) that the settings of all datasets
+    mean. The largest batch is that of each. Raises a VplanError where the clips' length is not said."""
     step = lookup.model(model_of(settings)["model"]).shape.size_multiple  # buckets are made of multiples
-    sides = [integer(side, "resolution") for side in as_list(settings.get(f"{DATA}resolution") or 512)]
-    sizes = sorted({side // step * step or step for side in sides})
-    shapes = tuple(Bucket.read({"frames": frames, "height": side, "width": side}, "the dataset") for side in sizes)
-    batch = integer(settings.get(f"{DATA}batch_size") or settings.get(f"{TRAIN}batch_size") or 1, "batch_size")
-    shape = {"frames": frames, "height": sizes[-1], "width": sizes[-1], "batch_size": batch}
-    return {**shape, "buckets": shapes if len(shapes) > 1 else ()}
+    shapes: set[tuple[int, int]] = set()
+    batches = []
+    for data in datasets_of(settings):
+        frames = integer(settings.get(f"{data}num_frames", 1), "num_frames")
+        if settings.get(f"{data}auto_frame_count") and frames <= 1:
+            why = "auto_frame_count trains each clip at its own length, which is not known here"
+            raise VplanError(why, "write the longest clip's num_frames beside it")
+        sides = [integer(side, "resolution") for side in as_list(settings.get(f"{data}resolution") or 512)]
+        shapes |= {(frames, side // step * step or step) for side in sides}
+        batch = settings.get(f"{data}batch_size") or settings.get(f"{TRAIN}batch_size") or 1
+        batches.append(integer(batch, "batch_size"))
+    ordered = sorted(shapes, key=lambda shape: (shape[0] * shape[1] ** 2, shape))
+    buckets = tuple(
+        Bucket.read({"frames": frames, "height": side, "width": side}, "the dataset") for frames, side in ordered
+    )
+    frames, side = ordered[-1]
+    shape = {"frames": frames, "height": side, "width": side, "batch_size": max(batches)}
+    return {**shape, "buckets": buckets if len(buckets) > 1 else ()}
 
 
 def write_shape(fields: Fields) -> Settings:
@@ -186,19 +205,32 @@ def write_shape(fields: Fields) -> Settings:
     return settings | ({f"{DATA}num_frames": fields["frames"]} if video else {})
 
 
+def _samples_of(settings: Settings) -> list[ValidationShape]:
+    """The shapes that are sampled: each of `sample.samples` may have its own."""
+    own = (re.match(rf"{re.escape(SAMPLE)}samples\[\d+\]\.", name) for name in settings)
+    rules = lookup.model(model_of(settings)["model"]).shape
+    shapes = []
+    for sample in sorted({each[0] for each in own if each}) or [SAMPLE]:
+
+        def given(name: str, default: int, sample: str = sample) -> object:
+            return settings.get(f"{sample}{name}", settings.get(f"{SAMPLE}{name}", default))
+
+        sizes = {name: integer(given(name, 512), f"sample.{name}") for name in ("width", "height")}
+        sizes = {name: side // rules.size_multiple * rules.size_multiple for name, side in sizes.items()}
+        frames = integer(given("num_frames", 1), "sample.num_frames")
+        frames = (frames - 1) // rules.frame_step * rules.frame_step + 1  # as the pipelines cut it
+        guided = number(given("guidance_scale", 7), "guidance_scale") > 1
+        shapes.append(ValidationShape.read({"frames": frames, "cfg": guided, **sizes}))
+    return shapes
+
+
 def validation_of(settings: Settings) -> Fields:
     """The fields of validation: a sample of 512x512 unless the settings switch it off or give another shape
     (``SampleConfig``)."""
     if settings.get(f"{TRAIN}disable_sampling"):
         return {"validation_mode": "off", "validation": None}
     shape = shape_of(settings)
-    guided = number(settings.get(f"{SAMPLE}guidance_scale", 7), "guidance_scale") > 1
-    sizes = {name: integer(settings.get(f"{SAMPLE}{name}", 512), f"sample.{name}") for name in ("width", "height")}
-    rules = lookup.model(model_of(settings)["model"]).shape
-    sizes = {name: side // rules.size_multiple * rules.size_multiple for name, side in sizes.items()}
-    frames = integer(settings.get(f"{SAMPLE}num_frames", 1), "sample.num_frames")
-    frames = (frames - 1) // rules.frame_step * rules.frame_step + 1  # as the pipelines cut it
-    sample = ValidationShape.read({"frames": frames, "cfg": guided, **sizes})
+    sample = max(_samples_of(settings), key=lambda each: each.frames * each.height * each.width * (1 + each.cfg))
     trained = ValidationShape.read({name: shape[name] for name in ("frames", "height", "width")})
     return {"validation_mode": "on", "validation": None if sample == trained else sample}
 

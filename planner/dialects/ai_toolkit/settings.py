@@ -17,6 +17,7 @@ from planner.dialects.ai_toolkit.models import (
     PROCESS,
     SAMPLE,
     TRAIN,
+    datasets_of,
     model_of,
     named_layers,
     shape_of,
@@ -117,8 +118,17 @@ def _write_formats(fields: Fields) -> Settings:
 
 
 def _encoders_of(settings: Settings) -> Fields:
+    """Latents are cached where they are of every dataset, and of none that is augmented (``DatasetConfig``)."""
     away = settings.get(f"{TRAIN}cache_text_embeddings") or settings.get(f"{TRAIN}unload_text_encoder")
-    cached = settings.get(f"{DATA}cache_latents_to_disk") or settings.get(f"{DATA}cache_latents")
+    sets = datasets_of(settings)
+    away = away or any(settings.get(f"{data}cache_text_embeddings") for data in sets)
+    cached = all(
+        (settings.get(f"{data}cache_latents_to_disk") or settings.get(f"{data}cache_latents"))
+        and not any(
+            name.startswith((f"{data}augments", f"{data}augmentations")) and settings[name] for name in settings
+        )
+        for data in sets
+    )
     return {"text_encoder": "cached" if away else "resident", "vae": "cached" if cached else "resident"}
 
 
@@ -151,6 +161,8 @@ def _method_of(settings: Settings) -> Fields:
     for table in ("adapter", "embedding", "decorator"):
         if table in tables:
             raise VplanError(f"{table} is not supported here", "supported: network.type lora, or full fine-tuning")
+    if settings.get(f"{TRAIN}train_unet") is False:
+        raise VplanError("train.train_unet false is not priced (the model is not trained)", "leave train_unet out")
     return {"method": "lora" if "network" in tables else "full"}
 
 
@@ -342,6 +354,10 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
             yield note
     elif fields["lora_targets"] is None:
         yield "every linear layer of the blocks has an adapter: what the step keeps for the unusual ones is not priced"
+    if fields["method"] == "lora" and profile.traits.stages and settings.get(f"{NETWORK}conv"):
+        yield "network.conv gives convolutions adapters too: not estimated, takes more"
+    if fields["method"] == "lora" and settings.get(f"{NETWORK}transformer_only") is False:
+        yield "network.transformer_only false gives layers outside the blocks adapters too: not estimated, takes more"
     if settings.get(f"{MODEL}low_vram") and fields["validation_mode"] == "on":
         yield "low_vram tiles the VAE and moves parts away while sampling; not estimated, needs less there"
     if QUANTISED_WHOLE in version_of(settings, fields):
@@ -350,6 +366,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "layer_offloading is estimated as that share of the blocks; below 1.0 it draws the layers by chance"
     elif settings.get(f"{MODEL}layer_offloading") and fields["gradient_checkpointing"] == "none":
         yield f"layer_offloading without gradient_checkpointing{MAY_NEED_LESS}"
+    if settings.get(f"{MODEL}layer_offloading") and fields["text_encoder"] == "resident":
+        yield f"layer_offloading of the text encoder{MAY_NEED_LESS}"
     if fields["weights_dtype"] == "nf4":
         yield f"{settings.get(f'{MODEL}qtype')} is estimated as nf4, without what an accuracy recovery adapter takes"
     if fields["text_encoder"] == "resident":

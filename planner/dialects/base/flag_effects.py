@@ -65,6 +65,8 @@ class FlagEffects(Record):
         by_name = {name: row for row in self.unpriced for name in row.names}
         for key, value in settings.items():
             name = _plain(key)
+            while name and name not in by_name:  # a key of a table that is named whole
+                name = name.rpartition(".")[0]
             row = by_name.get(name)
             if row is not None and row.acts(value, script):
                 yield name, row

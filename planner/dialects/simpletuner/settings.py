@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
-from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, FunctionPair, Remark, Settings, Value, When
+from planner.dialects.base.bindings import ONLY_LORA, Fields, FunctionPair, Remark, Settings, Value, When
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
-from planner.dialects.base.values import integer, number
+from planner.dialects.base.values import as_list, integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.simpletuner import (
@@ -104,16 +104,6 @@ STORED = {("ideogram", ""): "fp8", ("ideogram", "fp8"): "fp8", ("ideogram", "nf4
 ``base_model_precision`` or ``ideogram_fp8_base_upcast`` asks for others (helpers/models/ideogram/model.py
 ``load_model``)."""
 
-UNPRICED = {
-    "controlnet": "a ControlNet beside the model",
-    "enable_group_offload": "group offload while it trains",
-    "tread_config": "tokens routed past blocks (TREAD)",
-    "distillation_method": "distillation",
-    "context_parallel_size": "context parallelism",
-    "fsdp_enable": "FSDP",
-}
-"""Settings that change memory and are not priced."""
-
 
 def read_script(script: Script) -> Invocation | None:
     """A config: its keys may have dashes, as on its command line."""
@@ -153,9 +143,8 @@ def _method(settings: Settings) -> Fields:
         raise VplanError(f"SimpleTuner's model_type {quoted(kind)} is not priced", "lora and full are")
     if kind == "lora" and (adapter := str(_of(settings, "lora_type") or "standard").lower()) != "standard":
         raise VplanError(f"SimpleTuner's lora_type {quoted(adapter)} is not priced", "lora_type standard is")
-    for name, what in UNPRICED.items():
-        if _on(_of(settings, name)) or any(key.startswith(f"{CONFIG}{name}.") for key in settings):
-            raise VplanError(f"{name} is not priced ({what})", f"leave {name} out")
+    if kind == "full" and _of(settings, "gradient_precision") == "fp32":
+        raise VplanError("gradient_precision fp32 is not priced of full fine-tuning", "leave gradient_precision out")
     return {"method": kind}
 
 
@@ -207,8 +196,20 @@ def _write_optimizer(fields: Fields) -> Settings:
 SAMPLES = "data:samples"
 """[resolution, resolution_type, frames] of each set of ``data_backend_config``, None where it does not say."""
 
+BATCH = "data:batch"
+"""The largest ``train_batch_size`` of a set of its own, where one says so."""
+
+REFERENCES = "data:references"
+"""How many sets condition a sample, of which one is taken, or all with ``conditioning_multidataset_sampling``."""
+
+UNCACHED = {"vae": "data:vae", "text_encoder": "data:text_encoder"}
+"""Whether a set encodes while it trains."""
+
 TRAINED_KINDS = ("image", "video")
 """Values of ``dataset_type`` whose sizes are trained; others are caches and what conditions."""
+
+MASKS = ("mask", "segmentation", "grounding")
+"""Values of ``conditioning_type`` that weigh the loss, or act with a setting that is not priced."""
 
 
 def _samples(script: Script, settings: Settings) -> Settings:
@@ -220,14 +221,69 @@ def _samples(script: Script, settings: Settings) -> Settings:
     sets = parse(read_text(file), "json", file.name)
     if not isinstance(sets, list) or not all(isinstance(entry, dict) for entry in sets):
         raise VplanError(f"{quoted(file.name)} is no list of data sets", "name SimpleTuner's multidatabackend file")
+    sets = [entry for entry in sets if entry.get("disabled") is not True]
+    found: Settings = {}
+    for part, words in ENCODES.items():
+        if any(_on(entry.get(word)) for entry in sets for word in words):
+            found[UNCACHED[part]] = True
+    trained = [entry for entry in sets if str(entry.get("dataset_type", "image")) in TRAINED_KINDS]
+    if sizes := [entry["train_batch_size"] for entry in trained if entry.get("train_batch_size")]:
+        usual = _of(settings, "train_batch_size") or 1
+        sizes += [usual] if len(sizes) < len(trained) else []
+        found[BATCH] = max(integer(size, "train_batch_size") for size in sizes)
+    if count := _conditioning(sets, trained):
+        found[REFERENCES] = count
     rows = []
-    for entry in sets:
-        if entry.get("disabled") is True or str(entry.get("dataset_type", "image")) not in TRAINED_KINDS:
-            continue
+    for entry in trained:
         video = entry.get("video")
         frames = video.get("num_frames") if isinstance(video, dict) else None
         rows.append([entry.get("resolution"), entry.get("resolution_type"), frames])
-    return {SAMPLES: rows} if rows else {}
+    return {**found, SAMPLES: rows} if rows else found
+
+
+def _conditioning(sets: list[Any], trained: list[Any]) -> int:
+    """How many sets condition the samples of a set, at most: named, or made of its own images."""
+    kinds = {str(entry.get("id")): str(entry.get("conditioning_type", "")) for entry in sets}
+    counts = [0]
+    for entry in trained:
+        named = [name for name in as_list(entry.get("conditioning_data") or []) if kinds.get(str(name)) not in MASKS]
+        made = [each for each in as_list(entry.get("conditioning") or []) if isinstance(each, dict)]
+        counts.append(len(named) + sum(str(each.get("conditioning_type", "")) not in MASKS for each in made))
+    return max(counts)
+
+
+ENCODES = {
+    "vae": ("vae_cache_ondemand", "vae_cache_disable"),
+    "text_encoder": ("text_cache_ondemand", "text_cache_disable"),
+}
+"""Settings of the config, and of sets, with which a part encodes while it trains, and stays on the GPU for it
+(helpers/training/trainer.py ``init_unload_vae``, helpers/data_backend/factory.py)."""
+
+
+def _encoders(settings: Settings) -> Fields:
+    def stays(part: str, *more: str) -> bool:
+        return UNCACHED[part] in settings or any(_on(_of(settings, word)) for word in (*ENCODES[part], *more))
+
+    return {
+        "text_encoder": "resident" if stays("text_encoder") else "cached",
+        "vae": "resident" if stays("vae", "keep_vae_loaded") else "cached",
+    }
+
+
+def _references(settings: Settings) -> Fields:
+    """Where the data file has no conditioning set, as many as the model usually takes."""
+    count = int(settings.get(REFERENCES, 0))
+    if not count:
+        return {"references": None}
+    shape = lookup.model(_model(settings)["model"]).shape
+    if not shape.references and not shape.takes_references:
+        raise VplanError("conditioning sets of this model_family are not priced", "leave conditioning_data out")
+    return {"references": count if _of(settings, "conditioning_multidataset_sampling") == "combined" else 1}
+
+
+def _batch(settings: Settings) -> Fields:
+    size = settings.get(BATCH) or _of(settings, "train_batch_size", 1)
+    return {"batch_size": integer(size, "train_batch_size")}
 
 
 def _size(settings: Settings) -> Fields:
@@ -430,6 +486,11 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
     if _of(settings, "optimizer") == "bnb-lion8bit-paged":
         yield "bnb-lion8bit-paged is priced as 8-bit AdamW, paged too: its one state takes half of those in host RAM"
+    family = str(_of(settings, "model_family")).replace("-", "_")
+    if family not in T5_TOKENS and _of(settings, "tokenizer_max_length"):
+        yield "tokenizer_max_length is not estimated: the model's usual length of prompts is"
+    if fields["ema"] == "cpu" and not _on(_of(settings, "ema_cpu_only")):
+        yield "without ema_cpu_only the average goes to the GPU at each update, which is not estimated"
     for precision in TEXT_ENCODERS:
         if _on(_of(settings, precision)) and _of(settings, precision) != "no_change":
             yield f"{precision}{MAY_NEED_LESS}"
@@ -472,7 +533,13 @@ DIALECT = Dialect(
             _nothing,
             {"height": "resolution", "width": "resolution", "frames": "validation_num_video_frames"},
         ),
-        Value("batch_size", f"{CONFIG}train_batch_size", 1, int),
+        FunctionPair(
+            ("batch_size",),
+            (f"{CONFIG}train_batch_size",),
+            _batch,
+            lambda fields: {f"{CONFIG}train_batch_size": fields["batch_size"]},
+            {"batch_size": "train_batch_size"},
+        ),
         Value("gradient_accumulation", f"{CONFIG}gradient_accumulation_steps", 1, int),
         FunctionPair(
             ("optimizer", "optimizer_step"),
@@ -517,12 +584,21 @@ DIALECT = Dialect(
             lambda fields: {f"{CONFIG}musubi_blocks_to_swap": fields["swap_blocks"]} if fields["swap_blocks"] else {},
             {"swap_blocks": "musubi_blocks_to_swap"},
         ),
-        Choice("text_encoder", {"cached": {}}),
-        Choice("vae", {"cached": {}}),
+        FunctionPair(
+            ("text_encoder", "vae"),
+            (),
+            _encoders,
+            _nothing,
+            {
+                "text_encoder": "cached, resident by text_cache_ondemand",
+                "vae": "cached, resident by vae_cache_ondemand",
+            },
+        ),
+        FunctionPair(("references",), (), _references, _nothing, {"references": "conditioning_data"}),
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults("experts", "trainable", "buckets", "references"),
+        *our_defaults("experts", "trainable", "buckets"),
         *our_defaults("validation"),
     ),
     read_script=read_script,

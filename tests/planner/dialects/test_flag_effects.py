@@ -7,8 +7,11 @@ import pytest
 
 import planner.dialects
 import profiles
+from planner import dialects
 from planner.dialects.base import flag_effects, flags
+from planner.dialects.base.dialect import translate
 from planner.dialects.base.flag_effects import FlagEffects
+from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 
 WITH_EFFECTS = sorted(path.stem for path in profiles.FLAG_EFFECTS.glob("*.toml"))
@@ -64,3 +67,73 @@ def test_what_is_refused_is_said_with_its_reason(tmp_path: Path, monkeypatch: py
     assert note == "--two is not estimated (a second model), and takes more than this"
     with pytest.raises(VplanError, match=r"--two is not priced \(a second model\)"):
         flag_effects.notes("refused", {"--two": True})
+
+
+def test_a_key_of_a_table_is_its_table_s() -> None:
+    said = FlagEffects.read(
+        {"unpriced": [{"names": ["routes"], "why": "routed past", "source": "x.py", "needs": "less", "refused": True}]}
+    )
+    assert [name for name, _ in said.acting({"config:routes.list[0].ratio": 0.5})] == ["routes"]
+    assert not list(said.acting({"config:routes.on": False, "config:other.routes": 1}))
+
+
+OSTRIS = """job: extension
+config:
+  name: lora
+  process:
+    - type: sd_trainer
+      network: {type: lora, linear: 16%s}
+      datasets:
+        - {folder_path: a, resolution: 512, cache_latents_to_disk: true}
+        - {folder_path: b, resolution: [768], cache_latents_to_disk: true%s}
+      train: {batch_size: 2, dtype: bf16, optimizer: adamw8bit%s}
+      sample: {width: 512, height: 512, guidance_scale: 1, samples: [{prompt: x}%s]}
+      model: {name_or_path: %s, quantize: true}
+"""
+FLUX, WAN = "black-forest-labs/FLUX.1-dev", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+
+
+def read_ostris(folder: Path, model: str = FLUX, **added: str) -> tuple[dict[str, object], tuple[str, ...]]:
+    words = [f", {added[name]}" if name in added else "" for name in ("network", "dataset", "train", "sample")]
+    (folder / "a.yaml").write_text(OSTRIS % (*words, model), encoding="utf-8")
+    dialect, given = dialects.read_script(from_file(folder / "a.yaml"))
+    found = translate(dialect, given)
+    return {**found.job, **found.strategy}, found.notes
+
+
+def test_ai_toolkit_trains_every_dataset(tmp_path: Path) -> None:
+    found, _ = read_ostris(tmp_path, dataset="batch_size: 4")
+    assert [found[name] for name in ("height", "batch_size", "vae", "text_encoder")] == [768, 4, "cached", "resident"]
+    found, _ = read_ostris(tmp_path, dataset="augments: [a], cache_text_embeddings: true")
+    assert [found[name] for name in ("vae", "text_encoder")] == ["resident", "cached"]
+
+
+def test_the_largest_sample_of_ai_toolkit_counts(tmp_path: Path) -> None:
+    (small, _), (large, _) = read_ostris(tmp_path), read_ostris(tmp_path, sample="{width: 1024, height: 1536}")
+    assert getattr(small["validation"], "height", None) == 512
+    assert getattr(large["validation"], "height", None) == 1536
+
+
+def test_clips_of_their_own_length_are_no_still_images(tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match="auto_frame_count trains each clip at its own length"):
+        read_ostris(tmp_path, WAN, dataset="auto_frame_count: true")
+    found, notes = read_ostris(tmp_path, WAN, dataset="auto_frame_count: true, num_frames: 81")
+    assert found["frames"] == 81 and any("auto_frame_count is not estimated" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "train", ["do_cfg: true", "diff_output_preservation: true", "loss_type: mean_flow", "train_unet: false"]
+)
+def test_another_step_of_ai_toolkit_is_refused(train: str, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match="is not priced"):
+        read_ostris(tmp_path, train=train)
+
+
+def test_what_changes_little_in_ai_toolkit_is_said(tmp_path: Path) -> None:
+    _, notes = read_ostris(tmp_path, train="do_guidance_loss: true, loss_type: mse, train_text_encoder: false")
+    assert [note for note in notes if "is not estimated" in note] == [
+        "config.process[].train.do_guidance_loss is not estimated (one more forward without gradients in each step: "
+        "seconds above all), and takes more or less than this"
+    ]
+    _, notes = read_ostris(tmp_path, network="transformer_only: false")
+    assert any("network.transformer_only false" in note for note in notes)

@@ -265,6 +265,39 @@ def test_simpletuner_trains_the_largest_set_of_its_data_file(tmp_path: Path, mon
     assert [found[name] for name in ("frames", "height", "width")] == [73, 480, 480]
 
 
+def test_sets_of_simpletuner_have_batches_caches_and_references_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    plain = {"id": "a", "resolution": 512, "resolution_type": "pixel"}
+    named = plain | {"train_batch_size": 4, "vae_cache_disable": True, "conditioning_data": ["b", "c"]}
+    others = [{"id": name, "dataset_type": "conditioning", "conditioning_type": "reference_loose"} for name in "bc"]
+    texts = {"id": "t", "dataset_type": "text_embeds", "text_cache_ondemand": True}
+
+    def fields(config: dict[str, Any], *sets: dict[str, Any]) -> list[Any]:
+        (tmp_path / "config/backend.json").write_text(json.dumps(sets), encoding="utf-8")
+        found = read(tmp_path, config)
+        return [found[name] for name in ("batch_size", "vae", "text_encoder", "references")]
+
+    assert fields(SIMPLETUNER, plain) == [1, "cached", "cached", None]
+    assert fields(SIMPLETUNER, named, *others) == [4, "resident", "cached", 1]
+    combined = SIMPLETUNER | {"--conditioning_multidataset_sampling": "combined", "--train_batch_size": 6}
+    assert fields(combined, plain, named, *others, texts) == [6, "resident", "resident", 2]
+    assert fields(SIMPLETUNER | {"--keep_vae_loaded": True}, plain) == [1, "resident", "cached", None]
+    masks = {"id": "b", "dataset_type": "conditioning", "conditioning_type": "mask"}
+    assert fields(SIMPLETUNER, named | {"conditioning_data": "b"}, masks)[3] is None
+    with pytest.raises(VplanError, match="conditioning sets of this model_family are not priced"):
+        fields(WAN, named, *others)
+
+
+def test_simpletuner_s_gradients_in_fp32_are_refused_of_full_fine_tuning(tmp_path: Path) -> None:
+    wide = SIMPLETUNER | {"--gradient_precision": "fp32", "--base_model_precision": "no_change"}
+    assert read(tmp_path, wide)["method"] == "lora"
+    with pytest.raises(VplanError, match="gradient_precision fp32 is not priced"):
+        read(tmp_path, wide | {"--model_type": "full"})
+
+
 @pytest.mark.parametrize("text", ['{"id": "clips"}', "[1, 2]", "[", '[{"resolution": "large"}]'])
 def test_a_data_file_of_simpletuner_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.chdir(tmp_path)
