@@ -37,7 +37,7 @@ from planner.dialects.diffusers.adapted_layers import ADAPTED, ratios
 from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised_base
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
-from planner.layout.trainer_terms.diffusers import SCALES_IN_FP32
+from planner.layout.trainer_terms.diffusers import IN_LOOP, PRIOR, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
@@ -93,7 +93,6 @@ def _job(settings: Settings) -> Fields:
     return fields
 
 
-PRIOR, WHOLE_TEXT_ENCODER = "prior", "whole-te"
 """Versions of memory terms, joined by a dash: with class images beside, with the text encoder trained too."""
 
 PRIOR_SAMPLES = 2
@@ -114,7 +113,19 @@ def _version(settings: Settings, fields: Fields) -> str:
     """Of the terms in `planner.layout.trainer_terms.diffusers`, and what a batch is written by."""
     text = WHOLE_TEXT_ENCODER if _trains_text_encoder(settings) else ""
     scales = SCALES_IN_FP32 if settings.get(BASE) and not settings.get(DOUBLE) else ""
-    return "-".join(filter(None, [text, scales, PRIOR if _has_prior(settings) else ""]))
+    without_last = settings.get(SKIP) and fields["validation_mode"] == "on"
+    skips = IN_LOOP if without_last else ""
+    return "-".join(filter(None, [text, scales, skips, PRIOR if _has_prior(settings) else ""]))
+
+
+SKIP = "--skip_final_inference"
+
+
+def _takes_a_last_sample(fields: Fields) -> bool:
+    """Whether it does, and has an option to leave it out."""
+    script = _script(fields)
+    sampled = fields["validation_mode"] == "on" and fields["version"] == ""
+    return sampled and bool(script) and SKIP in flags.script("diffusers", script).flags
 
 
 def _write_batch(fields: Fields) -> int:
@@ -485,8 +496,15 @@ DIALECT = Dialect(
     version=_version,
     moves=(
         Move({"expandable_segments": True}, "free"),
+        Move(
+            {"version": IN_LOOP},
+            "no sample behind the last step, for which a second transformer is loaded",
+            words_for=lambda settings: [SKIP],
+            when=_takes_a_last_sample,
+        ),
         Move({"vae": "cached"}, "latents are encoded once", when=lambda fields: fields["vae"] != "cached"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
+        Move({"validation_mode": "off"}, "no samples"),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
         Move({"vae_tiling": True}, "tiles are blended where they meet"),
         Move({"vae_slicing": True}, "one sample at a time"),

@@ -5,6 +5,8 @@ Its own examples, cogvideox-factory (later finetrainers) and CogVideo's finetune
 
 from __future__ import annotations
 
+import itertools
+
 from planner.layout.encoders_vae import (
     ComponentPass,
     alive_after,
@@ -22,6 +24,7 @@ from planner.layout.trainer_terms.shared import cache_kept_while_sampling, clip_
 from planner.layout.trainer_terms.trained_text_encoders import text_encoders_whole
 from planner.tape.program import Moment, Stage
 
+HALF, FP32 = 2, 4
 FACTORY = "cogvideox-factory"
 """The version of cogvideox-factory's scripts for CogVideoX as they are since December 2024."""
 
@@ -150,16 +153,42 @@ def tested_beside_the_trained(run: Run) -> None:
         return
     halves = 2 if run.job.method == "full" and run.strategy.weights_dtype == "fp32" else 1
     more = run.total_bytes(run.named("weight").values()) // halves - component_bytes(run, "resident")
-    if more <= 0:
-        return
+    if more > 0:
+        _sample_beside(run, more)
+        run.empty_cache.after = (*run.empty_cache.after, run.phases.validation[-1][1])
+
+
+def _sample_beside(run: Run, nbytes: int) -> None:
+    """Samples with so many bytes of a second model on the GPU, from before its first step until the decode is over."""
     (_, denoise), (_, decode) = run.phases.validation
-    second, at = run.new(more, "weight", "second transformer"), STRATEGY_MOMENT._replace(passes="second transformer")
+    second, at = run.new(nbytes, "weight", "second transformer"), STRATEGY_MOMENT._replace(passes="second transformer")
     run.phases.validation = (
         *run.phases.validation,
         ("denoise", Stage(denoise.name, [(at, [second]), *denoise.stretches])),
         ("decode", Stage(decode.name, [*decode.stretches, (at, [~second])])),
     )
-    run.empty_cache.after = (*run.empty_cache.after, decode)
+
+
+IN_LOOP = "in-loop"
+"""In the version of a script that takes no last sample at its end (``--skip_final_inference``)."""
+
+OTHER_LOOPS = ("2024-10", FACTORY)
+"""The beginnings of versions that are other scripts'."""
+
+
+def last_sample(run: Run) -> None:
+    """When a LoRA is trained, a pipeline is loaded for a last sample, transformer included, and put on the GPU beside
+    the trained one, which the script's variable, the optimizer and accelerate hold on to. A U-Net is cast to fp32
+    before its adapters are saved (58eb52c examples/dreambooth/train_dreambooth_lora_{flux,qwen_image,sdxl}.py and the
+    other LoRA scripts, "Final inference")."""
+    version = run.trainer.partition("@")[2]
+    if run.job.method != "lora" or not run.phases.validation or run.strategy.validation_mode != "on":
+        return
+    if version.startswith(OTHER_LOOPS) or IN_LOOP in version:
+        return
+    model = run.facts.model
+    whole = "UNet" in model.diffusers_class or run.strategy.weights_dtype == "fp32"
+    _sample_beside(run, (FP32 if whole else HALF) * model.parameters)
 
 
 def encoders_at_start(run: Run) -> None:
@@ -220,7 +249,7 @@ def encoders_beside_the_model(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     *(tables_cast, cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
-    *(experts_without_gradients, validation_prompts, cache_kept_while_sampling, encoders_beside_the_model),
+    *(experts_without_gradients, validation_prompts, cache_kept_while_sampling, encoders_beside_the_model, last_sample),
 )
 
 
@@ -334,19 +363,25 @@ def scales_in_fp32(run: Run) -> None:
             run.resize(buffer, FP32 * run.sizes[buffer])
 
 
-FP32 = 4
-
 _2024_10 = (encoders_at_start, cache_kept, bucket_as_backward_begins, latents_in_fp32, final_norm_of_both)
+
+WHOLE_TEXT_ENCODER, PRIOR = "whole-te", "prior"
+
+_EXAMPLES: dict[str, tuple[Transform, ...]] = {
+    WHOLE_TEXT_ENCODER: (text_encoders_whole,),
+    SCALES_IN_FP32: (scales_in_fp32,),
+    IN_LOOP: (),
+    PRIOR: (),
+}
+"""What options of the examples do that no field says; their versions name each that is given, in this order."""
+
+_COMBINED = [parts for count in range(1, len(_EXAMPLES) + 1) for parts in itertools.combinations(_EXAMPLES, count)]
 
 OLDER: dict[str, tuple[Transform, ...]] = {
     "2024-10": _2024_10,
     "2024-10-one-step": (*_2024_10, one_step),
     FACTORY: (encoders_at_start, wrapped_beside_encoders, cache_kept, tested_beside_the_trained),
-    "prior": (),
-    SCALES_IN_FP32: (scales_in_fp32,),
-    f"{SCALES_IN_FP32}-prior": (scales_in_fp32,),
-    "whole-te": (text_encoders_whole,),
-    "whole-te-prior": (text_encoders_whole,),
+    **{"-".join(parts): tuple(transform for part in parts for transform in _EXAMPLES[part]) for parts in _COMBINED},
 }
 """2024-10: cogvideox-factory while it published its tables of memory (d81209b to 3a519f5), and its runs of one step.
 Their ZeRO is priced without `share_comes_back_in_fp32`: with it a full CogVideoX-5B would hold 20.9 GiB, and 19.998 are
