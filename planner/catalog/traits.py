@@ -109,6 +109,7 @@ TrainerTrait = Literal[
     "masks-by-head",
     "masks-one-sample",
     "joint-tensor-kept",
+    "sampled-without-encoders",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 

@@ -118,6 +118,8 @@ def validation_prompts(run: Run) -> None:
     whole = run.trainer.endswith(f"@{FACTORY}")
     if not run.phases.validation or (run.strategy.text_encoder != "cached" and not whole):
         return
+    if _sampled_without_encoders(run):
+        return
     first, denoise, decode = len(run.program.buffers), run.phases.validation[0][1], run.phases.validation[-1][1]
     apart = run.strategy.validation_mode == "offload"
     moved = weights_on_gpu(run) if apart and not whole else []
@@ -178,9 +180,10 @@ OTHER_LOOPS = ("2024-10", FACTORY)
 
 def last_sample(run: Run) -> None:
     """When a LoRA is trained, a pipeline is loaded for a last sample, transformer included, and put on the GPU beside
-    the trained one, which the script's variable, the optimizer and accelerate hold on to. A U-Net is cast to fp32
-    before its adapters are saved (58eb52c examples/dreambooth/train_dreambooth_lora_{flux,qwen_image,sdxl}.py and the
-    other LoRA scripts, "Final inference")."""
+    the trained one, which the script's variable, the optimizer and accelerate hold on to, and beside the text encoders
+    and the VAE that the script holds on to. A U-Net is cast to fp32 before its adapters are saved (58eb52c
+    examples/dreambooth/train_dreambooth_lora_{flux,qwen_image,sdxl}.py and the other LoRA scripts, "Final
+    inference")."""
     version = run.trainer.partition("@")[2]
     if run.job.method != "lora" or not run.phases.validation or run.strategy.validation_mode != "on":
         return
@@ -188,7 +191,14 @@ def last_sample(run: Run) -> None:
         return
     model = run.facts.model
     whole = "UNet" in model.diffusers_class or run.strategy.weights_dtype == "fp32"
-    _sample_beside(run, (FP32 if whole else HALF) * model.parameters)
+    encoders_too = 0 if _sampled_without_encoders(run) else component_bytes(run, "resident")
+    _sample_beside(run, (FP32 if whole else HALF) * model.parameters + encoders_too)
+
+
+def _sampled_without_encoders(run: Run) -> bool:
+    """Whether the pipeline that samples has no text encoder: prompts were encoded before training
+    (``text_encoder=None`` in train_dreambooth_lora_{qwen_image,hidream,krea2}.py)."""
+    return run.facts.model.trained_with("diffusers", "sampled-without-encoders")
 
 
 def encoders_at_start(run: Run) -> None:

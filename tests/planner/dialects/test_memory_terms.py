@@ -101,6 +101,25 @@ FIRST_FORWARD = LOADED + LAST_FORWARD - CUBLAS // 2
 # ---- SimpleTuner
 
 
+@pytest.mark.parametrize(
+    ("model", "held", "second_bytes"), [("flux.1-dev", False, 2), ("flux.1-dev", True, 2), ("sdxl", False, 4)]
+)
+def test_a_lora_of_diffusers_loads_a_second_model_for_its_last_sample(
+    model: str, held: bool, second_bytes: int
+) -> None:
+    """Beside the one that was trained, in fp32 by then if it is a U-Net, and text encoders that the script holds."""
+    profile = lookup.model(model)
+    kept = "resident" if held else "cached"
+    strategy = Strategy.read({"validation_mode": "on", "gradient_checkpointing": "full", "text_encoder": kept})
+    asked = Configuration.of(job_for(profile, {"method": "lora"}), strategy, Machine(gpu="b200"))
+    facts = library.load_facts(asked)
+    last, in_loop = (estimate(asked, facts, f"diffusers{end}").phases for end in ("", "@in-loop"))
+    assert last["train"] == in_loop["train"]
+    more = last["denoise"].allocated_bytes - in_loop["denoise"].allocated_bytes
+    encoders = sum(2 * encoder.parameters for encoder in profile.text_encoders) if held else 0
+    assert more == pytest.approx(second_bytes * profile.parameters + encoders, rel=1e-3)
+
+
 def test_simpletuner_zeroes_its_gradients_and_keeps_a_third_state() -> None:
     run = done_by("simpletuner", adapter_dtype="bf16")
     shift = STATES // 2
