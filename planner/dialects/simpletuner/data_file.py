@@ -1,0 +1,147 @@
+"""The sets of SimpleTuner's `data_backend_config`: sizes, batches, what conditions and encodes, read at bc8e6ab."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.catalog import lookup
+from planner.dialects.base.bindings import Fields, Settings
+from planner.dialects.base.script import Script
+from planner.dialects.base.values import as_list, integer
+from planner.dialects.simpletuner.models import is_on, model_of, of
+from planner.errors import VplanError, quoted
+from planner.untrusted import parse, read_text
+
+SAMPLES = "data:samples"
+"""[resolution, resolution_type, frames] of each set of ``data_backend_config``, None where it does not say."""
+
+BATCH = "data:batch"
+"""The largest ``train_batch_size`` of a set of its own, where one says so."""
+
+REFERENCES = "data:references"
+"""How many sets condition a sample, of which one is taken, or all with ``conditioning_multidataset_sampling``."""
+
+UNCACHED = {"vae": "data:vae", "text_encoder": "data:text_encoder"}
+"""Whether a set encodes while it trains."""
+
+TRAINED_KINDS = ("image", "video")
+"""Values of ``dataset_type`` whose sizes are trained; others are caches and what conditions."""
+
+MASKS = ("mask", "segmentation", "grounding")
+"""Values of ``conditioning_type`` that weigh the loss, or act with a setting that is not priced."""
+
+
+def samples(script: Script, settings: Settings) -> Settings:
+    """The sets of the data file that the config names, where the file is here."""
+    path = of(settings, "data_backend_config")
+    file = script.find(path) if isinstance(path, str) else None
+    if file is None:
+        return {}
+    sets = parse(read_text(file), "json", file.name)
+    if not isinstance(sets, list) or not all(isinstance(entry, dict) for entry in sets):
+        raise VplanError(f"{quoted(file.name)} is no list of data sets", "name SimpleTuner's multidatabackend file")
+    sets = [entry for entry in sets if entry.get("disabled") is not True]
+    found: Settings = {}
+    for part, words in ENCODES.items():
+        if any(is_on(entry.get(word)) for entry in sets for word in words):
+            found[UNCACHED[part]] = True
+    trained = [entry for entry in sets if str(entry.get("dataset_type", "image")) in TRAINED_KINDS]
+    if sizes := [entry["train_batch_size"] for entry in trained if entry.get("train_batch_size")]:
+        usual = of(settings, "train_batch_size") or 1
+        sizes += [usual] if len(sizes) < len(trained) else []
+        found[BATCH] = max(integer(size, "train_batch_size") for size in sizes)
+    if count := _conditioning(sets, trained):
+        found[REFERENCES] = count
+    rows = []
+    for entry in trained:
+        video = entry.get("video")
+        frames = video.get("num_frames") if isinstance(video, dict) else None
+        rows.append([entry.get("resolution"), entry.get("resolution_type"), frames])
+    return {**found, SAMPLES: rows} if rows else found
+
+
+def _conditioning(sets: list[Any], trained: list[Any]) -> int:
+    """How many sets condition the samples of a set, at most: named, or made of its own images."""
+    kinds = {str(entry.get("id")): str(entry.get("conditioning_type", "")) for entry in sets}
+    counts = [0]
+    for entry in trained:
+        named = [name for name in as_list(entry.get("conditioning_data") or []) if kinds.get(str(name)) not in MASKS]
+        made = [each for each in as_list(entry.get("conditioning") or []) if isinstance(each, dict)]
+        counts.append(len(named) + sum(str(each.get("conditioning_type", "")) not in MASKS for each in made))
+    return max(counts)
+
+
+ENCODES = {
+    "vae": ("vae_cache_ondemand", "vae_cache_disable"),
+    "text_encoder": ("text_cache_ondemand", "text_cache_disable"),
+}
+"""Settings of the config, and of sets, with which a part encodes while it trains, and stays on the GPU for it
+(helpers/training/trainer.py ``init_unload_vae``, helpers/data_backend/factory.py)."""
+
+
+def encoders_of(settings: Settings) -> Fields:
+    """The fields `text_encoder` and `vae`: what encodes while it trains stays on the GPU."""
+
+    def stays(part: str, *more: str) -> bool:
+        return UNCACHED[part] in settings or any(is_on(of(settings, word)) for word in (*ENCODES[part], *more))
+
+    return {
+        "text_encoder": "resident" if stays("text_encoder") else "cached",
+        "vae": "resident" if stays("vae", "keep_vae_loaded") else "cached",
+    }
+
+
+def references_of(settings: Settings) -> Fields:
+    """Where the data file has no conditioning set, as many as the model usually takes."""
+    count = int(settings.get(REFERENCES, 0))
+    if not count:
+        return {"references": None}
+    shape = lookup.model(model_of(settings)["model"]).shape
+    if not shape.references and not shape.takes_references:
+        raise VplanError("conditioning sets of this model_family are not priced", "leave conditioning_data out")
+    return {"references": count if of(settings, "conditioning_multidataset_sampling") == "combined" else 1}
+
+
+def batch_of(settings: Settings) -> Fields:
+    """The field `batch_size`: the largest of the config's and its sets'."""
+    size = settings.get(BATCH) or of(settings, "train_batch_size", 1)
+    return {"batch_size": integer(size, "train_batch_size")}
+
+
+def size_of(settings: Settings) -> Fields:
+    """The largest sample of the data file, as a square; what a set does not say is the config's."""
+    model = lookup.model(model_of(settings)["model"])
+    family = str(of(settings, "model_family")).replace("-", "_")
+    usual = [of(settings, "resolution"), of(settings, "resolution_type")]
+    sizes = []
+    for resolution, kind, frames in settings.get(SAMPLES) or [[None, None, None]]:
+        pixels = _side(resolution or usual[0] or 1024, kind or usual[1], model.shape.size_multiple)
+        if model.kind != "video":
+            sizes.append((pixels, 1))
+            continue
+        frames = frames or of(settings, "validation_num_video_frames") or 0
+        sizes.append((pixels, _frames(integer(frames, "num_frames"), family, model.vae.temporal)))
+    pixels, frames = max(sizes, key=lambda size: (size[0] ** 2 * max(1, size[1]), size))
+    return {"height": pixels, "width": pixels, "frames": frames or None}
+
+
+def _side(resolution: Any, kind: Any, step: int) -> int:
+    """``resolution`` as the side of a square: in pixels, or megapixels where ``resolution_type`` is ``area``."""
+    try:
+        side = float(resolution)
+    except (TypeError, ValueError):
+        raise VplanError(f"resolution {quoted(resolution)} is no number", "write 1024") from None
+    if str(kind) == "area" or side < 16:
+        side = (side * 1024 * 1024) ** 0.5
+    return max(step, int(side) // step * step)
+
+
+FRAME_STEPS = {"wan": 8, "ltxvideo": 8, "ltxvideo2": 8}
+"""``model_family`` -> n of the n * k + 1 frames that it cuts clips to, where it is more than its VAE joins
+(``adjust_video_frames`` in helpers/models/wan/model.py, ltxvideo/model.py and ltxvideo2/model.py)."""
+
+
+def _frames(frames: int, family: str, temporal: int) -> int:
+    """What is trained of a clip of so many frames. ``temporal``: the frames that the VAE joins to one."""
+    step = FRAME_STEPS.get(family, temporal)
+    return (frames - 1) // step * step + 1 if frames > 1 else frames

@@ -1,0 +1,80 @@
+"""Which of our models SimpleTuner's `model_family` and `model_flavour` mean, read at bc8e6ab."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.catalog import lookup
+from planner.dialects.base.bindings import Fields, Settings
+from planner.dialects.base.launchers import find_model
+from planner.errors import VplanError, quoted
+
+CONFIG = "config:"
+MODELS: dict[str, dict[str, str]] = {
+    "flux": {"": "flux.1-dev", "dev": "flux.1-dev", "krea": "flux.1-dev", "kontext": "flux.1-kontext-dev"},
+    "flux2": {
+        "": "flux.2-dev",
+        "dev": "flux.2-dev",
+        "klein-9b": "flux.2-klein-9b",
+        "klein-4b": "flux.2-klein-4b",
+    },
+    "sdxl": {"": "sdxl"},
+    "sd1x": {"": "sd1.5"},
+    "sd3": {"": "sd3.5-medium", "medium": "sd3.5-medium", "large": "sd3.5-large"},
+    "qwen_image": {
+        "": "qwen-image",
+        "v1.0": "qwen-image",
+        "v2.0": "qwen-image",
+        **dict.fromkeys(("edit-v1", "edit-v2"), "qwen-image-edit"),
+        **dict.fromkeys(("edit-v2+", "edit-v3"), "qwen-image-edit-2511"),  # ZERO_COND_T_FLAVOURS
+    },
+    "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
+    "chroma": dict.fromkeys(("", "base", "hd", "flash"), "chroma1-hd"),
+    "lumina2": dict.fromkeys(("", "2.0", "neta-lumina"), "lumina-image-2.0"),
+    "hidream": dict.fromkeys(("", "full", "dev", "fast"), "hidream-i1"),
+    "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
+    "ernie": dict.fromkeys(("", "base", "turbo"), "ernie-image"),
+    "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),
+    "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
+    "ltxvideo2": {
+        **dict.fromkeys(("", "dev"), "ltx-2"),
+        **dict.fromkeys(("2.3-dev", "2.3-distilled"), "ltx-2.3"),
+        **dict.fromkeys(("2.5-dev", "2.5-distilled"), "ltx-2.5"),
+    },
+    "hunyuanvideo": {"": "hunyuan-video-1.5", "t2v-480p": "hunyuan-video-1.5"},
+    "wan": {
+        "": "wan2.1-t2v-1.3b",
+        "t2v-480p-1.3b-2.1": "wan2.1-t2v-1.3b",
+        "t2v-480p-14b-2.1": "wan2.1-t2v-14b",
+        "i2v-14b-2.1": "wan2.1-i2v-14b-480p",
+        "i2v-14b-2.1-720p": "wan2.1-i2v-14b-720p",
+        "i2v-14b-2.2-high": "wan2.2-i2v-a14b",
+        "i2v-14b-2.2-low": "wan2.2-i2v-a14b",
+        "ti2v-5b-2.2": "wan2.2-ti2v-5b",
+    },
+}
+"""``model_family`` -> ``model_flavour``, empty for its default -> ours (helpers/models/*/model.py HUGGINGFACE_PATHS).
+"""
+
+
+def of(settings: Settings, name: str, default: Any = None) -> Any:
+    """The value of a key of the config."""
+    return settings.get(CONFIG + name, default)
+
+
+def is_on(value: Any) -> bool:
+    """Whether a setting is used; degrees of parallelism are from 2."""
+    return value is True or str(value).lower() not in ("none", "false", "", "0", "1")
+
+
+def model_of(settings: Settings) -> Fields:
+    """The field `model` that the settings mean. Raises a VplanError for an unknown one."""
+    family = str(of(settings, "model_family")).replace("-", "_")
+    flavour = str(of(settings, "model_flavour") or "")
+    name = settings.get("model") or MODELS.get(family, {}).get(flavour)
+    if name is None and family in MODELS:
+        name = find_model(of(settings, "pretrained_model_name_or_path"))
+    if name is None:
+        what = f"model_family {family}" + (f" {flavour}" if flavour else "")
+        raise VplanError(f"SimpleTuner's {quoted(what)} is not known", f"known families: {', '.join(MODELS)}")
+    return {"model": lookup.model(str(name)).name}
