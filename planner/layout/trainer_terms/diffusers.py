@@ -156,8 +156,8 @@ def tested_beside_the_trained(run: Run) -> None:
     halves = 2 if run.job.method == "full" and run.strategy.weights_dtype == "fp32" else 1
     more = run.total_bytes(run.named("weight").values()) // halves - component_bytes(run, "resident")
     if more > 0:
-        _sample_beside(run, more)
         run.empty_cache.after = (*run.empty_cache.after, run.phases.validation[-1][1])
+        _sample_beside(run, more)
 
 
 def _sample_beside(run: Run, nbytes: int) -> None:
