@@ -74,6 +74,7 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
     for group in filter(None, groups):
         weights = int(group[0].parameters * BYTES_PER_PARAMETER[group[0].dtype])
         layers = weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers
+        layers = layers and not run.device.encoders_whole
         if layers:
             group = (group[0]._replace(offload="layers"),)
         workspaces = workspace_bytes(gpu), kept_workspaces(run.machine.torch)

@@ -66,6 +66,9 @@ class DeviceTerms:
     encoders_together: bool = False
     """whether a trainer holds all encoders on the GPU while it caches"""
 
+    encoders_whole: bool = False
+    """whether a trainer puts a text encoder on the GPU whole, where ours brings one that is larger layer by layer"""
+
     kept_for_adapters: tuple[int, int] = (0, 0)
     """(the most that a step keeps in its recording for adapters that are not there, for those that it lacks)"""
 

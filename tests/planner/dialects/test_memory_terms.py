@@ -120,6 +120,17 @@ def test_a_lora_of_diffusers_loads_a_second_model_for_its_last_sample(
     assert more == pytest.approx(second_bytes * profile.parameters + encoders, rel=1e-3)
 
 
+def test_diffusion_pipe_brings_a_text_encoder_whole_where_ours_comes_layer_by_layer() -> None:
+    profile = lookup.model("wan2.1-t2v-1.3b")
+    job = job_for(profile, {"method": "lora", "frames": 1, "height": 512, "width": 512})
+    asked = Configuration.of(job, Strategy(gradient_checkpointing="full"), Machine(gpu="rtx3070"))
+    facts = library.load_facts(asked)
+    ours, theirs = (estimate(asked, facts, trainer) for trainer in ("vplan", "diffusion-pipe"))
+    whole = 2 * profile.text_encoders[0].parameters
+    assert ours.verdict == "fits" and ours.phases["encode"].allocated_bytes < whole // 3
+    assert theirs.verdict == "no" and theirs.phases["encode"].allocated_bytes > whole
+
+
 def test_simpletuner_zeroes_its_gradients_and_keeps_a_third_state() -> None:
     run = done_by("simpletuner", adapter_dtype="bf16")
     shift = STATES // 2
