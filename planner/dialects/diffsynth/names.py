@@ -108,6 +108,7 @@ BESIDE = {
     "context_image": "its tokens stand beside the image's",
     "in_context_videos": "their tokens stand beside the clip's",
     "layer_input_image": "layers of an image, each with tokens of its own",
+    "flux_redux_image": "an image encoder runs before the model, and its tokens stand beside the prompt's",
     "eligen_entity_prompts": "a prompt and a mask for each entity",
     "insert_anything_": "a second image beside the first",
     "ipadapter_images": "an IP-Adapter runs beside the model",

@@ -101,12 +101,17 @@ def _size(settings: Settings) -> Fields:
     if settings.get("--fix_sample_size") and settings.get("--enable_bucket"):
         height, width = (int(side) // 16 * 16 for side in settings["--fix_sample_size"])
         return {"height": height, "width": width, "frames": frames, "batch_size": batch}
-    side = int(settings.get(flag, 512))
+    side, step = int(settings.get(flag, 512)), model.shape.frame_step
     samples = [(side, frames)]
     if not image and settings.get("--enable_bucket") and all(settings.get(name) for name in BY_TOKENS):
-        samples = _by_tokens(settings, side, frames, model.shape.frame_step)
+        samples = _by_tokens(settings, side, frames, step)
     copies = [1 if image else _copies(settings, frames, sample) for sample in samples]
-    (side, frames), times = max(zip(samples, copies, strict=True), key=lambda row: row[0][0] ** 2 * row[0][1] * row[1])
+
+    def tokens(row: tuple[tuple[int, int], int]) -> int:
+        (each, length), times = row
+        return each**2 * ((length - 1) // step + 1) * times
+
+    (side, frames), times = max(zip(samples, copies, strict=True), key=tokens)
     return {"height": side, "width": side, "frames": frames, "batch_size": batch * times}
 
 

@@ -139,56 +139,6 @@ def test_what_changes_little_in_ai_toolkit_is_said(tmp_path: Path) -> None:
     assert any("network.transformer_only false" in note for note in notes)
 
 
-QWEN = (
-    "accelerate launch examples/qwen_image/model_training/train.py --dataset_base_path a --lora_base_model dit "
-    "--model_id_with_origin_paths Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors "
-    "--height 512 --width 512 --use_gradient_checkpointing "
-)
-
-
-def read_command(folder: Path, command: str) -> tuple[dict[str, object], tuple[str, ...]]:
-    (folder / "a.sh").write_text(command, encoding="utf-8")
-    dialect, given = dialects.read_script(from_file(folder / "a.sh"))
-    found = translate(dialect, given)
-    return {**found.job, **found.strategy}, found.notes
-
-
-def test_diffsynth_trains_by_one_forward(tmp_path: Path) -> None:
-    read_command(tmp_path, f"{QWEN} --task sft:train --preset_lora_path a.safetensors --enable_csv_log")
-    for refused in ("--task direct_distill", "--cpu_offload_split_threshold 2000 --enable_model_cpu_offload"):
-        with pytest.raises(VplanError, match="is not priced"):
-            read_command(tmp_path, f"{QWEN} {refused}")
-    read_command(tmp_path, f"{QWEN} --template_model_id_or_path x")  # which this script does not read
-    z_image = QWEN.replace("qwen_image", "z_image").replace("Qwen/Qwen-Image:", "Tongyi-MAI/Z-Image-Turbo:")
-    with pytest.raises(VplanError, match="a template model"):
-        read_command(tmp_path, f"{z_image} --template_model_id_or_path x")
-
-
-QWEN = (
-    "accelerate launch examples/qwen_image/model_training/train.py --dataset_base_path a --lora_base_model dit "
-    "--model_id_with_origin_paths Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors "
-    "--height 512 --width 512 --use_gradient_checkpointing "
-)
-
-
-def read_command(folder: Path, command: str) -> tuple[dict[str, object], tuple[str, ...]]:
-    (folder / "a.sh").write_text(command, encoding="utf-8")
-    dialect, given = dialects.read_script(from_file(folder / "a.sh"))
-    found = translate(dialect, given)
-    return {**found.job, **found.strategy}, found.notes
-
-
-def test_diffsynth_trains_by_one_forward(tmp_path: Path) -> None:
-    read_command(tmp_path, f"{QWEN} --task sft:train --preset_lora_path a.safetensors --enable_csv_log")
-    for refused in ("--task direct_distill", "--cpu_offload_split_threshold 2000 --enable_model_cpu_offload"):
-        with pytest.raises(VplanError, match="is not priced"):
-            read_command(tmp_path, f"{QWEN} {refused}")
-    read_command(tmp_path, f"{QWEN} --template_model_id_or_path x")  # which this script does not read
-    z_image = QWEN.replace("qwen_image", "z_image").replace("Qwen/Qwen-Image:", "Tongyi-MAI/Z-Image-Turbo:")
-    with pytest.raises(VplanError, match="a template model"):
-        read_command(tmp_path, f"{z_image} --template_model_id_or_path x")
-
-
 def read_command(folder: Path, words: str) -> tuple[dict[str, object], tuple[str, ...]]:
     (folder / "a.sh").write_text(f"accelerate launch {words}\n", encoding="utf-8")
     dialect, given = dialects.read_script(from_file(folder / "a.sh"))
@@ -197,7 +147,7 @@ def read_command(folder: Path, words: str) -> tuple[dict[str, object], tuple[str
 
 
 QWEN = (
-    "accelerate launch examples/qwen_image/model_training/train.py --dataset_base_path d --height 512 --width 512 --lora_base_model dit "
+    "examples/qwen_image/model_training/train.py --dataset_base_path d --height 512 --width 512 --lora_base_model dit "
     "--model_id_with_origin_paths Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors"
 )
 
@@ -206,14 +156,24 @@ QWEN = (
     "words",
     [
         "--task direct_distill",
+        "--cpu_offload_split_threshold 2000 --enable_model_cpu_offload",
         "--extra_inputs context_image",
         "--extra_inputs blockwise_controlnet_image",
         "--extra_inputs edit_image",
+        "--extra_inputs flux_redux_image",
     ],
 )
 def test_another_step_of_diffsynth_is_refused(words: str, tmp_path: Path) -> None:
     with pytest.raises(VplanError, match="is not priced"):
         read_command(tmp_path, f"{QWEN} {words}")
+
+
+def test_a_template_model_counts_where_the_script_reads_it(tmp_path: Path) -> None:
+    template = "--template_model_id_or_path x --task sft:train --preset_lora_path a.safetensors --enable_csv_log"
+    read_command(tmp_path, f"{QWEN} {template}")
+    z_image = QWEN.replace("qwen_image", "z_image").replace("Qwen/Qwen-Image:", "Tongyi-MAI/Z-Image-Turbo:")
+    with pytest.raises(VplanError, match="a template model"):
+        read_command(tmp_path, f"{z_image} {template}")
 
 
 def test_what_a_model_of_diffsynth_takes_is_read(tmp_path: Path) -> None:
@@ -227,11 +187,11 @@ def test_what_a_model_of_diffsynth_takes_is_read(tmp_path: Path) -> None:
 
 TOKENS = "--random_hw_adapt --training_with_video_token_length --enable_bucket --train_batch_size 1"
 EASY = (
-    "accelerate launch scripts/train_lora.py --pretrained_model_name_or_path EasyAnimateV5.1-7b-zh-InP --video_sample_n_frames 49 "
+    "scripts/train_lora.py --pretrained_model_name_or_path EasyAnimateV5.1-7b-zh-InP --video_sample_n_frames 49 "
     "--train_mode inpaint --token_sample_size 512"
 )
 FUN = (
-    "accelerate launch scripts/wan2.1/train_lora.py --pretrained_model_name_or_path Wan2.1-T2V-1.3B --video_sample_n_frames 81 "
+    "scripts/wan2.1/train_lora.py --pretrained_model_name_or_path Wan2.1-T2V-1.3B --video_sample_n_frames 81 "
     "--train_mode normal"
 )
 
@@ -239,7 +199,7 @@ FUN = (
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (f"{EASY} --image_sample_size 1024 --video_sample_size 256 {TOKENS}", (896, 17, 1)),
+        (f"{EASY} --image_sample_size 1024 --video_sample_size 256 {TOKENS}", (1024, 13, 1)),
         (f"{EASY} --image_sample_size 512 --video_sample_size 512 {TOKENS}", (512, 49, 1)),
         (f"{EASY} --image_sample_size 256 --video_sample_size 256 {TOKENS}", (256, 49, 2)),
         (f"{EASY} --image_sample_size 1024 --video_sample_size 256 --train_batch_size 1", (256, 49, 1)),
@@ -254,3 +214,13 @@ def test_clips_of_several_sizes_are_read_as_the_largest(
 ) -> None:
     found, _ = read_command(tmp_path, words)
     assert (found["height"], found["frames"], found["batch_size"]) == wanted
+
+
+def test_validation_of_two_experts_is_said(tmp_path: Path) -> None:
+    two = FUN.replace("wan2.1/", "wan2.2/").replace("Wan2.1-T2V-1.3B", "Wan2.2-T2V-A14B")
+    for words, said in (
+        (f"{two} --validation_prompts a", True),
+        (two, False),
+        (f"{FUN} --validation_prompts a", False),
+    ):
+        assert any("other expert" in note for note in read_command(tmp_path, words)[1]) is said
