@@ -119,6 +119,10 @@ BY_TOKENS = ("--random_hw_adapt", "--training_with_video_token_length")
 """Flags that, together, train clips of many sizes with so many frames as --token_sample_size leaves."""
 
 
+GIVEN = {"--video_sample_size": 512, "--video_sample_n_frames": 17, "--train_batch_size": 16}
+"""Flags of a clip's size and a batch's, and their defaults."""
+
+
 def _by_tokens(settings: Settings, side: int, frames: int, step: int) -> list[tuple[int, int]]:
     """(side, frames) of the clips that are trained in turn: of every size between those of videos and images, with at
     most the pixels of all frames at --token_sample_size (`get_length_to_frame_num`)."""
@@ -210,7 +214,10 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "--low_vram moves VAE and text encoder only; the transformer and the optimizer never move"
     if settings.get("--low_vram") and settings["script"] in (FULL, LORA):
         yield f"{AT}: everything is put on the GPU together at the start, before --low_vram moves anything"
-    if all(settings.get(name) for name in BY_TOKENS) and not _is_image(fields["model"]):
+    given = [int(settings.get(name, usual)) for name, usual in GIVEN.items()]
+    largest = [fields[name] for name in ("height", "frames", "batch_size")]
+    fixed = settings.get("--fix_sample_size") and settings.get("--enable_bucket")
+    if largest != given and not fixed and not _is_image(fields["model"]):
         of = f"{fields['height']} px and {fields['frames']} frames in batches of {fields['batch_size']}"
         yield f"clips train at several sizes, up to their own: this is of the largest, {of} (--token_sample_size)"
     if "--video_sample_n_frames" not in settings and not _is_image(fields["model"]):

@@ -212,8 +212,10 @@ FUN = (
 def test_clips_of_several_sizes_are_read_as_the_largest(
     words: str, wanted: tuple[int, int, int], tmp_path: Path
 ) -> None:
-    found, _ = read_command(tmp_path, words)
+    found, notes = read_command(tmp_path, words)
     assert (found["height"], found["frames"], found["batch_size"]) == wanted
+    several = any("clips train at several sizes" in note for note in notes)
+    assert several is (wanted in ((1024, 13, 1), (256, 49, 2), (256, 81, 2)))
 
 
 def test_validation_of_two_experts_is_said(tmp_path: Path) -> None:
