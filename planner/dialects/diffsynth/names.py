@@ -102,6 +102,31 @@ INPUTS: dict[str, Settings] = {
 """Model -> what its samples have beside a clip and its prompt, without which the pipeline fails
 (examples/wanvideo/model_training/lora/*.sh)."""
 
+BESIDE = {
+    "controlnet_": "a ControlNet runs beside the model",
+    "blockwise_controlnet_": "a ControlNet runs beside the model",
+    "context_image": "its tokens stand beside the image's",
+    "in_context_videos": "their tokens stand beside the clip's",
+    "layer_input_image": "layers of an image, each with tokens of its own",
+    "flux_redux_image": "an image encoder runs before the model, and its tokens stand beside the prompt's",
+    "eligen_entity_prompts": "a prompt and a mask for each entity",
+    "insert_anything_": "a second image beside the first",
+    "ipadapter_images": "an IP-Adapter runs beside the model",
+    "infinityou_": "a ControlNet runs beside the model",
+    "lora_encoder_inputs": "an encoder of LoRAs runs before the model",
+    "value_controller_inputs": "an encoder of values runs before the model",
+    "template_inputs": "a template model runs before the model",
+    "vap_video": "a second transformer runs beside the model",
+    "wantodance_": "encoders of music run before the model",
+    "animate2_": "tokens of a reference video stand beside the clip's",
+    "s2v_pose_video": "tokens of poses stand beside the clip's",
+}
+"""Starts of what --extra_inputs names that is not priced -> what it adds (diffsynth/pipelines/*.py; the commands of
+examples/*/model_training)."""
+
+REFERENCES = ("edit_image", "kontext_images", "step1x_reference_image", "nexus_gen_reference_image")
+"""Of --extra_inputs: images whose tokens stand beside, which are priced for models that take some."""
+
 BOUNDARIES = {
     ("wan2.2-i2v-a14b", "high"): (0.358, 0),
     ("wan2.2-i2v-a14b", "low"): (1, 0.358),

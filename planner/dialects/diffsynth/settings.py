@@ -39,6 +39,7 @@ from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.diffsynth.names import (
     AT,
     BASE,
+    BESIDE,
     BOUNDARIES,
     ENCODERS,
     EXPERTS,
@@ -47,6 +48,7 @@ from planner.dialects.diffsynth.names import (
     OFFLOAD_COST,
     OFFLOAD_NOTE,
     PATHS,
+    REFERENCES,
     SHIPPED,
     SPLIT_COST,
     TRAINABLE,
@@ -111,6 +113,7 @@ def _kind(path: str) -> str:
 def _models(settings: Settings) -> Fields:
     """The model, its expert, and where its encoders are: on the GPU, unless another command cached what they make."""
     profile = _profile(settings)
+    _check_inputs(settings, profile)
     listed, away = _listed(settings), set(str(settings.get("--offload_models") or "").split(","))
     split = str(settings.get("--task", "sft")).endswith(":train")
     fields: Fields = {"model": profile.name, "experts": None}
@@ -122,6 +125,31 @@ def _models(settings: Settings) -> Fields:
         away_from_gpu = "cached" if split else "swapped"
         fields[kind] = away_from_gpu if all(path in away for path in of_kind) and (of_kind or split) else "resident"
     return fields
+
+
+def _check_inputs(settings: Settings, profile: ModelProfile) -> None:
+    """Raises a VplanError for --extra_inputs that a sample of this model does not have in an estimate."""
+    for name in _extra_inputs(settings):
+        why = next((why for start, why in BESIDE.items() if name.startswith(start)), None)
+        if name in REFERENCES and not (profile.shape.references or profile.shape.takes_references):
+            why = f"its tokens stand beside the image's, and {profile.title} takes none"
+        if why is not None:
+            raise VplanError(f"--extra_inputs {name} is not priced ({why})", f"leave {name} out")
+
+
+def _extra_inputs(settings: Settings) -> list[str]:
+    return [name.strip() for name in str(settings.get("--extra_inputs") or "").split(",")]
+
+
+def _references(settings: Settings) -> Fields:
+    """One reference image a sample for a model that takes some when they are asked for; else as many as is usual."""
+    asked = set(REFERENCES) & set(_extra_inputs(settings)) and _profile(settings).shape.takes_references
+    return {"references": 1 if asked else None}
+
+
+def _write_references(fields: Fields) -> Settings:
+    asked = fields["references"] and lookup.model(fields["model"]).shape.takes_references
+    return {"--extra_inputs": REFERENCES[0]} if asked else {}
 
 
 def _write_models(fields: Fields) -> Settings:
@@ -316,6 +344,8 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     extra: dict[str, object] = {"--learning_rate": "1e-4", "--num_epochs": 5, "--output_path": "models/train/out"}
     extra["--remove_prefix_in_ckpt"] = "pipe.dit."
     extra |= INPUTS.get(model.name, {})
+    if "--extra_inputs" in settings:
+        extra["--data_file_keys"] = f"image,{settings['--extra_inputs']}"
     if (model.name, plan.job.experts) in BOUNDARIES:
         most, least = BOUNDARIES[model.name, str(plan.job.experts)]
         extra |= {"--max_timestep_boundary": most, "--min_timestep_boundary": least}
@@ -340,7 +370,7 @@ def _table(*bindings: Binding | When) -> tuple[Binding | When, ...]:
         EXPANDABLE,
         GPUS,
         NODES,
-        *our_defaults("lora_dropout", "buckets", "text_tokens", "references", "validation"),
+        *our_defaults("lora_dropout", "buckets", "text_tokens", "validation"),
         *our_defaults("compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype", "vae_dtype"),
         *our_defaults("vae_tiling", "vae_slicing", "inactive_expert", "validation_mode", "group_offload"),
         *our_defaults("group_offload_stream", "attention", "compile", "context_parallel"),
@@ -394,6 +424,13 @@ DIALECT = Dialect(
                 write_targets,
                 {"lora_targets": "--lora_target_modules (names known for Wan)"},
             ),
+        ),
+        FunctionPair(
+            ("references",),
+            ("--extra_inputs",),
+            _references,
+            _write_references,
+            {"references": "--extra_inputs edit_image"},
         ),
         FunctionPair(("frames",), ("--num_frames",), _frames, _write_frames, {"frames": "--num_frames"}),
         FunctionPair(

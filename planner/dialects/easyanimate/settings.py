@@ -92,12 +92,59 @@ def _is_image(model: object) -> bool:
 
 
 def _size(settings: Settings) -> Fields:
-    """Buckets of many shapes hold as many pixels as a square of --video_sample_size, or of an image model's
-    --image_sample_size."""
-    image = _is_image(model_of(settings)["model"])
-    side = int(settings.get("--image_sample_size" if image else "--video_sample_size", 512))
+    """The largest samples, and how many are in a step. Buckets of many shapes hold as many pixels as a square of
+    --video_sample_size, or of an image model's --image_sample_size; --fix_sample_size is one shape for all."""
+    batch, model = int(settings.get("--train_batch_size", 16)), lookup.model(model_of(settings)["model"])
+    image = model.kind == "image"
+    flag = "--image_sample_size" if image else "--video_sample_size"
     frames = 1 if image else int(settings.get("--video_sample_n_frames", 17))
-    return {"height": side, "width": side, "frames": frames}
+    if settings.get("--fix_sample_size") and settings.get("--enable_bucket"):
+        height, width = (int(side) // 16 * 16 for side in settings["--fix_sample_size"])
+        return {"height": height, "width": width, "frames": frames, "batch_size": batch}
+    side, step = int(settings.get(flag, 512)), model.shape.frame_step
+    samples = [(side, frames)]
+    if not image and settings.get("--enable_bucket") and all(settings.get(name) for name in BY_TOKENS):
+        samples = _by_tokens(settings, side, frames, step)
+    copies = [1 if image else _copies(settings, frames, sample) for sample in samples]
+
+    def tokens(row: tuple[tuple[int, int], int]) -> int:
+        (each, length), times = row
+        return each**2 * ((length - 1) // step + 1) * times
+
+    (side, frames), times = max(zip(samples, copies, strict=True), key=tokens)
+    return {"height": side, "width": side, "frames": frames, "batch_size": batch * times}
+
+
+BY_TOKENS = ("--random_hw_adapt", "--training_with_video_token_length")
+"""Flags that, together, train clips of many sizes with so many frames as --token_sample_size leaves."""
+
+
+GIVEN = {"--video_sample_size": 512, "--video_sample_n_frames": 17, "--train_batch_size": 16}
+"""Flags of a clip's size and a batch's, and their defaults."""
+
+
+def _by_tokens(settings: Settings, side: int, frames: int, step: int) -> list[tuple[int, int]]:
+    """(side, frames) of the clips that are trained in turn: of every size between those of videos and images, with at
+    most the pixels of all frames at --token_sample_size (`get_length_to_frame_num`)."""
+    largest, pixels = int(settings.get("--image_sample_size", 512)), _token_pixels(settings, frames)
+    sides = [*range(side, largest, 128), largest]
+    return [(each, min(frames, int(min(pixels / each**2, frames) // step * step + 1))) for each in sides]
+
+
+def _token_pixels(settings: Settings, frames: int) -> int:
+    return frames * int(settings.get("--token_sample_size", 512)) ** 2
+
+
+def _copies(settings: Settings, frames: int, sample: tuple[int, int]) -> int:
+    """How many times a batch of small samples is repeated: EasyAnimate's always is where tokens are counted, that of
+    VideoX-Fun with --auto_tile_batch_size and without ZeRO-3 (`torch.tile` in the loop)."""
+    own = settings.get("script") in (FULL, LORA)
+    sharded = bool(settings.get("launch:--use_deepspeed")) and int(settings.get("launch:--zero_stage", 2)) == 3
+    tiled = own or (settings.get("--auto_tile_batch_size") and not sharded)
+    if not tiled or not settings.get("--training_with_video_token_length"):
+        return 1
+    most, pixels = _token_pixels(settings, frames), sample[0] ** 2 * sample[1]
+    return 4 if most // 16 >= pixels else 2 if most // 4 >= pixels else 1
 
 
 def _write_size(fields: Fields) -> Settings:
@@ -112,7 +159,8 @@ def _write_size(fields: Fields) -> Settings:
     if refused:
         raise InexpressibleError(*refused)
     settings: Settings = {flag: fields["height"]} if fields["height"] != 512 else {}
-    return settings | ({"--video_sample_n_frames": fields["frames"]} if not image and fields["frames"] != 17 else {})
+    settings |= {"--video_sample_n_frames": fields["frames"]} if not image and fields["frames"] != 17 else {}
+    return settings | ({"--train_batch_size": fields["batch_size"]} if fields["batch_size"] != 16 else {})
 
 
 def plain(settings: Settings) -> Fields:
@@ -166,6 +214,12 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "--low_vram moves VAE and text encoder only; the transformer and the optimizer never move"
     if settings.get("--low_vram") and settings["script"] in (FULL, LORA):
         yield f"{AT}: everything is put on the GPU together at the start, before --low_vram moves anything"
+    given = [int(settings.get(name, usual)) for name, usual in GIVEN.items()]
+    largest = [fields[name] for name in ("height", "frames", "batch_size")]
+    fixed = settings.get("--fix_sample_size") and settings.get("--enable_bucket")
+    if largest != given and not fixed and not _is_image(fields["model"]):
+        of = f"{fields['height']} px and {fields['frames']} frames in batches of {fields['batch_size']}"
+        yield f"clips train at several sizes, up to their own: this is of the largest, {of} (--token_sample_size)"
     if "--video_sample_n_frames" not in settings and not _is_image(fields["model"]):
         yield "17 frames, the default of --video_sample_n_frames"
     if "--train_batch_size" not in settings:
@@ -220,13 +274,17 @@ def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> t
         *bindings,
         When("method", frozenset({"lora"}), Value("lora_rank", "--rank", 128)),
         FunctionPair(
-            ("height", "width", "frames"),
-            ("--video_sample_size", "--image_sample_size", "--video_sample_n_frames"),
+            ("height", "width", "frames", "batch_size"),
+            ("--video_sample_size", "--image_sample_size", "--video_sample_n_frames", "--train_batch_size"),
             _size,
             _write_size,
-            {"height": "square", "width": "square", "frames": "--video_sample_n_frames"},
+            {
+                "height": "square",
+                "width": "square",
+                "frames": "--video_sample_n_frames",
+                "batch_size": "--train_batch_size",
+            },
         ),
-        Value("batch_size", "--train_batch_size", 16),
         Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
         Value("gradient_accumulation", "--gradient_accumulation_steps", 1),
         Choice("ema", {"none": {}, "gpu": {"--use_ema": True}}, "its copy is on the GPU"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.catalog import lookup
@@ -153,6 +154,13 @@ def _is_wan(settings: Settings) -> bool:
     return folder.partition("_")[0] in WAN_CONFIGS
 
 
+def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    yield from easyanimate.notes(settings, fields)
+    if fields["validation_mode"] == "on" and lookup.model(fields["model"]).experts > 1:
+        what = "validation loads the other expert beside the trained one, which is not estimated"
+        yield f"{what}: it takes more than this (scripts/wan2.2/train_lora.py log_validation)"
+
+
 DIALECT = replace(
     easyanimate.DIALECT,
     name="videox-fun",
@@ -179,7 +187,7 @@ DIALECT = replace(
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
     ),
     read_script=read_script,
-    notes=easyanimate.notes,
+    notes=_notes,
     files=files,
     moves=(
         *easyanimate.MOVES,

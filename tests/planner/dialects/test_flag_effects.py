@@ -137,3 +137,92 @@ def test_what_changes_little_in_ai_toolkit_is_said(tmp_path: Path) -> None:
     ]
     _, notes = read_ostris(tmp_path, network="transformer_only: false")
     assert any("network.transformer_only false" in note for note in notes)
+
+
+def read_command(folder: Path, words: str) -> tuple[dict[str, object], tuple[str, ...]]:
+    (folder / "a.sh").write_text(f"accelerate launch {words}\n", encoding="utf-8")
+    dialect, given = dialects.read_script(from_file(folder / "a.sh"))
+    found = translate(dialect, given)
+    return {**found.job, **found.strategy}, found.notes
+
+
+QWEN = (
+    "examples/qwen_image/model_training/train.py --dataset_base_path d --height 512 --width 512 --lora_base_model dit "
+    "--model_id_with_origin_paths Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors"
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--task direct_distill",
+        "--cpu_offload_split_threshold 2000 --enable_model_cpu_offload",
+        "--extra_inputs context_image",
+        "--extra_inputs blockwise_controlnet_image",
+        "--extra_inputs edit_image",
+        "--extra_inputs flux_redux_image",
+    ],
+)
+def test_another_step_of_diffsynth_is_refused(words: str, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match="is not priced"):
+        read_command(tmp_path, f"{QWEN} {words}")
+
+
+def test_a_template_model_counts_where_the_script_reads_it(tmp_path: Path) -> None:
+    template = "--template_model_id_or_path x --task sft:train --preset_lora_path a.safetensors --enable_csv_log"
+    read_command(tmp_path, f"{QWEN} {template}")
+    z_image = QWEN.replace("qwen_image", "z_image").replace("Qwen/Qwen-Image:", "Tongyi-MAI/Z-Image-Turbo:")
+    with pytest.raises(VplanError, match="a template model"):
+        read_command(tmp_path, f"{z_image} {template}")
+
+
+def test_what_a_model_of_diffsynth_takes_is_read(tmp_path: Path) -> None:
+    edit = QWEN.replace("Qwen-Image:", "Qwen-Image-Edit:")
+    found, _ = read_command(tmp_path, f"{edit} --extra_inputs edit_image --task sft")
+    assert (found["model"], found["references"]) == ("qwen-image-edit", None)
+    flux = QWEN.replace("qwen_image/", "flux2/").replace("Qwen/Qwen-Image", "black-forest-labs/FLUX.2-dev")
+    assert read_command(tmp_path, flux)[0]["references"] is None
+    assert read_command(tmp_path, f"{flux} --extra_inputs edit_image")[0]["references"] == 1
+
+
+TOKENS = "--random_hw_adapt --training_with_video_token_length --enable_bucket --train_batch_size 1"
+EASY = (
+    "scripts/train_lora.py --pretrained_model_name_or_path EasyAnimateV5.1-7b-zh-InP --video_sample_n_frames 49 "
+    "--train_mode inpaint --token_sample_size 512"
+)
+FUN = (
+    "scripts/wan2.1/train_lora.py --pretrained_model_name_or_path Wan2.1-T2V-1.3B --video_sample_n_frames 81 "
+    "--train_mode normal"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (f"{EASY} --image_sample_size 1024 --video_sample_size 256 {TOKENS}", (1024, 13, 1)),
+        (f"{EASY} --image_sample_size 512 --video_sample_size 512 {TOKENS}", (512, 49, 1)),
+        (f"{EASY} --image_sample_size 256 --video_sample_size 256 {TOKENS}", (256, 49, 2)),
+        (f"{EASY} --image_sample_size 1024 --video_sample_size 256 --train_batch_size 1", (256, 49, 1)),
+        (f"{FUN} --image_sample_size 640 --video_sample_size 640 --token_sample_size 640 {TOKENS}", (640, 81, 1)),
+        (f"{FUN} --image_sample_size 256 --video_sample_size 256 --token_sample_size 512 {TOKENS}", (256, 81, 1)),
+        (f"{FUN} --image_sample_size 256 --video_sample_size 256 {TOKENS} --auto_tile_batch_size", (256, 81, 2)),
+        (f"{FUN} --fix_sample_size 480 832 --enable_bucket --train_batch_size 2", (480, 81, 2)),
+    ],
+)
+def test_clips_of_several_sizes_are_read_as_the_largest(
+    words: str, wanted: tuple[int, int, int], tmp_path: Path
+) -> None:
+    found, notes = read_command(tmp_path, words)
+    assert (found["height"], found["frames"], found["batch_size"]) == wanted
+    several = any("clips train at several sizes" in note for note in notes)
+    assert several is (wanted in ((1024, 13, 1), (256, 49, 2), (256, 81, 2)))
+
+
+def test_validation_of_two_experts_is_said(tmp_path: Path) -> None:
+    two = FUN.replace("wan2.1/", "wan2.2/").replace("Wan2.1-T2V-1.3B", "Wan2.2-T2V-A14B")
+    for words, said in (
+        (f"{two} --validation_prompts a", True),
+        (two, False),
+        (f"{FUN} --validation_prompts a", False),
+    ):
+        assert any("other expert" in note for note in read_command(tmp_path, words)[1]) is said
