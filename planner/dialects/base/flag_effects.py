@@ -20,6 +20,9 @@ from planner.schema import Record
 SWITCHED_OFF = ("", "none", "false", "no", "off", "0", "0.0")
 """Values, in lower case, of a setting that does nothing."""
 
+LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
+LAUNCH = "launch:"
+
 WORDS = {
     "more": "takes more than this",
     "less": "may need less: this is the estimate without it",
@@ -42,6 +45,8 @@ class Unpriced(Record):
     """whether an answer without it would be for another run"""
     off: tuple[Scalar, ...] = ()
     """values that do nothing, beside `SWITCHED_OFF`: those of another default"""
+    on: tuple[Text, ...] = ()
+    """the only values that act, in lower case, of a setting that acts by being switched off"""
     scripts: tuple[Text, ...] = ()
     """the ends of the names of the scripts that have them do so; none: of all"""
 
@@ -49,6 +54,8 @@ class Unpriced(Record):
         """Whether a setting's value does what is said here, in a script."""
         if self.scripts and not script.endswith(self.scripts):
             return False
+        if self.on:
+            return str(value).lower() in self.on
         return str(value).lower() not in SWITCHED_OFF and value not in (None, [], {}, *self.off)
 
 
@@ -83,12 +90,15 @@ def effects(trainer: str) -> FlagEffects:
 
 def notes(trainer: str, settings: Settings) -> tuple[str, ...]:
     """What of the settings is not estimated, in words. Raises a VplanError for one without which an estimate would be
-    of another run."""
+    of another run. Settings of a launcher are read by what is known of the launchers, whatever the trainer is."""
+    launch = {key: value for key, value in settings.items() if key.startswith(LAUNCH)}
+    own = {key: value for key, value in settings.items() if key not in launch}
     found: dict[str, Any] = {}
-    for name, row in effects(trainer).acting(settings):
-        if row.refused:
-            raise VplanError(f"{name} is not priced ({row.why})", f"leave {name} out")
-        found[f"{name} is not estimated ({row.why}), and {WORDS[row.needs]}"] = None
+    for program, given in ((trainer, own), *((launcher, launch) for launcher in LAUNCHERS)):
+        for name, row in effects(program).acting(given):
+            if row.refused:
+                raise VplanError(f"{name} is not priced ({row.why})", f"leave {name} out")
+            found[f"{name} is not estimated ({row.why}), and {WORDS[row.needs]}"] = None
     return tuple(found)
 
 

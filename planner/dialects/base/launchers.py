@@ -149,6 +149,7 @@ def _of_yaml(document: Settings) -> Settings:
     kind = str(document.get("distributed_type", "")).upper()
     settings |= {"launch:--use_deepspeed": True} if kind == "DEEPSPEED" else {}
     settings |= {"launch:--use_fsdp": True} if kind == "FSDP" else {}
+    settings |= {"launch:--use_megatron_lm": True} if kind == "MEGATRON_LM" else {}
     return {name: value for name, value in settings.items() if value is not None}
 
 

@@ -226,3 +226,35 @@ def test_validation_of_two_experts_is_said(tmp_path: Path) -> None:
         (f"{FUN} --validation_prompts a", False),
     ):
         assert any("other expert" in note for note in read_command(tmp_path, words)[1]) is said
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP",
+        "--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false",
+        "--use_fsdp --fsdp_auto_wrap_policy NO_WRAP",
+        "--mixed_precision fp8",
+        "--use_parallelism_config --parallelism_config_cp_size 2",
+    ],
+)
+def test_another_run_of_a_launcher_is_refused(launch: str, tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match="is not priced"):
+        read_command(tmp_path, QWEN.replace("accelerate launch", f"accelerate launch {launch}"))
+
+
+def test_a_launcher_s_settings_are_no_trainer_s(tmp_path: Path) -> None:
+    usual = "--use_fsdp --num_processes 2 --fsdp_sharding_strategy FULL_SHARD --fsdp_reshard_after_forward true"
+    policy = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --mixed_precision bf16 --parallelism_config_tp_size 1"
+    found, notes = read_command(tmp_path, QWEN.replace("launch", f"launch {usual} {policy}"))
+    assert found["sharding"] == "fsdp" and not [note for note in notes if "is not estimated" in note]
+    _, notes = read_command(tmp_path, QWEN.replace("launch", f"launch {usual} --fsdp_activation_checkpointing true"))
+    assert [note.partition(" (")[0] for note in notes if "is not estimated" in note] == [
+        "--fsdp_activation_checkpointing is not estimated"
+    ]
+
+
+def test_megatron_of_an_accelerate_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "megatron.yaml").write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n", encoding="utf-8")
+    with pytest.raises(VplanError, match="--use_megatron_lm is not priced"):
+        read_command(tmp_path, QWEN.replace("launch", "launch --config_file megatron.yaml"))
