@@ -192,8 +192,6 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "clips go to the nearest height and width: priced at the largest of both"
     if "--train_batch_size" not in settings:
         yield f"{fields['batch_size']} samples per step and GPU, the default of --train_batch_size"
-    if str(settings.get("launch:--dynamo_backend", "NO")).upper() != "NO":
-        yield f"torch.compile (dynamo_backend){MAY_NEED_LESS}"
     if settings.get("--ignore_learned_positional_embeddings"):
         yield f"--ignore_learned_positional_embeddings{MAY_NEED_LESS}"
     prompts = fields["validation_mode"] != "off"

@@ -254,6 +254,18 @@ def test_a_launcher_s_settings_are_no_trainer_s(tmp_path: Path) -> None:
     ]
 
 
+def test_syncnet_of_latentsync_is_refused(tmp_path: Path) -> None:
+    text = "data: {syncnet_config_path: a.yaml, resolution: 256}\nrun: {use_syncnet: %s}\n"
+    for on, wanted in (("false", None), ("true", "run.use_syncnet is not priced")):
+        (tmp_path / "stage1.yaml").write_text(text % on, encoding="utf-8")
+        dialect, given = dialects.read_script(from_file(tmp_path / "stage1.yaml"))
+        if wanted is None:
+            assert translate(dialect, given).job["height"] == 256
+        else:
+            with pytest.raises(VplanError, match=wanted):
+                translate(dialect, given)
+
+
 def test_megatron_of_an_accelerate_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "megatron.yaml").write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n", encoding="utf-8")
     with pytest.raises(VplanError, match="--use_megatron_lm is not priced"):
