@@ -240,15 +240,15 @@ def test_validation_of_two_experts_is_said(tmp_path: Path) -> None:
 )
 def test_another_run_of_a_launcher_is_refused(launch: str, tmp_path: Path) -> None:
     with pytest.raises(VplanError, match="is not priced"):
-        read_command(tmp_path, QWEN.replace("accelerate launch", f"accelerate launch {launch}"))
+        read_command(tmp_path, f"{launch} {QWEN}")
 
 
 def test_a_launcher_s_settings_are_no_trainer_s(tmp_path: Path) -> None:
     usual = "--use_fsdp --num_processes 2 --fsdp_sharding_strategy FULL_SHARD --fsdp_reshard_after_forward true"
     policy = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --mixed_precision bf16 --parallelism_config_tp_size 1"
-    found, notes = read_command(tmp_path, QWEN.replace("launch", f"launch {usual} {policy}"))
+    found, notes = read_command(tmp_path, f"{usual} {policy} {QWEN}")
     assert found["sharding"] == "fsdp" and not [note for note in notes if "is not estimated" in note]
-    _, notes = read_command(tmp_path, QWEN.replace("launch", f"launch {usual} --fsdp_activation_checkpointing true"))
+    _, notes = read_command(tmp_path, f"{usual} --fsdp_activation_checkpointing true {QWEN}")
     assert [note.partition(" (")[0] for note in notes if "is not estimated" in note] == [
         "--fsdp_activation_checkpointing is not estimated"
     ]
@@ -269,4 +269,4 @@ def test_syncnet_of_latentsync_is_refused(tmp_path: Path) -> None:
 def test_megatron_of_an_accelerate_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "megatron.yaml").write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n", encoding="utf-8")
     with pytest.raises(VplanError, match="--use_megatron_lm is not priced"):
-        read_command(tmp_path, QWEN.replace("launch", "launch --config_file megatron.yaml"))
+        read_command(tmp_path, f"--config_file megatron.yaml {QWEN}")
