@@ -107,5 +107,6 @@ def test_swapped_blocks_are_no_more_than_the_ram_holds_as_the_trainer_pins_them(
 
 def test_a_card_of_the_class_that_cannot_run_a_plan_does_not_hide_it() -> None:
     """Of the cards sold as 16 GB the T4 has no bf16, in which the adapters' layers are recorded."""
-    plan = run("suggest", "qwen-image", "--gpu", "16GB", "--for", "diffusion-pipe", "--host-ram", "26GiB")["plan"]
+    asked = ("--gpu", "16GB", "--for", "diffusion-pipe", "--weights-dtype", "fp8", "--host-ram", "40GiB")
+    plan = run("suggest", "flux.1-dev", *asked)["plan"]
     assert (plan["verdict"], plan["strategy"]["weights_dtype"]) == ("fits", "fp8")
