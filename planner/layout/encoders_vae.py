@@ -95,7 +95,7 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
     """The text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``, for one batch of the run."""
     strategy, model = run.strategy, run.facts.model
     components = []
-    if strategy.text_encoder == residence:
+    if strategy.text_encoder == residence and not run.device.encoders_on_cpu:
         in_turn = strategy.group_offload if run.samples_only else "none"
         for encoder in model.text_encoders:
             tape = run.facts.around.get(f"{encoder.folder}/encode")

@@ -69,6 +69,9 @@ class DeviceTerms:
     encoders_whole: bool = False
     """whether a trainer puts a text encoder on the GPU whole, where ours brings one that is larger layer by layer"""
 
+    encoders_on_cpu: bool = False
+    """whether text encoders that are cached encode on the CPU"""
+
     kept_for_adapters: tuple[int, int] = (0, 0)
     """(the most that a step keeps in its recording for adapters that are not there, for those that it lacks)"""
 

@@ -21,13 +21,19 @@ class ForwardPhases:
     of training."""
 
     def __init__(
-        self, torch: Any, enter: Callable[[str], None], phase: Callable[[], str], device: str = "cuda"
+        self,
+        torch: Any,
+        enter: Callable[[str], None],
+        phase: Callable[[], str],
+        device: str = "cuda",
+        splits_gradients: Callable[[], bool] = lambda: False,
     ) -> None:
         """``enter``: called with each phase as it begins; ``phase``: the one that goes on; ``device``: of modules that
-        count."""
+        count; ``splits_gradients``: whether an engine takes parameters' gradients away before a step."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
         self._torch, self._enter, self._phase, self._device = torch, enter, phase, device
+        self._splits_gradients = splits_gradients
         self._training = ""
         """what forward and backward belong to; empty before the first"""
         self._calls = threading.local()
@@ -84,12 +90,19 @@ class ForwardPhases:
 
     def _with_gradients(self, module: Any) -> None:
         if self._training:
+            if self._training == "first_step" and module is self.model() and self._stepped_in_backward(module):
+                self.step_ended()
             if self._phase() in ASIDE and _is_trained(module):
                 self._enter(self._training)
         elif module.training and _is_trained(module):
             self.model = weakref.ref(module)
             self._training = "first_step"
             self._enter("first_step")
+
+    def _stepped_in_backward(self, model: Any) -> bool:
+        """Whether no gradient waits for a step where the model's second forward begins: then parameters step in hooks
+        of backward (sd-scripts ``--fused_backward_pass``)."""
+        return not self._splits_gradients() and all(parameter.grad is None for parameter in model.parameters())
 
     def _without_gradients(self, module: Any) -> None:
         if not any(parameter.device.type == self._device for parameter in module.parameters()):

@@ -59,6 +59,7 @@ class ProcessObserver:
         self._history: MemoryHistory | None = None
         self._steps_of: dict[int, int] = {}
         self._engine_steps: int | None = None
+        self._in_engine_step = False
         self._forwards: ForwardPhases | None = None
         self._oom: dict[str, Any] | None = None
         self._ooms = 0
@@ -87,7 +88,7 @@ class ProcessObserver:
         self._peaks = MemoryPeaks(torch)
         self._history = MemoryHistory(torch, self._folder, os.environ.get("VPLAN_GPU_EVENTS") == "1")
         peaks = self._peaks
-        self._forwards = ForwardPhases(torch, peaks.enter, lambda: peaks.phase)
+        self._forwards = ForwardPhases(torch, peaks.enter, lambda: peaks.phase, splits_gradients=_deepspeed_runs)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         self._watch_own_steps(torch.optim.Optimizer)
@@ -104,12 +105,18 @@ class ProcessObserver:
         atexit.register(self._at_exit)
 
     def watch_deepspeed(self, module: ModuleType) -> None:
-        """DeepSpeed steps an optimizer once for every group of parameters; its engine knows what a step is."""
+        """DeepSpeed steps an optimizer once for every group of parameters, and gathers what they trained behind that;
+        its engine knows what a step is."""
         engine: Any = module.DeepSpeedEngine
         take_step = engine._take_model_step
 
         def counted(*arguments: Any, **options: Any) -> Any:
+            assert self._forwards is not None
+            self._in_engine_step = True
+            self._forwards.step_begins()
             result = take_step(*arguments, **options)
+            self._in_engine_step = False
+            self._forwards.step_ended()
             self._engine_steps = (self._engine_steps or 0) + 1
             self._count()
             return result
@@ -178,7 +185,8 @@ class ProcessObserver:
     def _after_step(self, optimizer: Any, *_ignored: Any) -> None:
         assert self._forwards is not None
         self._let_works_end()
-        self._forwards.step_ended()
+        if not self._in_engine_step:
+            self._forwards.step_ended()
         self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         if self._engine_steps is None and not _deepspeed_runs():
             self._count()

@@ -38,6 +38,7 @@ from planner.dialects.sd_scripts.shared_bindings import (
     size_pair,
 )
 from planner.errors import VplanError
+from planner.layout.trainer_terms.sd_scripts import ENCODERS_ON_CPU
 
 SCRIPT = "hunyuan_image_train_network.py"
 MODEL = "hunyuan-image-2.1"
@@ -151,7 +152,12 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if settings.get("--vae_chunk_size"):
         yield "--vae_chunk_size is not priced: the VAE is priced whole"
     if settings.get("--text_encoder_cpu"):
-        yield "--text_encoder_cpu: captions are encoded on the CPU, which is not priced"
+        priced = "may take minutes each" if fields["text_encoder"] == "cached" else "are priced on the GPU all the same"
+        yield f"--text_encoder_cpu: captions are encoded on the CPU and {priced}"
+
+
+def _version(settings: Settings, fields: Fields) -> str:
+    return ENCODERS_ON_CPU if settings.get("--text_encoder_cpu") and fields["text_encoder"] == "cached" else ""
 
 
 DIALECT = Dialect(
@@ -224,7 +230,13 @@ DIALECT = Dialect(
         Move(
             {"text_encoder_dtype": "fp8"},
             "Qwen2.5-VL is rounded to 8 bits",
-            when=lambda fields: fields["text_encoder"] == "resident",
+        ),
+        Move(
+            {"version": ENCODERS_ON_CPU},
+            "captions are encoded on the CPU, minutes each",
+            words_for=lambda settings: ["--text_encoder_cpu"],
+            when=lambda fields: fields["text_encoder"] == "cached" and fields["version"] == "",
         ),
     ),
+    version=_version,
 )

@@ -1,7 +1,8 @@
 """How other trainers hold memory where they differ from ours: one file a trainer, each a tuple of terms on a Run.
 
-A file's ``TERMS`` are applied after our own transformations when a plan names that trainer, in order; its ``OLDER``
-adds to them for the versions that measurements are of. A trainer without a file here is priced like ours.
+A file's ``TERMS`` are applied after our own transformations and ``encoders_whole``, in order, when a plan names that
+trainer; its ``OLDER`` adds to them for the versions that measurements are of. A trainer without a file here is priced
+like ours.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 
 from planner.layout.run import Transform
+from planner.layout.trainer_terms.shared import encoders_whole
 
 NAMES = (
     "ai-toolkit",
@@ -34,7 +36,7 @@ def terms(trainer: str) -> tuple[Transform, ...]:
     if name not in NAMES:
         return ()
     today: tuple[Transform, ...] = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").TERMS
-    return today + versions(name).get(version, ())
+    return (encoders_whole, *today, *versions(name).get(version, ()))
 
 
 def versions(name: str) -> dict[str, tuple[Transform, ...]]:

@@ -72,15 +72,8 @@ def last_encoder_stays(run: Run) -> None:
     run.add(run.load, int(nbytes), "residents", encoder.name)
 
 
-def encoders_whole(run: Run) -> None:
-    """A text encoder is moved to the GPU whole, to cache what it makes of prompts (utils/dataset.py
-    ``self.submodels[id].to('cuda')``)."""
-    run.device.encoders_whole = True
-
-
 TERMS: tuple[Transform, ...] = (
     *(
-        encoders_whole,
         last_encoder_stays,
         modulation_in_8_bits("diffusion-pipe"),
         wider_adapters,

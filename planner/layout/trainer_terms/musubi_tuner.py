@@ -81,8 +81,22 @@ def modulation_in_16_bits(run: Run) -> None:
                 run.resize(buffer, 2 * run.sizes[buffer])
 
 
+def prompts_cached_apart(run: Run) -> None:
+    """Captions are encoded by a script of its own, whose flags a command that trains does not show (``--fp8_t5``,
+    ``--fp8_llm``, ``--device cpu``): a text encoder larger than the card is no reason why that command does not fit.
+    Prompts of samples are encoded where it trains (wan_train_network.py ``process_sample_prompts``)."""
+    if run.strategy.validation_mode == "off":
+        run.device.encoders_whole = False
+
+
 TERMS: tuple[Transform, ...] = (
-    *(modulation_in_8_bits("musubi-tuner"), wider_adapters, swap_in_place, checkpoints_saved_on_cpu),
+    *(
+        prompts_cached_apart,
+        modulation_in_8_bits("musubi-tuner"),
+        wider_adapters,
+        swap_in_place,
+        checkpoints_saved_on_cpu,
+    ),
     *(
         positions_in_fp64("musubi-tuner"),
         inputs_as_they_are,

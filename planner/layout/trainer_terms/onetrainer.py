@@ -22,7 +22,7 @@ from planner.layout.trainer_terms.lora_layers import (
     keep_by_block,
     width_of,
 )
-from planner.layout.trainer_terms.shared import modulation_in_8_bits
+from planner.layout.trainer_terms.shared import layers_of_encoders_offloaded, modulation_in_8_bits
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
 """The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""
@@ -163,6 +163,7 @@ def joint_tensor_kept(run: Run) -> None:
 
 
 TERMS: tuple[Transform, ...] = (
+    layers_of_encoders_offloaded,
     modulation_in_8_bits("onetrainer"),
     layers_in_buffers,
     statistics_kept,

@@ -6,7 +6,7 @@ GPU (``resident``). ``--fused_backward_pass`` is ``optimizer_step`` ``backward``
 
 from __future__ import annotations
 
-from planner.layout.run import Transform
+from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation
 from planner.layout.trainer_terms.sd_scripts_unet import VERSIONS
@@ -26,5 +26,15 @@ TERMS: tuple[Transform, ...] = (
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""
 
-OLDER = VERSIONS
-"""Not older: its scripts for SDXL and SD 1.5, whose U-Net is another (`planner.dialects.sd_scripts_unet`)."""
+ENCODERS_ON_CPU = "text-encoder-cpu"
+"""The version of memory terms with ``--text_encoder_cpu``."""
+
+
+def encoders_on_cpu(run: Run) -> None:
+    """Text encoders stay on the CPU while their outputs are cached (hunyuan_image_train_network.py ``vlm_device``)."""
+    run.device.encoders_on_cpu = True
+
+
+OLDER = {**VERSIONS, f"hunyuan-image@{ENCODERS_ON_CPU}": (encoders_on_cpu,)}
+"""Not older: its scripts for SDXL and SD 1.5, whose U-Net is another (`planner.dialects.sd_scripts_unet`), and a flag
+that no field of a plan says."""

@@ -10,6 +10,21 @@ from planner.spec.job import SPLIT
 from planner.tape.program import Stage
 
 
+def encoders_whole(run: Run) -> None:
+    """A text encoder is moved to the GPU whole to encode prompts, however small the card. So do all trainers: read in
+    ai-toolkit 27a03a9, diffusers' examples 58eb52c, diffusion-pipe 8f83dbf, DiffSynth-Studio fed7b18, musubi-tuner
+    30c658c, OneTrainer 23df3832, sd-scripts 48d368f, SimpleTuner bc8e6ab and VideoX-Fun."""
+    run.device.encoders_whole = True
+
+
+def layers_of_encoders_offloaded(run: Run) -> None:
+    """Where layers of the model wait in host RAM, those of its text encoders do too, and come one by one: OneTrainer's
+    ``layer_offload_fraction`` (util/checkpointing_util.py ``create_checkpoint``, whose conductor text encoders have as
+    well), ai-toolkit's ``layer_offloading`` (``layer_offloading_text_encoder_percent`` is 1 unless it is written)."""
+    if run.strategy.swap_blocks:
+        run.device.encoders_whole = False
+
+
 def swap_in_place(run: Run) -> None:
     """Block swap exchanges the weights of two blocks where they lie, over host memory that is not pinned: the blocks
     that stay are all there is on the GPU, and there is no ring (kohya-ss library/custom_offloading_utils.py

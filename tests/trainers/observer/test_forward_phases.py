@@ -59,10 +59,37 @@ INSIDE = "encode train encode train optimizer train"
 """Of a module that encodes in its own forward, behind an encoding before it."""
 SAMPLES = "encode denoise decode denoise decode"
 
+STEPS = (
+    PROGRAM.partition("class Whole")[0]
+    + """
+def step(parameter):
+    with torch.no_grad():
+        parameter -= parameter.grad
+    parameter.grad = None
+for parameter in model.adapter.parameters() if IN_BACKWARD else ():
+    parameter.register_post_accumulate_grad_hook(step)
+for _ in range(3):
+    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+print(*seen)
+"""
+)
+
+
+def test_steps_inside_backward_end_the_first_step_at_the_next_forward() -> None:
+    assert _shown(STEPS.replace("IN_BACKWARD", "True")) == "load first_step train"
+
+
+def test_gradients_that_add_up_wait_for_their_step() -> None:
+    assert _shown(STEPS.replace("IN_BACKWARD", "False")) == "load first_step"
+
 
 def test_loading_encoding_and_sampling_are_told_from_training() -> None:
     for reentrant in ("True", "False"):
-        program = PROGRAM.replace("REENTRANT", reentrant)
-        shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        shown = _shown(PROGRAM.replace("REENTRANT", reentrant))
         plain = f"load encode load encode first_step optimizer train {STEP} {SAMPLES}"
-        assert shown.strip() == f"{plain} {INSIDE} {INSIDE} {SAMPLES}"
+        assert shown == f"{plain} {INSIDE} {INSIDE} {SAMPLES}"
+
+
+def _shown(program: str) -> str:
+    program = program.replace("REENTRANT", "False")
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
