@@ -8,17 +8,26 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 ASIDE = ("encode", "denoise", "decode")
 """Phases beside training, which the next forward with gradients ends."""
+
+
+class Call(NamedTuple):
+    """A forward that goes on."""
+
+    module: Any
+    gradients: bool
+    """whether they were on"""
 
 
 class ForwardPhases:
     """Tells training from what runs beside it. A forward without gradients that is not inside another such one is a
     text encoder's or the VAE's where nothing of the module is trained, and sampling where something is; a frozen module
     behind sampling decodes, unless it has encoded before. Checkpointed blocks run without gradients too, and are part
-    of training."""
+    of training. Gradients may be on where a trainer's module holds a pipeline and calls its parts
+    (DiffSynth-Studio): then frozen parts with layers of layers are its encoders."""
 
     def __init__(
         self,
@@ -68,32 +77,35 @@ class ForwardPhases:
         self._enter("train")
 
     @property
-    def _stack(self) -> list[bool]:
-        """Of this thread's forwards, the outermost first: whether gradients were on."""
+    def _stack(self) -> list[Call]:
+        """This thread's forwards, the outermost first."""
         if not hasattr(self._calls, "stack"):
             self._calls.stack = []
-        stack: list[bool] = self._calls.stack
+        stack: list[Call] = self._calls.stack
         return stack
 
     def _before(self, module: Any, _arguments: Any) -> None:
         stack, gradients = self._stack, self._torch.is_grad_enabled()
-        around = stack[-1] if stack else True
-        stack.append(gradients)
+        caller = stack[-1] if stack else Call(None, True)
+        stack.append(Call(module, gradients))
         if gradients:
-            self._with_gradients(module)
-        elif around:
+            self._with_gradients(module, caller.module)
+        elif caller.gradients:
             self._without_gradients(module)
 
     def _after(self, *_ignored: Any) -> None:
         if self._stack:
             self._stack.pop()
 
-    def _with_gradients(self, module: Any) -> None:
+    def _with_gradients(self, module: Any, caller: Any) -> None:
         if self._training:
             if self._training == "first_step" and module is self.model() and self._stepped_in_backward(module):
                 self.step_ended()
-            if self._phase() in ASIDE and _is_trained(module):
-                self._enter(self._training)
+            if self._phase() in ASIDE:
+                if _is_trained(module):
+                    self._enter(self._training)
+            elif caller is not None and caller is _unwrapped(self.model()) and _is_encoder_of(caller, module):
+                self._enter("encode")
         elif module.training and _is_trained(module):
             self.model = weakref.ref(module)
             self._training = "first_step"
@@ -123,6 +135,29 @@ class ForwardPhases:
 
 def _is_trained(module: Any) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _unwrapped(model: Any) -> Any:
+    """What DDP or an engine wraps (``module``)."""
+    return getattr(model, "module", model)
+
+
+def _is_encoder_of(model: Any, module: Any) -> bool:
+    """Whether a frozen module is neither a part of the model itself nor one of its lists', and has layers of layers."""
+    listed = (part for child in model.children() for part in (child, *child.children()) if _is_list(child))
+    own = (*model.children(), *listed)
+    return not any(module is part for part in own) and _depth(module, 3) == 3 and not _is_trained(module)
+
+
+def _is_list(module: Any) -> bool:
+    return type(module).__name__ in ("ModuleList", "ModuleDict")
+
+
+def _depth(module: Any, most: int) -> int:
+    """How deep its modules lie in each other, counted up to ``most``."""
+    if not most:
+        return 0
+    return max((1 + _depth(child, most - 1) for child in module.children()), default=0)
 
 
 def _inside_autograd_function() -> bool:

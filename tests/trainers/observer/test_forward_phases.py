@@ -74,6 +74,40 @@ print(*seen)
 """
 )
 
+PIPELINE = (
+    PROGRAM.partition("class Whole")[0]
+    + """
+class Pipeline(torch.nn.Module):
+    # Never called itself, as DiffSynth-Studio's.
+    def __init__(self):
+        super().__init__()
+        layer = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+        self.encoder = torch.nn.Sequential(layer).requires_grad_(False)
+        self.embedder = torch.nn.Sequential(torch.nn.Linear(4, 4)).requires_grad_(False)
+        self.model = model
+
+class Training(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pipeline = Pipeline()
+    def forward(self, x):
+        pipeline = self.pipeline
+        return pipeline.model(pipeline.embedder(pipeline.encoder(x)).requires_grad_())
+
+module, optimizer = Training(), torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    module(torch.ones(1, 4)).sum().backward()
+    phases.step_begins()
+    optimizer.step()
+    phases.step_ended()
+print(*seen)
+"""
+)
+
+
+def test_parts_of_a_pipeline_that_is_not_called_encode_with_gradients_on() -> None:
+    assert _shown(PIPELINE) == "load first_step encode first_step optimizer train encode train optimizer train"
+
 
 def test_steps_inside_backward_end_the_first_step_at_the_next_forward() -> None:
     assert _shown(STEPS.replace("IN_BACKWARD", "True")) == "load first_step train"
