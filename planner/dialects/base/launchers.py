@@ -23,6 +23,7 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.dialect import Invocation
+from planner.dialects.base.fsdp import CLASSES, LOADING, OFFLOAD, POLICY, VERSION, Support, fsdp_fields, fsdp_settings
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, did_you_mean, nearest, quoted
 from planner.spec.job import SPLIT, Job, Strategy
@@ -171,8 +172,8 @@ ENGINE = (
 
 _LAUNCH = (
     *("launch:--use_deepspeed", "launch:--zero_stage", "launch:--use_fsdp", "launch:--mixed_precision"),
-    *("launch:--offload_optimizer_device", "launch:--offload_param_device", "launch:--fsdp_offload_params"),
-    "launch:--fsdp_version",
+    *("launch:--offload_optimizer_device", "launch:--offload_param_device"),
+    *(OFFLOAD, VERSION, POLICY, CLASSES, LOADING),
 )
 
 
@@ -180,19 +181,20 @@ def engine(
     plain: Callable[[Settings], Fields],
     write_plain: Callable[[Fields], Settings],
     words: Mapping[str, str],
+    fsdp: Support | str,
     with_deepspeed: Settings | None = None,
     context: Callable[[Fields], Settings] = lambda fields: {},
 ) -> FunctionPair:
     """What accelerate's launch decides: DDP, DeepSpeed's ZeRO or FSDP, and the number formats that go with them.
 
     `plain` gives weights_dtype, adapter_dtype and autocast without an engine; `write_plain` writes them, or raises.
-    `with_deepspeed` are the script's own flags beside it; `context` gives the settings of other bindings that `plain`
-    reads. DeepSpeed in bf16 keeps an fp32 master and no autocast (accelerate sets `bf16.enabled`; planner.spec.rules
-    DEEPSPEED).
+    `fsdp` says how a script trains under FSDP, or why none does. `with_deepspeed` are the script's own flags beside it;
+    `context` gives the settings of other bindings that `plain` and `fsdp` read. DeepSpeed in bf16 keeps an fp32 master
+    and no autocast (accelerate sets `bf16.enabled`; planner.spec.rules DEEPSPEED).
     """
 
     def to_fields(launch: Settings) -> Fields:
-        return _engine_fields(launch, plain(launch))
+        return _engine_fields(launch, plain(launch), fsdp)
 
     def to_settings(fields: Fields) -> Settings:
         sharding = str(fields["sharding"])
@@ -204,10 +206,10 @@ def engine(
                 raise InexpressibleError(UnsupportedValue("sharding", sharding, expected, why))
             settings = write_plain(fields)
         elif sharding == "fsdp":
-            settings = write_plain(fields | {"autocast": plain(context(fields))["autocast"]})
-            settings |= {"launch:--use_fsdp": True, "launch:--fsdp_version": 2}
-            if fields["offload_params"] == "cpu":
-                settings["launch:--fsdp_offload_params"] = "true"
+            units = fsdp if isinstance(fsdp, str) else fsdp(context(fields))
+            if isinstance(units, str):
+                raise InexpressibleError(UnsupportedValue("sharding", "fsdp", "zero-3", units))
+            settings = write_plain(fields | {"autocast": "bf16"}) | fsdp_settings(units, fields["offload_params"])
         else:
             settings = _deepspeed_settings(fields, with_deepspeed or {})
         world = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
@@ -220,10 +222,12 @@ def engine(
         return settings
 
     listed = dict.fromkeys(ENGINE, "accelerate launch") | dict(words)
+    if isinstance(fsdp, str):
+        listed["sharding"] = "accelerate launch, without FSDP"
     return FunctionPair(ENGINE, (*_LAUNCH, *(with_deepspeed or ())), to_fields, to_settings, listed)
 
 
-def _engine_fields(launch: Settings, formats: Fields) -> Fields:
+def _engine_fields(launch: Settings, formats: Fields, fsdp: Support | str) -> Fields:
     """The fields of `ENGINE` by the launcher's settings. ``formats``: the number formats without an engine."""
     no_engine = {"master_weights": "none", "offload_optimizer": "none", "offload_params": "none"}
     no_engine |= {"offload_gradients": "none"}
@@ -239,9 +243,7 @@ def _engine_fields(launch: Settings, formats: Fields) -> Fields:
         trained = {"offload_gradients": where["offload_optimizer"]} if where["offload_optimizer"] != "none" else {}
         return no_engine | DEEPSPEED | where | trained | {"sharding": f"zero-{stage}" if stage else "ddp"}
     if launch.get("launch:--use_fsdp"):
-        offload = "cpu" if str(launch.get("launch:--fsdp_offload_params", "")).lower() == "true" else "none"
-        offloads = {"offload_optimizer": offload, "offload_params": offload}
-        return no_engine | formats | offloads | {"sharding": "fsdp", "autocast": "none"}
+        return no_engine | fsdp_fields(launch, formats, fsdp)
     several_gpus = int(launch.get("gpus", 1)) * int(launch.get("nodes", 1)) > 1
     return no_engine | formats | {"sharding": "ddp" if several_gpus else "none"}
 

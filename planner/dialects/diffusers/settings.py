@@ -18,6 +18,7 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
+from planner.dialects.base.fsdp import Units
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,
@@ -185,6 +186,22 @@ def _plain(settings: Settings) -> Fields:
         "adapter_dtype": "bf16" if half == "bf16" and not full else "fp32",
         "autocast": half if half != "fp32" else "none",
     }
+
+
+FLUX_2_BLOCKS = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+BLOCKS = {
+    "train_dreambooth_lora_flux2.py": FLUX_2_BLOCKS,
+    "train_dreambooth_lora_flux2_klein.py": FLUX_2_BLOCKS,
+    "train_dreambooth_lora_z_image.py": ("ZImageTransformerBlock",),
+}
+"""Scripts that have code for FSDP (``is_fsdp``) -> the classes of their model's blocks, which it names itself."""
+
+
+def _fsdp(settings: Settings) -> Units | str:
+    name = str(settings["script"]).rpartition("/")[2]
+    if name not in BLOCKS:
+        return f"{name or 'its example'} has no code for it: one GPU alone writes what it trained ({AT})"
+    return Units(BLOCKS[name], named=True, adapters=True)
 
 
 def _write_plain(fields: Fields) -> Settings:
@@ -463,6 +480,7 @@ DIALECT = Dialect(
             _plain,
             _write_plain,
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
+            _fsdp,
             context=lambda fields: {"script": _script(fields)},
         ),
         Fixed("optimizer_step", "foreach", "default torch.optim.AdamW"),

@@ -37,6 +37,10 @@ from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
 AT = "EasyAnimate c2a70d1 scripts/train.py"
+NO_FSDP = (
+    "its scripts know DeepSpeed alone: checkpoints are written by one GPU, and of a LoRA only the adapters are "
+    "prepared (EasyAnimate c2a70d1 scripts/train.py:2153, train_lora.py:1464)"
+)
 LORA, FULL = "scripts/train_lora.py", "scripts/train.py"
 TELLING = {"--video_sample_n_frames", "--video_sample_size", "--train_mode", "--token_sample_size", "--config_path"}
 """Flags that no other trainer's ``scripts/train.py`` has."""
@@ -354,6 +358,7 @@ DIALECT = Dialect(
             plain,
             write_plain,
             {"weights_dtype": "bf16", "adapter_dtype": "fp32 (bf16 with an engine)"},
+            NO_FSDP,
             with_deepspeed={"--use_deepspeed": True},
         ),
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
