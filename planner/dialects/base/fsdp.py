@@ -6,7 +6,7 @@ unit of its own is in the root's, which is gathered whole for forward and backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from planner.dialects.base.bindings import Fields, Settings
@@ -31,6 +31,8 @@ class Units(NamedTuple):
     trained: str = "fp32"
     """the format of what is trained: accelerate casts it to fp32 (``fsdp2_prepare_model``), and a script may cast it
     back"""
+    version: int = 2
+    """of FSDP, in which the script trains"""
 
 
 Support = Callable[[Settings], Units | str]
@@ -60,13 +62,26 @@ def fsdp_fields(launch: Settings, formats: Fields, support: Support | str) -> Fi
     }
 
 
-def fsdp_settings(units: Units, offload_params: str) -> Settings:
-    """The launcher's flags for FSDP2 with one unit a block."""
-    settings: Settings = {"launch:--use_fsdp": True, VERSION: 2, POLICY: BY_CLASS}
+def offload_settings(fields: Fields) -> Settings:
+    """The launcher's flag that says where shares are."""
+    return {OFFLOAD: "true"} if fields["offload_params"] == "cpu" else {}
+
+
+def fsdp_settings(units: Units) -> Settings:
+    """The launcher's flags for FSDP with one unit a block."""
+    settings: Settings = {"launch:--use_fsdp": True, VERSION: units.version, POLICY: BY_CLASS}
     if not units.named:
         settings[CLASSES] = ",".join(units.blocks)
-    settings[LOADING] = "false"  # of models that transformers loads
-    return settings | ({OFFLOAD: "true"} if offload_params == "cpu" else {})
+    # FSDP1 takes that for models of transformers alone; without it FSDP2 leaves what it replaces on the GPU.
+    return settings | ({LOADING: "false"} if units.version == 1 else {})
+
+
+def fsdp_notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    """What stays beside the shares."""
+    whole = str(settings.get(LOADING, "true")).lower() == "false"
+    if fields["sharding"] == "fsdp" and fields["method"] == "lora" and whole:
+        what = "the script's own list of its adapters keeps them whole and in fp32 on every GPU, which is not estimated"
+        yield f"{what}, and takes more than this: leave --fsdp_cpu_ram_efficient_loading out"
 
 
 def _check_version(launch: Settings, units: Units) -> None:

@@ -23,7 +23,17 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.dialect import Invocation
-from planner.dialects.base.fsdp import CLASSES, LOADING, OFFLOAD, POLICY, VERSION, Support, fsdp_fields, fsdp_settings
+from planner.dialects.base.fsdp import (
+    CLASSES,
+    LOADING,
+    OFFLOAD,
+    POLICY,
+    VERSION,
+    Support,
+    fsdp_fields,
+    fsdp_settings,
+    offload_settings,
+)
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, did_you_mean, nearest, quoted
 from planner.spec.job import SPLIT, Job, Strategy
@@ -206,10 +216,11 @@ def engine(
                 raise InexpressibleError(UnsupportedValue("sharding", sharding, expected, why))
             settings = write_plain(fields)
         elif sharding == "fsdp":
-            units = fsdp if isinstance(fsdp, str) else fsdp(context(fields))
+            offload = offload_settings(fields)
+            units = fsdp if isinstance(fsdp, str) else fsdp(context(fields) | offload)
             if isinstance(units, str):
                 raise InexpressibleError(UnsupportedValue("sharding", "fsdp", "zero-3", units))
-            settings = write_plain(fields | {"autocast": "bf16"}) | fsdp_settings(units, fields["offload_params"])
+            settings = write_plain(fields | {"autocast": "bf16"}) | fsdp_settings(units) | offload
         else:
             settings = _deepspeed_settings(fields, with_deepspeed or {})
         world = {name: fields[name] for name in ("gpus", "nodes") if name in fields}

@@ -18,7 +18,7 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.fsdp import Units
+from planner.dialects.base.fsdp import Units, fsdp_notes
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,
@@ -39,7 +39,7 @@ from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
 from planner.layout.trainer_terms.diffusers import IN_LOOP, PRIOR, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
-from planner.spec.job import QUANTISED
+from planner.spec.job import QUANTISED, SPLIT
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
@@ -339,7 +339,7 @@ def _text_encoder_dtype(settings: Settings) -> Fields:
 
 
 def _write_text_encoder_dtype(fields: Fields) -> Settings:
-    plain = fields["autocast"] == "none" and not str(fields["sharding"]).startswith("zero-")  # which is in bf16
+    plain = fields["autocast"] == "none" and fields["sharding"] not in SPLIT  # which train in bf16
     in_fp32 = plain or WHOLE_TEXT_ENCODER in str(fields.get("version") or "")
     if fields["text_encoder_dtype"] != (has := "fp32" if in_fp32 else "bf16"):
         why = "text encoders have --mixed_precision, and fp32 without one"
@@ -387,6 +387,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{stay}: --set_grads_to_none frees them ({AT} train_dreambooth.py:1344)"
     if settings.get(BASE):
         yield f"the base is NF4, by {settings[BNB]} ({AT})"
+    yield from fsdp_notes(settings, fields)
     for flag in ("--do_fp8_training", "--fsdp_text_encoder"):
         if settings.get(flag):
             yield f"{flag}{MAY_NEED_LESS}"

@@ -16,7 +16,7 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
 )
 from planner.dialects.base.dialect import MAY_NEED_LESS, Invocation, Move
-from planner.dialects.base.fsdp import Units
+from planner.dialects.base.fsdp import OFFLOAD, VERSION, Units, fsdp_notes
 from planner.dialects.base.launchers import engine, launch_settings, parse_program
 from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
 from planner.dialects.base.script import Script
@@ -116,13 +116,23 @@ NAMED = ("hunyuanvideo",)
 
 
 def _fsdp(settings: Settings) -> Units | str:
-    """Full training steps over fp32 shares. Behind ``accelerator.prepare`` LoRA scripts cast the model to the mixed
-    precision's format once more, adapters too (scripts/*/train_lora.py)."""
+    """Full training steps over fp32 shares, and clips the gradients of the parameters that it listed before
+    ``accelerator.prepare``: FSDP1 keeps those. Behind it LoRA scripts cast and move the model once more, adapters too
+    (scripts/*/train_lora.py). Rehearsed with accelerate 1.15 on FLUX.1: FSDP2 ends there in full training, and a LoRA
+    with shares in host RAM ends at its first step."""
     if settings.get("--use_ema"):
         return f"its scripts keep no average under it ({AT} scripts/wan2.1/train.py:964)"
+    if str(settings.get(OFFLOAD, "")).lower() == "true":
+        why = "its LoRA scripts move the shares back to the GPU, where FSDP refuses them, and FSDP 1's are not priced"
+        return f"{why} ({AT} scripts/wan2.1/train_lora.py:1363): no --fsdp_offload_params"
     folder = str(settings["script"]).rpartition("scripts/")[2].partition("/")[0]
     lora = _method(settings)["method"] == "lora"
-    return Units(BLOCKS[folder], folder in NAMED, lora, "bf16" if lora else "fp32")
+    if not lora and str(settings.get(VERSION, 1)) != "1":
+        what = f"the script clips the gradients of parameters that FSDP 2 replaced ({AT} scripts/wan2.1/train.py:1805)"
+        return f"{what}, so it trains in full with --fsdp_version 1 alone"
+    if lora:
+        return Units(BLOCKS[folder], folder in NAMED, adapters=True, trained="bf16")
+    return Units(BLOCKS[folder], folder in NAMED, adapters=False, version=1)
 
 
 def _fsdp_context(fields: Fields) -> Settings:
@@ -191,6 +201,7 @@ def _is_wan(settings: Settings) -> bool:
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from easyanimate.notes(settings, fields)
+    yield from fsdp_notes(settings, fields)
     if fields["sharding"] == "fsdp":
         yield f"its text encoder is split over the GPUs too (videox_fun/dist/fsdp.py){MAY_NEED_LESS}"
     if fields["validation_mode"] == "on" and lookup.model(fields["model"]).experts > 1:

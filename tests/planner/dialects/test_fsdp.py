@@ -63,8 +63,10 @@ def read(folder: Path, words: str) -> Translation:
     ("words", "fault", "fix"),
     [
         (f"{FSDP} --fsdp_version 2 {Z_IMAGE}", "wraps nothing: the whole model is gathered at once", BY_CLASS),
-        (f"{FSDP} --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP {WAN}", "wraps nothing", WAN_CLASS),
-        (f"{FSDP} --fsdp_version 2 {BY_CLASS} {WAN}", "without classes wraps nothing", "WanAttentionBlock"),
+        (f"{FSDP} --fsdp_auto_wrap_policy NO_WRAP {WAN}", "wraps nothing", WAN_CLASS),
+        (f"{FSDP} {BY_CLASS} {WAN}", "without classes wraps nothing", "WanAttentionBlock"),
+        (f"{FSDP} --fsdp_version 2 {WAN_CLASS} {WAN}", "--fsdp_version 1 alone", "leave --use_fsdp out"),
+        (f"{FSDP} --fsdp_offload_params true {WAN_CLASS} {WAN}", "no --fsdp_offload_params", "leave --use_fsdp out"),
         (f"{FSDP} {WAN_CLASS} {WAN_LORA}", "FSDP 1 keeps the frozen weights", "--fsdp_version 2"),
         (f"--num_processes 2 --use_fsdp {WAN_CLASS} {WAN}", "without mixed precision", "--mixed_precision bf16"),
         (f"{FSDP} {WAN_CLASS} {WAN} --use_ema", "its scripts keep no average", "leave --use_fsdp out"),
@@ -77,7 +79,7 @@ def read(folder: Path, words: str) -> Translation:
 def test_what_is_not_gathered_block_by_block_is_refused(words: str, fault: str, fix: str, tmp_path: Path) -> None:
     with pytest.raises(VplanError) as raised:
         read(tmp_path, words)
-    assert fault in raised.value.fault and fix in str(raised.value.fix)
+    assert fault in raised.value.message and fix in raised.value.fix
 
 
 def test_classes_are_read_as_accelerate_reads_them(tmp_path: Path) -> None:
@@ -119,10 +121,14 @@ def test_the_policy_of_a_config_counts(policy: str, fault: str, tmp_path: Path) 
 
 
 def test_what_trains_has_the_format_that_the_script_leaves(tmp_path: Path) -> None:
-    command = f"{FSDP} --fsdp_version 2 {WAN_CLASS}"
-    lora, full = read(tmp_path, f"{command} {WAN_LORA}").strategy, read(tmp_path, f"{command} {WAN}").strategy
-    assert (lora["weights_dtype"], lora["adapter_dtype"]) == ("bf16", "bf16")
-    assert full["weights_dtype"] == "fp32"
+    command = f"{FSDP} {WAN_CLASS}"
+    lora = read(tmp_path, f"{command} --fsdp_version 2 {WAN_LORA}")
+    assert (lora.strategy["weights_dtype"], lora.strategy["adapter_dtype"]) == ("bf16", "bf16")
+    assert read(tmp_path, f"{command} {WAN}").strategy["weights_dtype"] == "fp32"
+    whole = "keeps them whole and in fp32 on every GPU"
+    assert not any(whole in note for note in lora.notes)
+    loaded = f"{command} --fsdp_version 2 --fsdp_cpu_ram_efficient_loading False {WAN_LORA}"
+    assert any(whole in note for note in read(tmp_path, loaded).notes)
 
 
 def fields(model: str, method: str, **said: Any) -> Fields:
@@ -182,7 +188,7 @@ def test_every_block_of_diffusers_class_is_a_unit_of_accelerate_s_config(model: 
 
     profile = lookup.model(model)
     job = job_for(profile, {"method": "full"})
-    machine = Machine(gpu="h100-80gb", gpus=2)
+    machine = Machine(gpu="b200", gpus=8, nodes=2)
     plan = Plan(job=job, strategy=resolve(job, Strategy(sharding="fsdp"), machine), machine=machine)
     config = yaml.safe_load(export(plan, "accelerate").files["accelerate.yaml"])["fsdp_config"]
     kind = getattr(diffusers, profile.diffusers_class)
