@@ -101,7 +101,10 @@ def _check_policy(launch: Settings, units: Units) -> None:
     if policy == NONE:
         fault = f"FSDP without --fsdp_auto_wrap_policy wraps nothing: {NOT_PRICED}"
         raise VplanError(fault, f"pass {asked}" if units.named else f"pass {asked} {classes}")
-    if policy == BY_SIZE:
+    if policy == BY_SIZE:  # FSDP1's stops at lists
+        if str(launch.get(VERSION, 1)) == "2":
+            fault = f"{BY_SIZE} ends before the first step: FSDP 2 refuses lists of blocks, which are as large"
+            raise VplanError(fault, f"pass {asked}" if units.named else f"pass {asked} {classes}")
         return
     if policy != BY_CLASS:
         fix = did_you_mean(policy, [BY_CLASS, BY_SIZE, NONE], f"pass {asked}")

@@ -22,6 +22,7 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.deepspeed_file import of_deepspeed, unknown_keys
 from planner.dialects.base.dialect import Invocation
 from planner.dialects.base.fsdp import (
     CLASSES,
@@ -119,14 +120,17 @@ def launch_settings(
     """
     notes: list[str] = []
     launch = {f"launch:{name}": value for name, value in program.launch.items()}
-    for flag, reader in (("--config_file", _of_yaml), ("--deepspeed_config_file", _of_deepspeed)):
+    for flag, reader in (("--config_file", _of_yaml), ("--deepspeed_config_file", of_deepspeed)):
         path = str(launch.get(f"launch:{flag}", ""))
         if not path:
             continue
         document = script.document(path)
         from_shipped = next((settings for tail, settings in shipped.items() if _ends(path, tail)), None)
         if document is not None:
-            from_file = reader(flat(document, path))
+            keys = flat(document, path)
+            from_file = reader(keys)
+            if reader is of_deepspeed and (unknown := unknown_keys(keys)):
+                notes.append(f"{path}: {', '.join(unknown[:4])} is no key that DeepSpeed is known to have")
         elif from_shipped is not None:
             from_file = from_shipped
         else:
@@ -162,16 +166,6 @@ def _of_yaml(document: Settings) -> Settings:
     settings |= {"launch:--use_fsdp": True} if kind == "FSDP" else {}
     settings |= {"launch:--use_megatron_lm": True} if kind == "MEGATRON_LM" else {}
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def _of_deepspeed(document: Settings) -> Settings:
-    """DeepSpeed's JSON."""
-    keys = {
-        "zero_optimization.stage": "launch:--zero_stage",
-        "zero_optimization.offload_optimizer.device": "launch:--offload_optimizer_device",
-        "zero_optimization.offload_param.device": "launch:--offload_param_device",
-    }
-    return {name: document[key] for key, name in keys.items() if key in document}
 
 
 ENGINE = (

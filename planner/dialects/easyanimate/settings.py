@@ -46,7 +46,10 @@ TELLING = {"--video_sample_n_frames", "--video_sample_size", "--train_mode", "--
 """Flags that no other trainer's ``scripts/train.py`` has."""
 
 SHIPPED: dict[str, Settings] = {
-    "config/zero_stage2_config.json": {"launch:--zero_stage": 2},
+    "config/zero_stage2_config.json": {
+        "launch:--zero_stage": 2,
+        "deepspeed:zero_optimization.overlap_comm": True,
+    },
     "config/zero_stage3_config.json": {"launch:--zero_stage": 3},
     "config/zero_stage3_config_cpu_offload.json": {
         "launch:--zero_stage": 3,
@@ -54,7 +57,7 @@ SHIPPED: dict[str, Settings] = {
         "launch:--offload_param_device": "cpu",
     },
 }
-"""Stages in the configs that come with both (config/*.json)."""
+"""What the configs that come with both say (config/*.json)."""
 
 
 def read_script(script: Script) -> Invocation | None:

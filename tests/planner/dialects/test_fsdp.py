@@ -10,13 +10,12 @@ import pytest
 from planner import dialects
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
-from planner.dialects.accelerate.settings import UNNAMED_BLOCKS
+from planner.dialects.accelerate import settings as accelerate
 from planner.dialects.base.bindings import Fields, InexpressibleError
 from planner.dialects.base.dialect import Translation, settings_for, translate
 from planner.dialects.base.script import from_file
 from planner.dialects.videox_fun.settings import BLOCKS
 from planner.errors import VplanError
-from planner.foreign.export import export
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.rules import resolve
@@ -71,6 +70,7 @@ def read(folder: Path, words: str) -> Translation:
         (f"--num_processes 2 --use_fsdp {WAN_CLASS} {WAN}", "without mixed precision", "--mixed_precision bf16"),
         (f"{FSDP} {WAN_CLASS} {WAN} --use_ema", "its scripts keep no average", "leave --use_fsdp out"),
         (f"{FSDP} --fsdp_auto_wrap_policy TRANSFOMER_BASED_WRAP {WAN}", "is none of accelerate's", BY_CLASS[-22:]),
+        (f"{FSDP} --fsdp_version 2 --fsdp_auto_wrap_policy SIZE_BASED_WRAP {Z_IMAGE}", "lists of blocks", BY_CLASS),
         (f"{FSDP} {BY_CLASS} {EASY}", "its scripts know DeepSpeed alone", "leave --use_fsdp out"),
         (f"{FSDP} --fsdp_version 2 {BY_CLASS} {QWEN}", "model are one module", "leave --use_fsdp out"),
         (f"{FSDP} --fsdp_version 2 {BY_CLASS} {FLUX}", "flux.py has no code for it", "leave --use_fsdp out"),
@@ -188,12 +188,13 @@ def test_every_block_of_diffusers_class_is_a_unit_of_accelerate_s_config(model: 
 
     profile = lookup.model(model)
     job = job_for(profile, {"method": "full"})
-    machine = Machine(gpu="b200", gpus=8, nodes=2)
+    machine = Machine(gpu="b200", gpus=8)
     plan = Plan(job=job, strategy=resolve(job, Strategy(sharding="fsdp"), machine), machine=machine)
-    config = yaml.safe_load(export(plan, "accelerate").files["accelerate.yaml"])["fsdp_config"]
+    said = settings_for(accelerate.DIALECT, {**job.__dict__, **plan.strategy.__dict__, "gpus": 8, "nodes": 1})
+    config = yaml.safe_load(accelerate.files(plan, said)["accelerate.yaml"])["fsdp_config"]
     kind = getattr(diffusers, profile.diffusers_class)
     names = config.get("fsdp_transformer_layer_cls_to_wrap", "").split(",")
-    assert (names != [""]) == (profile.diffusers_class in UNNAMED_BLOCKS)
+    assert (names != [""]) == (profile.diffusers_class in accelerate.UNNAMED_BLOCKS)
     wanted = names if names != [""] else kind._no_split_modules
     with torch.device("meta"):
         built = kind.from_config(dict(profile.config))
