@@ -480,7 +480,11 @@ DIALECT = Dialect(
         engine(
             _plain,
             _write_plain,
-            {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
+            {
+                "sharding": "accelerate launch; FSDP with FLUX.2 and Z-Image",
+                "weights_dtype": "--mixed_precision",
+                "adapter_dtype": "bf16; fp32 otherwise, and under FSDP",
+            },
             _fsdp,
             context=lambda fields: {"script": _script(fields)},
         ),

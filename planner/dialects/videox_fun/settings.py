@@ -203,7 +203,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from easyanimate.notes(settings, fields)
     yield from fsdp_notes(settings, fields)
     if fields["sharding"] == "fsdp":
-        yield f"its text encoder is split over the GPUs too (videox_fun/dist/fsdp.py){MAY_NEED_LESS}"
+        yield f"a text encoder that is split over the GPUs as well (videox_fun/dist/fsdp.py){MAY_NEED_LESS}"
     if fields["validation_mode"] == "on" and lookup.model(fields["model"]).experts > 1:
         what = "validation loads the other expert beside the trained one, which is not estimated"
         yield f"{what}: it takes more than this (scripts/wan2.2/train_lora.py log_validation)"

@@ -31,6 +31,7 @@ QWEN = (
     "examples/qwen_image/model_training/train.py --dataset_base_path d --height 512 --width 512 --lora_base_model dit "
     "--model_id_with_origin_paths Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors"
 )
+SD_SCRIPTS = "flux_train_network.py --pretrained_model_name_or_path flux1-dev.safetensors --mixed_precision bf16"
 FLUX = "train_dreambooth_lora_flux.py --pretrained_model_name_or_path black-forest-labs/FLUX.1-dev"
 FSDP = "--num_processes 2 --mixed_precision bf16 --use_fsdp"
 BY_CLASS = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
@@ -73,6 +74,7 @@ def read(folder: Path, words: str) -> Translation:
         (f"{FSDP} --fsdp_version 2 --fsdp_auto_wrap_policy SIZE_BASED_WRAP {Z_IMAGE}", "lists of blocks", BY_CLASS),
         (f"{FSDP} {BY_CLASS} {EASY}", "its scripts know DeepSpeed alone", "leave --use_fsdp out"),
         (f"{FSDP} --fsdp_version 2 {BY_CLASS} {QWEN}", "model are one module", "leave --use_fsdp out"),
+        (f"{FSDP} --fsdp_version 2 {BY_CLASS} {SD_SCRIPTS}", "is not priced with sd-scripts", "leave --use_fsdp out"),
         (f"{FSDP} --fsdp_version 2 {BY_CLASS} {FLUX}", "flux.py has no code for it", "leave --use_fsdp out"),
     ],
 )
