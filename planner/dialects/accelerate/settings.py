@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from planner.catalog import lookup
 from planner.dialects.base import config_text
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue, Value
 from planner.dialects.base.dialect import Dialect
+from planner.dialects.base.fsdp import BY_CLASS
 from planner.layout.sharding.zero import DEEPSPEED
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED as FORMATS
@@ -158,6 +160,16 @@ _WORDS = {
     "batch_size": "with ZeRO; else the script's",
 }
 
+UNNAMED_BLOCKS = {
+    "ErnieImageTransformer2DModel": ("ErnieImageSharedAdaLNBlock",),
+    "LTXVideoTransformer3DModel": ("LTXVideoTransformerBlock",),
+    "LTX2VideoTransformer3DModel": ("LTX2VideoTransformerBlock",),
+    "HunyuanVideoTransformer3DModel": ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
+    "UNet2DConditionModel": ("CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+}
+"""Classes of diffusers 0.42.1 whose `_no_split_modules` do not say their blocks -> the blocks. It has none; or a UNet's
+lie inside them; or accelerate ends because a model has not all (HunyuanVideo's are those of token replacement too)."""
+
 DYNAMO = "config:dynamo_config."
 
 
@@ -186,8 +198,10 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
         config.pop("mixed_precision", None)  # accelerate refuses it beside a file of DeepSpeed's
     if "fsdp_config" in config:
+        blocks = UNNAMED_BLOCKS.get(lookup.model(plan.job.model).diffusers_class)
         config["fsdp_config"] |= {
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # diffusers' own `_no_split_modules` say which blocks
+            "fsdp_auto_wrap_policy": BY_CLASS,  # diffusers' own `_no_split_modules` say which blocks, or these:
+            **({"fsdp_transformer_layer_cls_to_wrap": ",".join(blocks)} if blocks else {}),
             "fsdp_reshard_after_forward": True,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_cpu_ram_efficient_loading": False,

@@ -22,6 +22,7 @@ from planner.dialects.base.bindings import (
     When,
     is_edit,
 )
+from planner.errors import VplanError
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import left_behind
 
@@ -162,6 +163,8 @@ def translate(dialect: Dialect, invocation: Invocation) -> Translation:
                 continue
             entry = entry.binding
         fields |= entry.to_fields(invocation.settings)
+    if invocation.settings.get("launch:--use_fsdp") and fields["sharding"] != "fsdp":
+        raise VplanError(f"FSDP of accelerate's launch is not priced with {dialect.title}", "leave --use_fsdp out")
     job, strategy, machine = (
         {name: value for name, value in fields.items() if name in record.model_fields}
         for record in (Job, Strategy, Machine)

@@ -21,7 +21,7 @@ SWITCHED_OFF = ("", "none", "false", "no", "off", "0", "0.0")
 """Values, in lower case, of a setting that does nothing."""
 
 LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
-LAUNCH = "launch:"
+LAUNCH, DEEPSPEED = "launch:", "deepspeed:"
 
 WORDS = {
     "more": "takes more than this",
@@ -47,6 +47,8 @@ class Unpriced(Record):
     """values that do nothing, beside `SWITCHED_OFF`: those of another default"""
     on: tuple[Text, ...] = ()
     """the only values that act, in lower case, of a setting that acts by being switched off"""
+    priced: int | None = None
+    """of a size: the one that is priced. A larger one takes more and is refused, a smaller one may need less."""
     scripts: tuple[Text, ...] = ()
     """the ends of the names of the scripts that have them do so; none: of all"""
 
@@ -54,9 +56,18 @@ class Unpriced(Record):
         """Whether a setting's value does what is said here, in a script."""
         if self.scripts and not script.endswith(self.scripts):
             return False
+        if self.priced is not None:
+            return isinstance(value, int | float) and value != self.priced
         if self.on:
             return str(value).lower() in self.on
         return str(value).lower() not in SWITCHED_OFF and value not in (None, [], {}, *self.off)
+
+    def at(self, value: object) -> "Unpriced":
+        """What a value does, of a size by whether it is larger than what is priced."""
+        if self.priced is None or not isinstance(value, int | float):
+            return self
+        larger = value > self.priced
+        return self.replace(needs="more" if larger else "less", refused=larger)
 
 
 class FlagEffects(Record):
@@ -76,7 +87,7 @@ class FlagEffects(Record):
                 name = name.rpartition(".")[0]
             row = by_name.get(name)
             if row is not None and row.acts(value, script):
-                yield name, row
+                yield name, row.at(value)
 
 
 @functools.cache
@@ -91,7 +102,7 @@ def effects(trainer: str) -> FlagEffects:
 def notes(trainer: str, settings: Settings) -> tuple[str, ...]:
     """What of the settings is not estimated, in words. Raises a VplanError for one without which an estimate would be
     of another run. Settings of a launcher are read by what is known of the launchers, whatever the trainer is."""
-    launch = {key: value for key, value in settings.items() if key.startswith(LAUNCH)}
+    launch = {key: value for key, value in settings.items() if key.startswith((LAUNCH, DEEPSPEED))}
     own = {key: value for key, value in settings.items() if key not in launch}
     found: dict[str, Any] = {}
     for program, given in ((trainer, own), *((launcher, launch) for launcher in LAUNCHERS)):

@@ -22,7 +22,19 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.deepspeed_file import of_deepspeed, unknown_keys
 from planner.dialects.base.dialect import Invocation
+from planner.dialects.base.fsdp import (
+    CLASSES,
+    LOADING,
+    OFFLOAD,
+    POLICY,
+    VERSION,
+    Support,
+    fsdp_fields,
+    fsdp_settings,
+    offload_settings,
+)
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, did_you_mean, nearest, quoted
 from planner.spec.job import SPLIT, Job, Strategy
@@ -108,14 +120,17 @@ def launch_settings(
     """
     notes: list[str] = []
     launch = {f"launch:{name}": value for name, value in program.launch.items()}
-    for flag, reader in (("--config_file", _of_yaml), ("--deepspeed_config_file", _of_deepspeed)):
+    for flag, reader in (("--config_file", _of_yaml), ("--deepspeed_config_file", of_deepspeed)):
         path = str(launch.get(f"launch:{flag}", ""))
         if not path:
             continue
         document = script.document(path)
         from_shipped = next((settings for tail, settings in shipped.items() if _ends(path, tail)), None)
         if document is not None:
-            from_file = reader(flat(document, path))
+            keys = flat(document, path)
+            from_file = reader(keys)
+            if reader is of_deepspeed and (unknown := unknown_keys(keys)):
+                notes.append(f"{path}: {', '.join(unknown[:4])} is no key that DeepSpeed is known to have")
         elif from_shipped is not None:
             from_file = from_shipped
         else:
@@ -153,16 +168,6 @@ def _of_yaml(document: Settings) -> Settings:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _of_deepspeed(document: Settings) -> Settings:
-    """DeepSpeed's JSON."""
-    keys = {
-        "zero_optimization.stage": "launch:--zero_stage",
-        "zero_optimization.offload_optimizer.device": "launch:--offload_optimizer_device",
-        "zero_optimization.offload_param.device": "launch:--offload_param_device",
-    }
-    return {name: document[key] for key, name in keys.items() if key in document}
-
-
 ENGINE = (
     *("sharding", "weights_dtype", "adapter_dtype", "autocast", "master_weights"),
     *("offload_optimizer", "offload_gradients", "offload_params"),
@@ -171,8 +176,8 @@ ENGINE = (
 
 _LAUNCH = (
     *("launch:--use_deepspeed", "launch:--zero_stage", "launch:--use_fsdp", "launch:--mixed_precision"),
-    *("launch:--offload_optimizer_device", "launch:--offload_param_device", "launch:--fsdp_offload_params"),
-    "launch:--fsdp_version",
+    *("launch:--offload_optimizer_device", "launch:--offload_param_device"),
+    *(OFFLOAD, VERSION, POLICY, CLASSES, LOADING),
 )
 
 
@@ -180,19 +185,20 @@ def engine(
     plain: Callable[[Settings], Fields],
     write_plain: Callable[[Fields], Settings],
     words: Mapping[str, str],
+    fsdp: Support | str,
     with_deepspeed: Settings | None = None,
     context: Callable[[Fields], Settings] = lambda fields: {},
 ) -> FunctionPair:
     """What accelerate's launch decides: DDP, DeepSpeed's ZeRO or FSDP, and the number formats that go with them.
 
     `plain` gives weights_dtype, adapter_dtype and autocast without an engine; `write_plain` writes them, or raises.
-    `with_deepspeed` are the script's own flags beside it; `context` gives the settings of other bindings that `plain`
-    reads. DeepSpeed in bf16 keeps an fp32 master and no autocast (accelerate sets `bf16.enabled`; planner.spec.rules
-    DEEPSPEED).
+    `fsdp` says how a script trains under FSDP, or why none does. `with_deepspeed` are the script's own flags beside it;
+    `context` gives the settings of other bindings that `plain` and `fsdp` read. DeepSpeed in bf16 keeps an fp32 master
+    and no autocast (accelerate sets `bf16.enabled`; planner.spec.rules DEEPSPEED).
     """
 
     def to_fields(launch: Settings) -> Fields:
-        return _engine_fields(launch, plain(launch))
+        return _engine_fields(launch, plain(launch), fsdp)
 
     def to_settings(fields: Fields) -> Settings:
         sharding = str(fields["sharding"])
@@ -204,10 +210,11 @@ def engine(
                 raise InexpressibleError(UnsupportedValue("sharding", sharding, expected, why))
             settings = write_plain(fields)
         elif sharding == "fsdp":
-            settings = write_plain(fields | {"autocast": plain(context(fields))["autocast"]})
-            settings |= {"launch:--use_fsdp": True, "launch:--fsdp_version": 2}
-            if fields["offload_params"] == "cpu":
-                settings["launch:--fsdp_offload_params"] = "true"
+            offload = offload_settings(fields)
+            units = fsdp if isinstance(fsdp, str) else fsdp(context(fields) | offload)
+            if isinstance(units, str):
+                raise InexpressibleError(UnsupportedValue("sharding", "fsdp", "zero-3", units))
+            settings = write_plain(fields | {"autocast": "bf16"}) | fsdp_settings(units) | offload
         else:
             settings = _deepspeed_settings(fields, with_deepspeed or {})
         world = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
@@ -220,10 +227,12 @@ def engine(
         return settings
 
     listed = dict.fromkeys(ENGINE, "accelerate launch") | dict(words)
+    if isinstance(fsdp, str):
+        listed["sharding"] = "accelerate launch, without FSDP"
     return FunctionPair(ENGINE, (*_LAUNCH, *(with_deepspeed or ())), to_fields, to_settings, listed)
 
 
-def _engine_fields(launch: Settings, formats: Fields) -> Fields:
+def _engine_fields(launch: Settings, formats: Fields, fsdp: Support | str) -> Fields:
     """The fields of `ENGINE` by the launcher's settings. ``formats``: the number formats without an engine."""
     no_engine = {"master_weights": "none", "offload_optimizer": "none", "offload_params": "none"}
     no_engine |= {"offload_gradients": "none"}
@@ -239,9 +248,7 @@ def _engine_fields(launch: Settings, formats: Fields) -> Fields:
         trained = {"offload_gradients": where["offload_optimizer"]} if where["offload_optimizer"] != "none" else {}
         return no_engine | DEEPSPEED | where | trained | {"sharding": f"zero-{stage}" if stage else "ddp"}
     if launch.get("launch:--use_fsdp"):
-        offload = "cpu" if str(launch.get("launch:--fsdp_offload_params", "")).lower() == "true" else "none"
-        offloads = {"offload_optimizer": offload, "offload_params": offload}
-        return no_engine | formats | offloads | {"sharding": "fsdp", "autocast": "none"}
+        return no_engine | fsdp_fields(launch, formats, fsdp)
     several_gpus = int(launch.get("gpus", 1)) * int(launch.get("nodes", 1)) > 1
     return no_engine | formats | {"sharding": "ddp" if several_gpus else "none"}
 

@@ -160,6 +160,7 @@ DIALECT = Dialect(
             _formats,
             lambda fields: {"--mixed_precision": fields["autocast"]} if fields["autocast"] != "none" else {},
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "fp32"},
+            f"its checkpoints are written by one GPU unless DeepSpeed trains ({AT}:801)",
             context=lambda fields: {"--training_type": "lora" if fields["method"] == "lora" else "sft"},
         ),
         Fixed("gradient_checkpointing", "full", "its parser takes every word for true"),

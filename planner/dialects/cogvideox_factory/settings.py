@@ -254,6 +254,7 @@ DIALECT = Dialect(
             _formats,
             _write_formats,
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
+            f"the model goes to every GPU whole, and one writes its checkpoints ({AT}/cogvideox_text_to_video_lora.py)",
             context=lambda fields: {"script": SCRIPTS[0 if fields["method"] == "lora" else 1]},
         ),
         Fixed("optimizer_step", "foreach", "default torch.optim.AdamW"),

@@ -62,6 +62,11 @@ from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 from planner.units import format_gib
 
+NO_FSDP = (
+    "its encoders, VAE and model are one module, which goes to every GPU whole, and its encoders would be gathered "
+    f"with all that is no block ({AT} diffsynth/diffusion/runner.py:74)"
+)
+
 
 def read_script(script: Script) -> Invocation | None:
     """The settings of a command of its training scripts; None for another trainer's script."""
@@ -452,6 +457,7 @@ DIALECT = Dialect(
             _plain,
             _write_plain,
             {"weights_dtype": "bf16; fp8, int8, nf4 for a frozen base", "adapter_dtype": "bf16"},
+            NO_FSDP,
             context=lambda fields: {PATHS[0]: ",".join(files_of(fields))},
         ),
     ),

@@ -18,6 +18,7 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
+from planner.dialects.base.fsdp import Units, fsdp_notes
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,
@@ -38,7 +39,7 @@ from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
 from planner.layout.trainer_terms.diffusers import IN_LOOP, PRIOR, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
-from planner.spec.job import QUANTISED
+from planner.spec.job import QUANTISED, SPLIT
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
@@ -187,6 +188,22 @@ def _plain(settings: Settings) -> Fields:
     }
 
 
+FLUX_2_BLOCKS = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+BLOCKS = {
+    "train_dreambooth_lora_flux2.py": FLUX_2_BLOCKS,
+    "train_dreambooth_lora_flux2_klein.py": FLUX_2_BLOCKS,
+    "train_dreambooth_lora_z_image.py": ("ZImageTransformerBlock",),
+}
+"""Scripts that have code for FSDP (``is_fsdp``) -> the classes of their model's blocks, which it names itself."""
+
+
+def _fsdp(settings: Settings) -> Units | str:
+    name = str(settings["script"]).rpartition("/")[2]
+    if name not in BLOCKS:
+        return f"{name or 'its example'} has no code for it: one GPU alone writes what it trained ({AT})"
+    return Units(BLOCKS[name], named=True, adapters=True)
+
+
 def _write_plain(fields: Fields) -> Settings:
     if fields["weights_dtype"] in QUANTISED:
         why = "its examples quantise a base by a file that is not written here"
@@ -322,7 +339,7 @@ def _text_encoder_dtype(settings: Settings) -> Fields:
 
 
 def _write_text_encoder_dtype(fields: Fields) -> Settings:
-    plain = fields["autocast"] == "none" and not str(fields["sharding"]).startswith("zero-")  # which is in bf16
+    plain = fields["autocast"] == "none" and fields["sharding"] not in SPLIT  # which train in bf16
     in_fp32 = plain or WHOLE_TEXT_ENCODER in str(fields.get("version") or "")
     if fields["text_encoder_dtype"] != (has := "fp32" if in_fp32 else "bf16"):
         why = "text encoders have --mixed_precision, and fp32 without one"
@@ -370,6 +387,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{stay}: --set_grads_to_none frees them ({AT} train_dreambooth.py:1344)"
     if settings.get(BASE):
         yield f"the base is NF4, by {settings[BNB]} ({AT})"
+    yield from fsdp_notes(settings, fields)
     for flag in ("--do_fp8_training", "--fsdp_text_encoder"):
         if settings.get(flag):
             yield f"{flag}{MAY_NEED_LESS}"
@@ -462,7 +480,12 @@ DIALECT = Dialect(
         engine(
             _plain,
             _write_plain,
-            {"weights_dtype": "--mixed_precision", "adapter_dtype": "bf16; fp32 otherwise"},
+            {
+                "sharding": "accelerate launch; FSDP with FLUX.2 and Z-Image",
+                "weights_dtype": "--mixed_precision",
+                "adapter_dtype": "bf16; fp32 otherwise, and under FSDP",
+            },
+            _fsdp,
             context=lambda fields: {"script": _script(fields)},
         ),
         Fixed("optimizer_step", "foreach", "default torch.optim.AdamW"),

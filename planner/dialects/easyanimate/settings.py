@@ -37,12 +37,19 @@ from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
 AT = "EasyAnimate c2a70d1 scripts/train.py"
+NO_FSDP = (
+    "its scripts know DeepSpeed alone: checkpoints are written by one GPU, and of a LoRA only the adapters are "
+    "prepared (EasyAnimate c2a70d1 scripts/train.py:2153, train_lora.py:1464)"
+)
 LORA, FULL = "scripts/train_lora.py", "scripts/train.py"
 TELLING = {"--video_sample_n_frames", "--video_sample_size", "--train_mode", "--token_sample_size", "--config_path"}
 """Flags that no other trainer's ``scripts/train.py`` has."""
 
 SHIPPED: dict[str, Settings] = {
-    "config/zero_stage2_config.json": {"launch:--zero_stage": 2},
+    "config/zero_stage2_config.json": {
+        "launch:--zero_stage": 2,
+        "deepspeed:zero_optimization.overlap_comm": True,
+    },
     "config/zero_stage3_config.json": {"launch:--zero_stage": 3},
     "config/zero_stage3_config_cpu_offload.json": {
         "launch:--zero_stage": 3,
@@ -50,7 +57,7 @@ SHIPPED: dict[str, Settings] = {
         "launch:--offload_param_device": "cpu",
     },
 }
-"""Stages in the configs that come with both (config/*.json)."""
+"""What the configs that come with both say (config/*.json)."""
 
 
 def read_script(script: Script) -> Invocation | None:
@@ -354,6 +361,7 @@ DIALECT = Dialect(
             plain,
             write_plain,
             {"weights_dtype": "bf16", "adapter_dtype": "fp32 (bf16 with an engine)"},
+            NO_FSDP,
             with_deepspeed={"--use_deepspeed": True},
         ),
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),

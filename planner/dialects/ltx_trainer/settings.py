@@ -107,9 +107,6 @@ def _formats(settings: Settings) -> Fields:
     """Adapters are fp32 over a base in bf16 or rounded by Quanto."""
     half = str(_of(settings, "acceleration.mixed_precision_mode"))
     base, rounded = "bf16", settings.get(f"{CONFIG}acceleration.quantization")
-    if settings.get("launch:--use_fsdp"):
-        fault = "FSDP casts the whole model to fp32 under a LoRA, which is not priced"
-        raise VplanError(fault, f"leave FSDP out ({AT}/trainer.py _prepare_models_for_training)")
     if rounded is not None:
         if rounded not in BASES:
             raise VplanError(f"acceleration.quantization {quoted(rounded)} is not priced", f"{', '.join(BASES)} are")
@@ -208,6 +205,7 @@ DIALECT = Dialect(
             _formats,
             lambda fields: {},
             {"weights_dtype": "acceleration.quantization", "adapter_dtype": "fp32"},
+            f"it casts the whole model to fp32 under a LoRA ({AT}/trainer.py _prepare_models_for_training)",
         ),
         FunctionPair(
             ("validation_mode", "validation"),

@@ -15,7 +15,8 @@ from planner.dialects.base.bindings import (
     Settings,
     UnsupportedValue,
 )
-from planner.dialects.base.dialect import Invocation, Move
+from planner.dialects.base.dialect import MAY_NEED_LESS, Invocation, Move
+from planner.dialects.base.fsdp import OFFLOAD, VERSION, Units, fsdp_notes
 from planner.dialects.base.launchers import engine, launch_settings, parse_program
 from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
 from planner.dialects.base.script import Script
@@ -94,6 +95,50 @@ OTHER_SCRIPTS = {
 """Models of one of these names that those scripts do not train -> why."""
 
 
+WAN_BLOCKS = ("WanAttentionBlock",)
+BLOCKS = {
+    "wan2.1": WAN_BLOCKS,
+    "wan2.1_fun": WAN_BLOCKS,
+    "wan2.2": WAN_BLOCKS,
+    "wan2.2_fun": WAN_BLOCKS,
+    "cogvideox_fun": ("CogVideoXBlock",),
+    "flux": ("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+    "flux2": ("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+    "qwenimage": ("QwenImageTransformerBlock",),
+    "z_image": ("ZImageTransformerBlock",),
+    "ltx2": ("LTX2VideoTransformerBlock",),
+    "hunyuanvideo": ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
+}
+"""Folder of scripts -> the classes of its model's blocks (videox_fun/models, scripts/*/README_TRAIN.md)."""
+
+NAMED = ("hunyuanvideo",)
+"""Folders whose model names them (`_no_split_modules`); in the others' classes that line is a comment."""
+
+
+def _fsdp(settings: Settings) -> Units | str:
+    """Full training steps over fp32 shares, and clips the gradients of the parameters that it listed before
+    ``accelerator.prepare``: FSDP1 keeps those. Behind it LoRA scripts cast and move the model once more, adapters too
+    (scripts/*/train_lora.py). Rehearsed with accelerate 1.15 on FLUX.1: FSDP2 ends there in full training, and a LoRA
+    with shares in host RAM ends at its first step."""
+    if settings.get("--use_ema"):
+        return f"its scripts keep no average under it ({AT} scripts/wan2.1/train.py:964)"
+    if str(settings.get(OFFLOAD, "")).lower() == "true":
+        why = "its LoRA scripts move the shares back to the GPU, where FSDP refuses them, and FSDP 1's are not priced"
+        return f"{why} ({AT} scripts/wan2.1/train_lora.py:1363): no --fsdp_offload_params"
+    folder = str(settings["script"]).rpartition("scripts/")[2].partition("/")[0]
+    lora = _method(settings)["method"] == "lora"
+    if not lora and str(settings.get(VERSION, 1)) != "1":
+        what = f"the script clips the gradients of parameters that FSDP 2 replaced ({AT} scripts/wan2.1/train.py:1805)"
+        return f"{what}, so it trains in full with --fsdp_version 1 alone"
+    if lora:
+        return Units(BLOCKS[folder], folder in NAMED, adapters=True, trained="bf16")
+    return Units(BLOCKS[folder], folder in NAMED, adapters=False, version=1)
+
+
+def _fsdp_context(fields: Fields) -> Settings:
+    return _write_method(fields) | ({"--use_ema": True} if fields["ema"] != "none" else {})
+
+
 def _method(settings: Settings) -> Fields:
     return {"method": "lora" if str(settings["script"]).endswith("train_lora.py") else "full"}
 
@@ -156,6 +201,9 @@ def _is_wan(settings: Settings) -> bool:
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from easyanimate.notes(settings, fields)
+    yield from fsdp_notes(settings, fields)
+    if fields["sharding"] == "fsdp":
+        yield f"a text encoder that is split over the GPUs as well (videox_fun/dist/fsdp.py){MAY_NEED_LESS}"
     if fields["validation_mode"] == "on" and lookup.model(fields["model"]).experts > 1:
         what = "validation loads the other expert beside the trained one, which is not estimated"
         yield f"{what}: it takes more than this (scripts/wan2.2/train_lora.py log_validation)"
@@ -173,8 +221,9 @@ DIALECT = replace(
             _plain,
             easyanimate.write_plain,
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "--mixed_precision"},
+            _fsdp,
             with_deepspeed={"--use_deepspeed": True},
-            context=_write_method,
+            context=_fsdp_context,
         ),
         FunctionPair(("method",), ("script",), _method, _write_method, {"method": "full, lora, by the script"}),
         FunctionPair(

@@ -233,7 +233,6 @@ def test_validation_of_two_experts_is_said(tmp_path: Path) -> None:
     [
         "--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP",
         "--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false",
-        "--use_fsdp --fsdp_auto_wrap_policy NO_WRAP",
         "--mixed_precision fp8",
         "--use_parallelism_config --parallelism_config_cp_size 2",
     ],
@@ -246,9 +245,11 @@ def test_another_run_of_a_launcher_is_refused(launch: str, tmp_path: Path) -> No
 def test_a_launcher_s_settings_are_no_trainer_s(tmp_path: Path) -> None:
     usual = "--use_fsdp --num_processes 2 --fsdp_sharding_strategy FULL_SHARD --fsdp_reshard_after_forward true"
     policy = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --mixed_precision bf16 --parallelism_config_tp_size 1"
-    found, notes = read_command(tmp_path, f"{usual} {policy} {QWEN}")
+    z_image = "train_dreambooth_lora_z_image.py --pretrained_model_name_or_path Tongyi-MAI/Z-Image"
+    command = f"{usual} --fsdp_version 2 {policy} {z_image}"
+    found, notes = read_command(tmp_path, command)
     assert found["sharding"] == "fsdp" and not [note for note in notes if "is not estimated" in note]
-    _, notes = read_command(tmp_path, f"{usual} --fsdp_activation_checkpointing true {QWEN}")
+    _, notes = read_command(tmp_path, f"--fsdp_activation_checkpointing true {command}")
     assert [note.partition(" (")[0] for note in notes if "is not estimated" in note] == [
         "--fsdp_activation_checkpointing is not estimated"
     ]

@@ -112,7 +112,7 @@ def test_what_is_not_priced_is_refused_by_name(changes: dict[str, Any], fault: s
 def test_fsdp_under_a_lora_is_refused(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
     command = "accelerate launch --config_file fsdp.yaml scripts/train.py run.yaml"
-    with pytest.raises(VplanError, match="FSDP casts the whole model to fp32"):
+    with pytest.raises(VplanError, match="FSDP is not priced here: it casts the whole model to fp32"):
         read(tmp_path, command)
 
 
