@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from planner.catalog.shapes import check_blocks
 from planner.catalog.swapped_stacks import fetches_again
+from planner.dialects.base.deepspeed_file import zero_settings
 from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.errors import VplanError
 from planner.estimate.estimate import OPTIMIZER_MOMENT, PHASE_MOMENTS, assess, describe_moment, outside_bytes
@@ -40,12 +41,13 @@ class Pricing:
 
     def __init__(self, case: Case) -> None:
         self.model, self.gpu = case.model, case.gpu
+        self.zero = zero_settings(case.given.settings)
         self.library = Library()
         self.screens: dict[str, Screen] = {}
 
     def facts(self, configuration: Configuration) -> Facts:
         """The facts (tapes, model, card, measurements) for an estimate."""
-        return load_facts(configuration, self.model, self.gpu, self.library)
+        return load_facts(configuration, self.model, self.gpu, self.library)._replace(zero=self.zero)
 
     def may_be(self, verdict: str, case: Case) -> bool:
         """Whether, by a quick estimate, a replay could still reach the verdict ("fits" or "tight"); False when there is

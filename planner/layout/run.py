@@ -32,6 +32,7 @@ from planner.layout.run_records import (
     HostTerms,
     PhaseStages,
     WorkTerms,
+    ZeroSettings,
 )
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Machine, Strategy
@@ -84,6 +85,9 @@ class Facts(NamedTuple):
 
     own_code: Mapping[str, Callable[[], OwnRecording]] = MappingProxyType({})
     """what reads the recordings of trainers whose model is their own, by the trainer's name, or that of its version"""
+
+    zero: ZeroSettings | None = None
+    """DeepSpeed's sizes where a launch sets them"""
 
     def trained_by(self, trainer: str) -> Facts:
         """These facts with the step of a trainer's own model, where that is recorded. ``trainer`` may name a version,

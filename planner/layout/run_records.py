@@ -54,6 +54,25 @@ class EmptyCache:
     """stages behind which it is called as well"""
 
 
+class ZeroSettings(NamedTuple):
+    """DeepSpeed's bucket and sub-group sizes, in elements; the defaults are DeepSpeed's."""
+
+    reduce_bucket: int = 500_000_000
+    """``reduce_bucket_size``: allocated whole, however small the model"""
+    prefetch: int = 50_000_000
+    """``stage3_prefetch_bucket_size``"""
+    max_live: int = 1_000_000_000
+    """``stage3_max_live_parameters``: no more are fetched ahead"""
+    max_reuse: int = 1_000_000_000
+    """``stage3_max_reuse_distance``: what is used again within it is not let go"""
+    sub_group: int = 1_000_000_000
+    """``sub_group_size``: how much of its share stage 3 steps at a time"""
+    persistent: int = 100_000
+    """``stage3_param_persistence_threshold``: smaller parameters stay whole on every rank"""
+    overlap: bool = False
+    """``overlap_comm`` in stages 1 and 2: a second bucket is filled while one is reduced"""
+
+
 class DeviceTerms:
     """Device memory that is on no tape. Read by `planner.estimate.estimate`."""
 

@@ -179,7 +179,7 @@ def _deepspeed(case: Case) -> Bytes:
     import deepspeed
     import torch
 
-    from planner.layout.sharding.zero import ZeroSettings
+    from planner.layout.run_records import ZeroSettings
     from trainers.families import family
     from trainers.parallel.engines import deepspeed_config
     from trainers.step import step

@@ -15,6 +15,7 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.profiles import ModelProfile
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
+from planner.layout.run_records import ZeroSettings
 from planner.layout.sharding import zero as zero_terms
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
@@ -142,7 +143,7 @@ def weights(run: Run, frozen: bool) -> int:
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_terms, "DEEPSPEED", zero_terms.ZeroSettings(**SETTINGS))
+    monkeypatch.setattr(zero_terms, "DEEPSPEED", ZeroSettings(**SETTINGS))
 
 
 def agree(ranks: list[Bytes], expected: Bytes) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from planner.catalog.profiles import ModelProfile
-from planner.layout.sharding.zero import ZeroSettings
+from planner.layout.run_records import ZeroSettings
 from planner.spec.job import Job, Strategy
 from planner.spec.training import MAX_GRAD_NORM
 from trainers.step.step import DTYPES
@@ -46,6 +46,7 @@ def deepspeed_config(
         "stage3_max_reuse_distance": settings.max_reuse,
         "stage3_param_persistence_threshold": settings.persistent,
         "stage3_gather_16bit_weights_on_model_save": True,
+        **({"overlap_comm": True} if settings.overlap else {}),
     }
     for field, where in (("offload_optimizer", strategy.offload_optimizer), ("offload_param", strategy.offload_params)):
         if where != "none":

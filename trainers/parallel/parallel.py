@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
-from planner.layout.sharding.zero import DEEPSPEED, ZeroSettings
+from planner.layout.run_records import ZeroSettings
+from planner.layout.sharding.zero import DEEPSPEED
 from planner.spec.job import Job, Strategy
 from planner.spec.training import MAX_GRAD_NORM, TrainingSettings
 from trainers.families import family

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.layout.sharding.zero import ZeroSettings
+from planner.layout.run_records import ZeroSettings
 from planner.spec.job import Job, Strategy
 from trainers.parallel.engines import deepspeed_config
 from trainers.parallel.local_engine import LocalEngine

@@ -6,9 +6,12 @@ other keys do to memory is in profiles/flag_effects/deepspeed.toml.
 
 from __future__ import annotations
 
+from typing import Any
+
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Settings
 from planner.errors import VplanError, quoted
+from planner.layout.run_records import ZeroSettings
 
 DEEPSPEED = "deepspeed:"
 ZERO = "zero_optimization."
@@ -17,6 +20,17 @@ TRANSLATED = {
     "zero_optimization.offload_optimizer.device": "launch:--offload_optimizer_device",
     "zero_optimization.offload_param.device": "launch:--offload_param_device",
 }
+SIZES = {
+    "reduce_bucket_size": "reduce_bucket",
+    "sub_group_size": "sub_group",
+    "stage3_prefetch_bucket_size": "prefetch",
+    "stage3_param_persistence_threshold": "persistent",
+    "stage3_max_live_parameters": "max_live",
+    "stage3_max_reuse_distance": "max_reuse",
+    "overlap_comm": "overlap",
+}
+"""Keys of ``zero_optimization`` that an estimate takes as they are -> fields of a ZeroSettings."""
+
 OLDER = {"zero_optimization.cpu_offload": "optimizer", "zero_optimization.cpu_offload_param": "param"}
 """Switches that said the device before (``DeepSpeedZeroConfig``)."""
 
@@ -49,6 +63,19 @@ def of_deepspeed(document: Settings) -> Settings:
         if key not in TRANSLATED and not key.removeprefix(ZERO).startswith(idle)
     }
     return settings | kept
+
+
+def zero_settings(settings: Settings) -> ZeroSettings | None:
+    """The sizes that a launch's file sets; None where it sets none. Raises a VplanError for one that is no number."""
+    given = {field: settings.get(f"{DEEPSPEED}{ZERO}{key}") for key, field in SIZES.items()}
+    found: dict[str, Any] = {}
+    for field, value in given.items():
+        if value is None:
+            continue
+        if field != "overlap" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            raise VplanError(f"{quoted(value)} is no number of elements", "write 500000000, or 5e8")
+        found[field] = bool(value) if field == "overlap" else int(value)
+    return ZeroSettings(**found) if found else None
 
 
 def unknown_keys(document: Settings) -> tuple[str, ...]:

@@ -47,8 +47,6 @@ class Unpriced(Record):
     """values that do nothing, beside `SWITCHED_OFF`: those of another default"""
     on: tuple[Text, ...] = ()
     """the only values that act, in lower case, of a setting that acts by being switched off"""
-    priced: int | None = None
-    """of a size: the one that is priced. A larger one takes more and is refused, a smaller one may need less."""
     scripts: tuple[Text, ...] = ()
     """the ends of the names of the scripts that have them do so; none: of all"""
 
@@ -56,18 +54,9 @@ class Unpriced(Record):
         """Whether a setting's value does what is said here, in a script."""
         if self.scripts and not script.endswith(self.scripts):
             return False
-        if self.priced is not None:
-            return isinstance(value, int | float) and value != self.priced
         if self.on:
             return str(value).lower() in self.on
         return str(value).lower() not in SWITCHED_OFF and value not in (None, [], {}, *self.off)
-
-    def at(self, value: object) -> "Unpriced":
-        """What a value does, of a size by whether it is larger than what is priced."""
-        if self.priced is None or not isinstance(value, int | float):
-            return self
-        larger = value > self.priced
-        return self.replace(needs="more" if larger else "less", refused=larger)
 
 
 class FlagEffects(Record):
@@ -87,7 +76,7 @@ class FlagEffects(Record):
                 name = name.rpartition(".")[0]
             row = by_name.get(name)
             if row is not None and row.acts(value, script):
-                yield name, row.at(value)
+                yield name, row
 
 
 @functools.cache

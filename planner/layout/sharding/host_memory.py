@@ -24,13 +24,13 @@ from planner.layout.run import Run
 from planner.layout.sharding.fsdp import padded_share
 from planner.layout.sharding.nvme import trained_shares
 from planner.layout.sharding.zero import (
-    DEEPSPEED,
     FULL,
     HALF,
     aligned_elements,
     parameters_in_share,
     sub_groups,
     trained_elements,
+    zero_settings,
 )
 from planner.spec.job import SPLIT
 from planner.tape.variants import trained_storage
@@ -100,7 +100,7 @@ def _zero_1_or_2(run: Run) -> tuple[int, int]:
 def _zero_3_optimizer(run: Run) -> tuple[int, int]:
     """(pinned, pageable) bytes of gradients, master and states."""
     counts = trained_shares(run)
-    groups, share = sub_groups(counts, DEEPSPEED.sub_group), sum(counts)
+    groups, share = sub_groups(counts, zero_settings(run).sub_group), sum(counts)
     pinned = sum(power_of_two(FULL * group) for group in groups) + power_of_two(HALF * share)
     return pinned, (FULL + _states(run.strategy.optimizer)) * share
 
@@ -108,10 +108,8 @@ def _zero_3_optimizer(run: Run) -> tuple[int, int]:
 def _zero_3_weights(run: Run) -> int:
     """Pinned bytes. Shares of trained parameters move into one buffer, but torch keeps what they lay in for later;
     those of small frozen ones stay on the GPU (``ds_persist``)."""
-    world, trained = run.machine.world, trained_elements(run)
-    waiting = [
-        -(-count // world) for name, count in run.elements.items() if name in trained or count > DEEPSPEED.persistent
-    ]
+    world, trained, persistent = run.machine.world, trained_elements(run), zero_settings(run).persistent
+    waiting = [-(-count // world) for name, count in run.elements.items() if name in trained or count > persistent]
     return sum(power_of_two(HALF * count) for count in waiting) + power_of_two(HALF * sum(trained_shares(run)))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from planner.errors import VplanError
 from planner.layout.run import Run
-from planner.layout.sharding.zero import DEEPSPEED, FULL, HALF, sub_groups, trained_elements
+from planner.layout.sharding.zero import DEEPSPEED, FULL, HALF, sub_groups, trained_elements, zero_settings
 
 OPTIMIZER_BUFFERS = 4
 """``buffer_count`` of the optimizer: a weight, its gradient and Adam's two states at a time."""
@@ -41,8 +41,10 @@ def optimizer_host_bytes(run: Run) -> int:
     if run.strategy.offload_optimizer != "nvme":
         return 0
     partitions = trained_shares(run)
-    largest = max(sub_groups(partitions, DEEPSPEED.sub_group))
-    return HALF * sum(partitions) + FULL * gradients_in_ram(partitions) + OPTIMIZER_BUFFERS * FULL * largest
+    sub_group = zero_settings(run).sub_group
+    largest = max(sub_groups(partitions, sub_group))
+    kept = gradients_in_ram(partitions, sub_group)
+    return HALF * sum(partitions) + FULL * kept + OPTIMIZER_BUFFERS * FULL * largest
 
 
 def gradients_in_ram(partitions: Sequence[int], sub_group: int = DEEPSPEED.sub_group) -> int:

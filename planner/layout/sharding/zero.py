@@ -30,11 +30,11 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from planner.errors import NotEstimatedError
 from planner.layout.gradient_sums import SUM_WORKSPACE
 from planner.layout.run import Run
+from planner.layout.run_records import ZeroSettings
 from planner.layout.sharding.stage_editor import first_backward
 from planner.tape.program import Stage
 
@@ -58,24 +58,12 @@ MOST_8_BIT = 2**31 - 1
 (backends/cuda/ops.py)."""
 
 
-class ZeroSettings(NamedTuple):
-    """DeepSpeed's bucket and sub-group sizes, in elements; the defaults are DeepSpeed's."""
-
-    reduce_bucket: int = 500_000_000
-    """``reduce_bucket_size``: allocated whole, however small the model"""
-    prefetch: int = 50_000_000
-    """``stage3_prefetch_bucket_size``"""
-    max_live: int = 1_000_000_000
-    """``stage3_max_live_parameters``: no more are fetched ahead"""
-    max_reuse: int = 1_000_000_000
-    """``stage3_max_reuse_distance``: what is used again within it is not let go"""
-    sub_group: int = 1_000_000_000
-    """``sub_group_size``: how much of its share stage 3 steps at a time"""
-    persistent: int = 100_000
-    """``stage3_param_persistence_threshold``: smaller parameters stay whole on every rank"""
-
-
 DEEPSPEED = ZeroSettings()
+
+
+def zero_settings(run: Run) -> ZeroSettings:
+    """DeepSpeed's sizes, as the file that a launch names sets them, or its defaults."""
+    return run.facts.zero or DEEPSPEED
 
 
 def zero(run: Run) -> None:
@@ -88,9 +76,9 @@ def zero(run: Run) -> None:
     for stage in (run.optimizer_first, run.optimizer):
         run.empty(stage)
     if run.strategy.sharding == "zero-3":
-        _stage_3(run, DEEPSPEED)
+        _stage_3(run, zero_settings(run))
     else:
-        _stages_1_and_2(run, DEEPSPEED)
+        _stages_1_and_2(run, zero_settings(run))
 
 
 def cast_to_16_bits(run: Run) -> None:
@@ -197,6 +185,20 @@ def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
             norm = run.new(NORM_BYTES * max(elements), "temporary", "norm in fp64")
             step = [norm, ~norm, *_step(run, share, states, ~partition)]
             run.place(stage, step, "step", at=0)
+    if settings.overlap:
+        _second_bucket(run, bucket)
+
+
+def _second_bucket(run: Run, bucket: int) -> None:
+    """``overlap_comm``: one bucket is filled while the other is reduced; they come and go together
+    (``setup_buckets``)."""
+    second = run.new(run.sizes[bucket], "buckets", "second reduce bucket")
+    beside = {bucket: (bucket, second), ~bucket: (~bucket, ~second)}
+    for stage in {id(stage): stage for _, stage in run.stages}.values():  # a step is there once for each micro-batch
+        stage.stretches = [
+            (moment, [each for event in events for each in beside.get(event, (event,))])
+            for moment, events in stage.stretches
+        ]
 
 
 def _order_of_gradients(run: Run) -> list[str]:

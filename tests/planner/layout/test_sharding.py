@@ -18,6 +18,7 @@ from planner.estimate.traffic import traffic
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
+from planner.layout.run_records import ZeroSettings
 from planner.layout.sharding import zero as zero_terms
 from planner.layout.sharding.collectives import communicators
 from planner.layout.sharding.fsdp import GATHERING, REDUCING, padded_share
@@ -250,7 +251,7 @@ def test_of_many_ranks_that_differ_four_are_replayed() -> None:
 
 def test_a_bucket_is_copied_only_where_it_lies_in_several_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket for each adapter: four adapters on two ranks, and no border within one."""
-    monkeypatch.setattr(zero_terms, "DEEPSPEED", zero_terms.ZeroSettings(reduce_bucket=ADAPTER // 2))
+    monkeypatch.setattr(zero_terms, "DEEPSPEED", ZeroSettings(reduce_bucket=ADAPTER // 2))
     assert "reduced copy" not in laid_out(Machine(gpu="a100-80gb", gpus=2), **zero("zero-1")).program.op
     assert "reduced copy" in laid_out(Machine(gpu="a100-80gb", gpus=3), **zero("zero-1")).program.op
 
