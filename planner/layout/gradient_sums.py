@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from planner.layout.optimizer.reduction_workspace import column_mean_bytes
 from planner.layout.run import Run
+from planner.tape.format import Monomial, Tape
 from planner.tape.variants import Precision
 
 PERSISTENT = frozenset({"weight", "gradient", "optimizer", "batch", "workspace"})
@@ -100,10 +101,37 @@ def _weight_lengths(run: Run) -> frozenset[int]:
     return frozenset(_coefficient(run, buffer) // stored for buffer in run.named("weight").values())
 
 
+class _Recorded(NamedTuple):
+    """What is recorded of every buffer, by number."""
+
+    operators: list[str]
+    categories: list[str]
+    coefficients: list[int]
+    tokens: list[bool]
+    """whether its size grows with the clip or the text"""
+    weight_lengths: frozenset[int]
+
+    @classmethod
+    def of(cls, run: Run) -> _Recorded:
+        program = run.program
+        coefficients = [size if isinstance(size, int) else size[1].coefficient for size in program.sizes]
+        tokens = list(map(_grows, program.sizes))
+        return cls(
+            list(program.op),
+            list(program.category),
+            list(map(coefficients.__getitem__, program.buffers)),
+            list(map(tokens.__getitem__, program.buffers)),
+            run.shared(_weight_lengths),
+        )
+
+
 def _sums(run: Run) -> dict[int, Summed]:
     """What each sum of backward reads that adds up rows, by the buffer that it makes."""
-    operators, categories = run.program.op, run.program.category
-    sums = {buffer for buffer, name in enumerate(operators) if name == "sum" and not _tokens(run, buffer)}
+    sums = {buffer for buffer, name in enumerate(run.program.op) if name == "sum"}
+    if not sums:
+        return {}
+    recorded = _Recorded.of(run)
+    sums = {buffer for buffer in sums if not recorded.tokens[buffer]}
     live: dict[int, None] = {}
     found: dict[int, Summed] = {}
     for moment, events in run.step.stretches if sums else ():
@@ -113,17 +141,17 @@ def _sums(run: Run) -> dict[int, Summed]:
             if event < 0:
                 live.pop(~event, None)
             else:
-                if event in sums and (summed := _summed(run, events, at, live)):
+                if event in sums and (summed := _summed(recorded, events, at, live)):
                     found[event] = summed
-                if categories[event] not in PERSISTENT:
+                if recorded.categories[event] not in PERSISTENT:
                     live[event] = None
     return found
 
 
-def _summed(run: Run, events: list[int], at: int, live: dict[int, None]) -> Summed | None:
+def _summed(recorded: _Recorded, events: list[int], at: int, live: dict[int, None]) -> Summed | None:
     """What the sum at a place of a stretch reads; None where nothing that backward made has its columns in rows.
     ``live``: what is there, the newest last."""
-    operators, cast = run.program.op, _cast_bytes(run, events, at)
+    operators, coefficients, cast = recorded.operators, recorded.coefficients, _cast_bytes(recorded, events, at)
     made = [event for event in events[max(0, at - NEWEST) : at] if event >= 0][-2:]
     if [operators[event] for event in made] == ["mm", "mm"]:
         return Summed(made[0], made[1], cast)
@@ -133,26 +161,26 @@ def _summed(run: Run, events: list[int], at: int, live: dict[int, None]) -> Summ
     scaled = following[cast is not None :][:1]
     products = [buffer for buffer in (*gone, *scaled) if operators[buffer] == "mul"]
     others = [buffer for buffer in itertools.islice(reversed(live), NEWEST) if operators[buffer] != "mm"]
-    made_bytes = _coefficient(run, events[at])
+    made_bytes = coefficients[events[at]]
     # A sum over channels is as long as a text of fixed length, and not as a weight.
-    is_vector = not run.shared(_weight_lengths).isdisjoint({made_bytes // 2, made_bytes // 4})
+    is_vector = not recorded.weight_lengths.isdisjoint({made_bytes // 2, made_bytes // 4})
     for buffer in (*products, *(others if is_vector else ())):
-        whole = _coefficient(run, buffer)
+        whole = coefficients[buffer]
         # Such a text's rows do not grow, which a product shows all the same.
-        rows = _tokens(run, buffer) or (is_vector and buffer in products and whole > made_bytes)
+        rows = recorded.tokens[buffer] or (is_vector and buffer in products and whole > made_bytes)
         if rows and whole % made_bytes == 0:
             return Summed(buffer, None, cast)
     return None
 
 
-def _cast_bytes(run: Run, events: list[int], at: int) -> int | None:
+def _cast_bytes(recorded: _Recorded, events: list[int], at: int) -> int | None:
     """Bytes of a number of the sum at a place of a stretch: 4 where it is cast to half its size next, 2 where to twice;
     None where it is not."""
-    made = _coefficient(run, events[at])
+    made = recorded.coefficients[events[at]]
     following = next((event for event in events[at + 1 : at + 1 + NEWEST] if event >= 0), None)
-    if following is None or run.program.op[following] != "_to_copy" or _tokens(run, following):
+    if following is None or recorded.operators[following] != "_to_copy" or recorded.tokens[following]:
         return None
-    return {made: 4, 4 * made: 2}.get(2 * _coefficient(run, following))
+    return {made: 4, 4 * made: 2}.get(2 * recorded.coefficients[following])
 
 
 def _coefficient(run: Run, buffer: int) -> int:
@@ -160,9 +188,8 @@ def _coefficient(run: Run, buffer: int) -> int:
     return size if isinstance(size, int) else size[1].coefficient
 
 
-def _tokens(run: Run, buffer: int) -> bool:
-    """Whether a buffer's size grows with the clip or the text."""
-    size = run.program.sizes[run.program.buffers[buffer]]
+def _grows(size: tuple[Tape, Monomial] | int) -> bool:
+    """Whether a size grows with the clip or the text."""
     if isinstance(size, int):
         return False
     tape, monomial = size
