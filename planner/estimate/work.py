@@ -174,11 +174,23 @@ def passes_work(run: Run) -> Passes:
 def _passes_work(run: Run, passes: str) -> dict[Kind, Work]:
     facts, blocks = run.facts, run.checkpointed
     if not blocks:
-        return work_of(facts.step, main_piece(facts.step), run.grid, passes=passes)
+        return _work_of_blocks(facts.step, run.grid, passes)
     assert facts.checkpointed is not None
-    others = work_of(facts.step, "step", run.grid, only=lambda block: block not in blocks, passes=passes)
-    chosen = work_of(facts.checkpointed, "step", run.grid, only=lambda block: block in blocks, passes=passes)
-    return add_work(others, chosen)
+    others = _work_of_blocks(facts.step, run.grid, passes, blocks, False)
+    return add_work(others, _work_of_blocks(facts.checkpointed, run.grid, passes, blocks, True))
+
+
+def _work_of_blocks(
+    tape: Tape, grid: Mapping[str, int], passes: str, blocks: frozenset[Block] | None = None, chosen: bool = True
+) -> dict[Kind, Work]:
+    """The work of a step of these blocks, or of all others where they are not ``chosen``; None: of the whole step."""
+    return evaluate_work(_terms_of_blocks(tape, passes, blocks, chosen), tape.values(grid))
+
+
+@recording_cache(maxsize=256)
+def _terms_of_blocks(tape: Tape, passes: str, blocks: frozenset[Block] | None, chosen: bool) -> dict[SizeTerm, Work]:
+    only = None if blocks is None else lambda block: (block in blocks) is chosen
+    return symbolic_work(tape, main_piece(tape), only=only, passes=passes)
 
 
 def symbolic_work(
