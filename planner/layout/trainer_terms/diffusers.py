@@ -179,18 +179,22 @@ OTHER_LOOPS = ("2024-10", FACTORY)
 
 
 def last_sample(run: Run) -> None:
-    """When a LoRA is trained, a pipeline is loaded for a last sample, transformer included, and put on the GPU beside
+    """When training is over, a pipeline is loaded for a last sample, transformer included, and put on the GPU beside
     the trained one, which the script's variable, the optimizer and accelerate hold on to, and beside the text encoders
     and the VAE that the script holds on to. A U-Net is cast to fp32 before its adapters are saved (58eb52c
     examples/dreambooth/train_dreambooth_lora_{flux,qwen_image,sdxl}.py and the other LoRA scripts, "Final
-    inference")."""
-    version = run.trainer.partition("@")[2]
-    if run.job.method != "lora" or not run.phases.validation or run.strategy.validation_mode != "on":
+    inference"); one that is trained in full samples itself. In full training the second transformer is in the
+    format that autocast computes in, and takes what autocast's copies of the trained one take in samples before
+    (train_dreambooth_{flux,sd3}.py, ``torch_dtype=weight_dtype``; ``nullcontext`` of the last sample)."""
+    version, strategy, model = run.trainer.partition("@")[2], run.strategy, run.facts.model
+    if not run.phases.validation or strategy.validation_mode != "on":
         return
     if version.startswith(OTHER_LOOPS) or IN_LOOP in version:
         return
-    model = run.facts.model
-    whole = "UNet" in model.diffusers_class or run.strategy.weights_dtype == "fp32"
+    unet, full = "UNet" in model.diffusers_class, run.job.method == "full"
+    if full and (unet or strategy.autocast != "none"):
+        return
+    whole = unet or strategy.weights_dtype == "fp32"
     encoders_too = 0 if _sampled_without_encoders(run) else component_bytes(run, "resident")
     _sample_beside(run, (FP32 if whole else HALF) * model.parameters + encoders_too)
 

@@ -120,15 +120,43 @@ def test_a_lora_of_diffusers_loads_a_second_model_for_its_last_sample(
     assert more == pytest.approx(second_bytes * profile.parameters + encoders, rel=1e-3)
 
 
-def test_diffusion_pipe_brings_a_text_encoder_whole_where_ours_comes_layer_by_layer() -> None:
+@pytest.mark.parametrize(("sharding", "seconds"), [("none", 0), ("zero-2", 1)])
+def test_full_training_loads_a_second_transformer_instead_of_autocasts_copies(sharding: str, seconds: int) -> None:
+    """Without autocast, as under DeepSpeed, there are none."""
+    profile = lookup.model("flux.1-dev")
+    strategy = Strategy.read({"validation_mode": "on", "gradient_checkpointing": "full", "sharding": sharding})
+    gpus = 1 if sharding == "none" else 4
+    asked = Configuration.of(job_for(profile, {"method": "full"}), strategy, Machine(gpu="b200", gpus=gpus))
+    assert (asked.strategy.autocast != "none") == (sharding == "none")
+    facts = library.load_facts(asked)
+    last, in_loop = (estimate(asked, facts, f"diffusers{end}").phases for end in ("", "@in-loop"))
+    more = last["denoise"].allocated_bytes - in_loop["denoise"].allocated_bytes
+    assert more == pytest.approx(seconds * 2 * profile.parameters, rel=1e-3)
+
+
+def encoded(trainer: str, swap_blocks: int = 0, validation: str = "off") -> tuple[int, int]:
+    """(bytes while prompts are encoded on a card smaller than the text encoder, those of that encoder)."""
     profile = lookup.model("wan2.1-t2v-1.3b")
     job = job_for(profile, {"method": "lora", "frames": 1, "height": 512, "width": 512})
-    asked = Configuration.of(job, Strategy(gradient_checkpointing="full"), Machine(gpu="rtx3070"))
-    facts = library.load_facts(asked)
-    ours, theirs = (estimate(asked, facts, trainer) for trainer in ("vplan", "diffusion-pipe"))
-    whole = 2 * profile.text_encoders[0].parameters
-    assert ours.verdict == "fits" and ours.phases["encode"].allocated_bytes < whole // 3
-    assert theirs.verdict == "no" and theirs.phases["encode"].allocated_bytes > whole
+    strategy = Strategy(gradient_checkpointing="full", swap_blocks=swap_blocks, validation_mode=validation)
+    asked = Configuration.of(job, strategy, Machine(gpu="rtx3070"))
+    found = estimate(asked, library.load_facts(asked), trainer)
+    return found.phases["encode"].allocated_bytes, 2 * profile.text_encoders[0].parameters
+
+
+def test_a_text_encoder_comes_whole_in_every_trainer_but_ours() -> None:
+    ours, whole = encoded("vplan")
+    assert ours < whole // 3
+    others = set(trainer_terms.NAMES) - {"ltx-trainer"}  # which reads a configuration of LTX-2
+    apart = {trainer for trainer in others if encoded(trainer)[0] < whole}
+    assert apart == {"musubi-tuner"}, "whose captions a script of its own has encoded before"
+    assert encoded("musubi-tuner", validation="on")[0] > whole, "which prompts of samples are not"
+
+
+@pytest.mark.parametrize("trainer", ["onetrainer", "ai-toolkit"])
+def test_where_layers_wait_in_host_ram_those_of_text_encoders_do_too(trainer: str) -> None:
+    nbytes, whole = encoded(trainer, swap_blocks=15)
+    assert nbytes < whole // 3
 
 
 def test_simpletuner_zeroes_its_gradients_and_keeps_a_third_state() -> None:
