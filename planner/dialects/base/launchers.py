@@ -237,6 +237,7 @@ def _engine_fields(launch: Settings, formats: Fields, fsdp: Support | str) -> Fi
     no_engine = {"master_weights": "none", "offload_optimizer": "none", "offload_params": "none"}
     no_engine |= {"offload_gradients": "none"}
     if launch.get("launch:--use_deepspeed"):
+        _refuse_fp32(launch, formats)
         stage = int(launch.get("launch:--zero_stage", 2))  # accelerate utils/dataclasses.py DeepSpeedPlugin
         where = {
             field: _device(launch.get(f"launch:--offload_{name}_device"))
@@ -251,6 +252,15 @@ def _engine_fields(launch: Settings, formats: Fields, fsdp: Support | str) -> Fi
         return no_engine | fsdp_fields(launch, formats, fsdp)
     several_gpus = int(launch.get("gpus", 1)) * int(launch.get("nodes", 1)) > 1
     return no_engine | formats | {"sharding": "ddp" if several_gpus else "none"}
+
+
+def _refuse_fp32(launch: Settings, formats: Fields) -> None:
+    """DeepSpeed trains in fp32 where neither mixed precision nor its own file says 16 bits (accelerate
+    utils/dataclasses.py ``set_mixed_precision``; deepspeed runtime/engine.py ``_configure_distributed_model``)."""
+    of_file = launch.get("launch:--deepspeed_config_file")  # read into keys, or not here and unknown
+    if formats["autocast"] == "none" and formats["weights_dtype"] == "fp32" and not of_file:
+        fault = "DeepSpeed without mixed precision trains in fp32, which is not priced"
+        raise VplanError(fault, "pass --mixed_precision bf16")
 
 
 def _deepspeed_settings(fields: Fields, own: Settings) -> Settings:

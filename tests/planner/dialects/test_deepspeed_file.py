@@ -158,3 +158,15 @@ def test_every_key_of_zero_is_known() -> None:
     fields = config.DeepSpeedZeroConfig.model_fields
     names = [f"zero_optimization.{field.alias or name}" for name, field in fields.items()]
     assert [name for name in names if name not in known and f"{name}.device" not in known] == []
+
+
+def test_without_mixed_precision_it_trains_in_fp32_and_is_refused(tmp_path: Path) -> None:
+    flux = "train_dreambooth_flux.py --pretrained_model_name_or_path black-forest-labs/FLUX.1-dev --resolution 512"
+    for precision in ("", "--mixed_precision bf16 "):
+        (tmp_path / "train.sh").write_text(f"accelerate launch --use_deepspeed --num_processes 4 {precision}{flux}\n")
+        dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+        if precision:
+            assert translate(dialect, given).strategy["sharding"] == "zero-2"
+        else:
+            with pytest.raises(VplanError, match="trains in fp32"):
+                translate(dialect, given)
