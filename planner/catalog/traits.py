@@ -110,6 +110,7 @@ TrainerTrait = Literal[
     "masks-one-sample",
     "joint-tensor-kept",
     "sampled-without-encoders",
+    "text-encoders-trained",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
@@ -127,6 +128,7 @@ reentrant-checkpoints: its own code of the model checkpoints so.
 prompts-unpadded: they are as long as the longest of a batch, where diffusers fills them up. masks-by-head: its own code
 makes a mask over all pairs of tokens for every head. masks-one-sample: prompts are padded and masked where there is one
 sample too. joint-tensor-kept: of a block that gives text and image as parts of one tensor, only the image is offloaded.
+text-encoders-trained: always, beside the model.
 """
 
 

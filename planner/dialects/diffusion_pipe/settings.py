@@ -236,16 +236,25 @@ WITH_ENCODER = frozenset({"wan"})
 (models/wan/wan.py ``InitialLayer``)."""
 
 
+ALWAYS_WITH_ENCODER = frozenset({"sdxl"})
+"""Those whose text encoders are trained (models/sdxl.py ``get_text_encoders``)."""
+
+
 def _text_encoder_of(settings: Settings) -> Fields:
-    in_the_loop = settings.get(IN_THE_LOOP) is False and settings.get("config:model.type") in WITH_ENCODER
+    kind = settings.get("config:model.type")
+    in_the_loop = kind in ALWAYS_WITH_ENCODER or (settings.get(IN_THE_LOOP) is False and kind in WITH_ENCODER)
     return {"text_encoder": "resident" if in_the_loop else "cached"}
 
 
 def _write_text_encoder(fields: Fields) -> Settings:
-    where = fields["text_encoder"]
+    where, kind = fields["text_encoder"], write_model(fields)["config:model.type"]
+    if kind in ALWAYS_WITH_ENCODER:
+        if where != "resident":
+            why = "its text encoders are trained too"
+            raise InexpressibleError(UnsupportedValue("text_encoder", where, "resident", why))
+        return {}
     if where == "cached":
         return {}
-    kind = write_model(fields)["config:model.type"]
     if where == "swapped" or kind not in WITH_ENCODER:
         why = "prompts are cached on disk before training"
         raise InexpressibleError(UnsupportedValue("text_encoder", where, "cached", why))
@@ -298,7 +307,7 @@ TABLE: tuple[Binding | When, ...] = (
     _pair(_spread_of, _write_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
              sharding="none on one GPU, ddp on several", swap_blocks="blocks_to_swap, with LoRA"),
     When("sharding", frozenset({"ddp"}), Fixed("grad_buckets", "copy", "DeepSpeed averages gradients in buckets")),
-    _pair(_text_encoder_of, _write_text_encoder, (IN_THE_LOOP,), text_encoder="cached; resident (Wan)"),
+    _pair(_text_encoder_of, _write_text_encoder, (IN_THE_LOOP,), text_encoder="cached; resident (Wan, always SDXL)"),
     Fixed("vae", "cached", "latents are cached on disk before training"),
     Fixed("validation_mode", "off", "its evaluation is a loss: it samples nothing"),
     Choice("compile", {"none": {}, "full": {"config:compile": True}}, "compile = true is the whole model"),
@@ -369,6 +378,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What the trainer does that the settings do not say, in words, with the source."""
     what = "latents and prompts are" if fields["text_encoder"] == "cached" else "latents are"
     yield f"{what} cached on disk before training, and it samples nothing ({AT})"
+    if settings.get("config:model.type") in ALWAYS_WITH_ENCODER:
+        yield f"its text encoders are trained too, whatever their learning rates ({AT} models/sdxl.py)"
     yield from own_model_notes("diffusion-pipe", fields)
     model = lookup.model(fields["model"])
     if model.trained_with("diffusion-pipe", "last-encoder-stays"):

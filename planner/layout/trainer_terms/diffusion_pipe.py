@@ -14,6 +14,7 @@ from planner.layout.trainer_terms.shared import (
     swap_in_place,
     swapped_to_pinned_memory,
 )
+from planner.layout.trainer_terms.trained_text_encoders import adapters_on_text_encoders, text_encoders_whole
 from planner.tape.variants import trained_storage
 
 
@@ -72,6 +73,14 @@ def last_encoder_stays(run: Run) -> None:
     run.add(run.load, int(nbytes), "residents", encoder.name)
 
 
+def encoders_trained(run: Run) -> None:
+    """SDXL's text encoders are layers of what is trained: adapters on every linear layer of theirs, or all of them
+    (models/sdxl.py ``InitialLayer``, ``configure_adapter``)."""
+    if run.facts.model.trained_with("diffusion-pipe", "text-encoders-trained"):
+        term = adapters_on_text_encoders if run.job.method == "lora" else text_encoders_whole
+        term(run)
+
+
 TERMS: tuple[Transform, ...] = (
     *(
         last_encoder_stays,
@@ -82,6 +91,7 @@ TERMS: tuple[Transform, ...] = (
         kahan_buffer,
     ),
     *(adapters_on_modulation("diffusion-pipe"), swapped_to_pinned_memory, checkpoints_in_pinned_memory),
+    encoders_trained,
 )
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers."""
