@@ -24,7 +24,7 @@ from planner.dialects.base.bindings import (
 )
 from planner.dialects.base.deepspeed_file import of_deepspeed, unknown_keys
 from planner.dialects.base.dialect import Invocation
-from planner.dialects.base.fsdp import (
+from planner.dialects.base.fsdp_launch import (
     CLASSES,
     LOADING,
     OFFLOAD,

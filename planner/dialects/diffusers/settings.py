@@ -18,7 +18,7 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.fsdp import Units, fsdp_notes
+from planner.dialects.base.fsdp_launch import Units, fsdp_notes
 from planner.dialects.base.launchers import (
     EXPANDABLE,
     GPUS,

@@ -16,7 +16,7 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
 )
 from planner.dialects.base.dialect import MAY_NEED_LESS, Invocation, Move
-from planner.dialects.base.fsdp import OFFLOAD, VERSION, Units, fsdp_notes
+from planner.dialects.base.fsdp_launch import OFFLOAD, VERSION, Units, fsdp_notes
 from planner.dialects.base.launchers import engine, launch_settings, parse_program
 from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
 from planner.dialects.base.script import Script
