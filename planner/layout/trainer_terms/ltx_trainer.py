@@ -13,6 +13,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.layout.inputs import parameters
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import keep_by_block
+from planner.layout.trainer_terms.shared import prompts_cached_apart
 from planner.spec.job import QUANTISED
 from planner.tape.program import Stage
 
@@ -127,5 +128,5 @@ def _inputs_of_a_block(run: Run) -> int:
     return kept + ((token + HALF) * grid["B"] * grid["E"] + HALF * text) * audio if sound else kept
 
 
-TERMS: tuple[Transform, ...] = (connectors, rounded_by_quanto)
+TERMS: tuple[Transform, ...] = (prompts_cached_apart, connectors, rounded_by_quanto)
 OLDER: dict[str, tuple[Transform, ...]] = {VIDEO_ALONE: ()}

@@ -13,6 +13,7 @@ from planner.layout.trainer_terms.shared import (
     checkpoints_saved_on_cpu,
     modulation_in_8_bits,
     positions_in_fp64,
+    prompts_cached_apart,
     swap_in_place,
 )
 from planner.tape.program import Stage
@@ -79,14 +80,6 @@ def modulation_in_16_bits(run: Run) -> None:
         for name, buffer in run.named("weight").items():
             if "_mod." in name:
                 run.resize(buffer, 2 * run.sizes[buffer])
-
-
-def prompts_cached_apart(run: Run) -> None:
-    """Captions are encoded by a script of its own, whose flags a command that trains does not show (``--fp8_t5``,
-    ``--fp8_llm``, ``--device cpu``): a text encoder larger than the card is no reason why that command does not fit.
-    Prompts of samples are encoded where it trains (wan_train_network.py ``process_sample_prompts``)."""
-    if run.strategy.validation_mode == "off":
-        run.device.encoders_whole = False
 
 
 TERMS: tuple[Transform, ...] = (

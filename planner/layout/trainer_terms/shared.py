@@ -25,6 +25,15 @@ def layers_of_encoders_offloaded(run: Run) -> None:
         run.device.encoders_whole = False
 
 
+def prompts_cached_apart(run: Run) -> None:
+    """Captions are encoded by a script of its own, whose flags a command that trains does not show (musubi-tuner's
+    ``--fp8_t5`` and ``--device cpu``, ltx-trainer's process_captions.py): a text encoder larger than the card is no
+    reason why that command does not fit. Prompts of samples are encoded where it trains (musubi-tuner
+    wan_train_network.py ``process_sample_prompts``)."""
+    if run.strategy.validation_mode == "off":
+        run.device.encoders_whole = False
+
+
 def swap_in_place(run: Run) -> None:
     """Block swap exchanges the weights of two blocks where they lie, over host memory that is not pinned: the blocks
     that stay are all there is on the GPU, and there is no ring (kohya-ss library/custom_offloading_utils.py

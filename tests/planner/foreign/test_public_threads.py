@@ -114,7 +114,7 @@ def sample():
 
 ANSWERS = {
     "aitk-wan21-1b-24gb": True,
-    "cogvideo-731-v100": False,
+    "cogvideo-731-v100": None,
     "dpipe-306-swap8": False,
     "dpipe-flux2-dev": True,
     "sds-827-3090ti": True,
