@@ -24,9 +24,6 @@ class Unfolded(NamedTuple):
     step: Stage
     both: BothSteps | None
     """of two recordings, where only some blocks are checkpointed"""
-    without: dict[tuple[int, frozenset[str]], tuple[list[int], list[int]]]
-    """id of a list of events of the step, kernels of attention -> the list, and the same without what other kernels
-    allocate: numbers of checkpointed blocks have most lists in common"""
 
 
 def unfolded_key(facts: Facts) -> tuple[object, ...]:
@@ -45,7 +42,7 @@ def unfolded(facts: Facts) -> Unfolded:
         both = BothSteps(program, facts.step.model, step, checkpointed)
     if "autocast" not in facts.step.variant:
         _widen_statistics(program)
-    return Unfolded(program, load, step, both, {})
+    return Unfolded(program, load, step, both)
 
 
 CASTS_BEFORE = 3
@@ -90,7 +87,7 @@ def recorded_step(configuration: Configuration, facts: Facts, recordings: Unfold
 
     Raises a NotRecordedError where two recordings cannot be put together.
     """
-    program, load, step, both, without = recordings or unfolded(facts)
+    program, load, step, both = recordings or unfolded(facts)
     run = Run(configuration, facts, program=program.copy() if recordings else program, load=load.copy())
     if both is not None:
         blocks = configuration.strategy.checkpointed_blocks
@@ -105,24 +102,8 @@ def recorded_step(configuration: Configuration, facts: Facts, recordings: Unfold
     else:
         attention_kernel.round_all_rows(run)
     if others := [buffer for buffer, kernel in program.kernel.items() if kernel not in kernels]:
-        _drop(run, others, without, kernels)
+        run.drop(run.step, others)
     return run
-
-
-def _drop(
-    run: Run,
-    others: list[int],
-    without: dict[tuple[int, frozenset[str]], tuple[list[int], list[int]]],
-    kernels: frozenset[str],
-) -> None:
-    """Removes the workspaces ``others`` from a step. ``without``: as `Unfolded` has it for ``kernels``."""
-    dropped = {*others, *(~buffer for buffer in others)}
-    for at, (moment, events) in enumerate(run.step.stretches):
-        if not dropped.isdisjoint(events):
-            key = id(events), kernels
-            if key not in without:
-                without[key] = events, [event for event in events if event not in dropped]
-            run.step.stretches[at] = moment, without[key][1]
 
 
 def add_optimizer(run: Run) -> None:

@@ -44,14 +44,6 @@ class _Pair(NamedTuple):
     """behind both"""
 
 
-class _Cast(NamedTuple):
-    """A copy that a list of events makes, and what it makes next up to the last copy there."""
-
-    buffer: int
-    following: list[tuple[int, int]]
-    """(position, buffer)"""
-
-
 class _Events(NamedTuple):
     """Where a list of events frees what, and makes copies."""
 
@@ -61,10 +53,6 @@ class _Events(NamedTuple):
     """the same of what was made elsewhere"""
     casts: list[int]
     """positions at which copies are made"""
-    copies: frozenset[int]
-    """what is made there"""
-    pairs: list[_Cast]
-    """those with another copy close behind"""
 
 
 class _List:
@@ -81,27 +69,14 @@ class _List:
         return isinstance(other, _List) and self.events is other.events
 
 
-NEIGHBOURS = 4
-"""Events behind a copy among which is the copy of it."""
-
-
-@recording_cache(maxsize=2048)
+@recording_cache(maxsize=1024)
 def _of_events(these: _List) -> _Events:
     """Strategies, and shapes, of one recording have most of their lists in common."""
-    events, copies = these.events, these.copies
+    events = these.events
     frees = {~event: position for position, event in enumerate(events) if event < 0}
-    made = set(events)
+    made = {event for event in events if event >= 0}
     leaving = {buffer: position for buffer, position in frees.items() if buffer not in made}
-    casts = [position for position, event in enumerate(events) if event in copies]
-    here = frozenset(events[position] for position in casts)
-    pairs = []
-    for position in casts:
-        behind = range(position + 1, min(position + 1 + NEIGHBOURS, len(events)))
-        last = max((at for at in behind if events[at] in here), default=position)
-        following = [(at, events[at]) for at in behind if at <= last and events[at] >= 0]
-        if following:
-            pairs.append(_Cast(events[position], following))
-    return _Events(frees, leaving, casts, here, pairs)
+    return _Events(frees, leaving, [at for at, event in enumerate(events) if event in these.copies])
 
 
 class _Freed:
@@ -115,10 +90,6 @@ class _Freed:
         """Of a buffer that the ``at``-th stretch makes; None where it stays."""
         own = self.lists[at].frees.get(buffer)
         return self.leaving.get(buffer) if own is None else (at, own)
-
-    def is_freed(self, at: int, buffer: int) -> bool:
-        """Whether a buffer that the ``at``-th stretch makes goes anywhere."""
-        return buffer in self.lists[at].frees or buffer in self.leaving
 
 
 def _copies(run: Run) -> frozenset[int]:
@@ -136,7 +107,8 @@ def _uncast(run: Run, stage: Stage) -> None:
     stays: dict[int, tuple[int, int]] = {}
     """input -> the stretch that makes it, and the copy with whose free it goes now"""
     for at, (moment, events) in enumerate(stretches):
-        for pair in _pairs(run, freed, at) if moment.block >= 0 else ():
+        casts = [place for place in lists[at].casts if freed.of(at, events[place])] if moment.block >= 0 else []
+        for pair in _pairs(run, events, casts):
             half = freed.of(at, pair.half)
             if _is_gradient(run, events, pair):
                 gone[pair.wide] = at
@@ -181,18 +153,17 @@ def _without(stretches: Stretches, freed: _Freed, gone: dict[int, int], stays: d
     return changed
 
 
-def _pairs(run: Run, freed: _Freed, at: int) -> list[_Pair]:
-    """Every fp32 copy of the ``at``-th stretch whose next large neighbour is its own copy in 16 bits; a gradient, which
-    stays, is none."""
-    sizes, copies = run.sizes, freed.lists[at].copies
+def _pairs(run: Run, events: list[int], casts: list[int]) -> list[_Pair]:
+    """Every fp32 copy whose next large neighbour is its own copy in 16 bits; a gradient, which stays, is none.
+    ``casts``: the positions of copies that are freed."""
+    sizes, freed = run.sizes, {events[position] for position in casts}
     found = []
-    for cast in freed.lists[at].pairs:
-        nbytes = sizes[cast.buffer]
-        for position, other in cast.following:
-            if 2 * sizes[other] >= nbytes:
-                exact = 2 * sizes[other] == nbytes and other in copies
-                if exact and freed.is_freed(at, cast.buffer) and freed.is_freed(at, other):
-                    found.append(_Pair(cast.buffer, other, position + 1))
+    for position in casts:
+        event = events[position]
+        for behind, other in enumerate(events[position + 1 : position + 5], start=position + 1):
+            if other >= 0 and 2 * sizes[other] >= sizes[event]:
+                if other in freed and 2 * sizes[other] == sizes[event]:
+                    found.append(_Pair(event, other, behind + 1))
                 break
     return found
 
