@@ -12,8 +12,8 @@ from planner.tape.program import Stage
 
 def encoders_whole(run: Run) -> None:
     """A text encoder is moved to the GPU whole to encode prompts, however small the card (read in ai-toolkit 27a03a9,
-    diffusers' examples 58eb52c, diffusion-pipe 8f83dbf, EasyAnimate c2a70d1, musubi-tuner 30c658c, OneTrainer 23df383,
-    sd-scripts 48d368f, SimpleTuner bc8e6ab, VideoX-Fun 804a425; in the others taken to be so)."""
+    CogVideo 129c375, diffusers' examples 58eb52c, diffusion-pipe 8f83dbf, EasyAnimate c2a70d1, musubi-tuner 30c658c,
+    OneTrainer 23df383, sd-scripts 48d368f, SimpleTuner bc8e6ab, VideoX-Fun 804a425; in the others taken to be so)."""
     run.device.encoders_whole = True
 
 
