@@ -234,8 +234,8 @@ def suggest(options: Mapping[str, Any], words: Words) -> PlanAnswer:
     if said["trainer"] is None:
         found = Suggester(trainer, said["prefer"]).suggest(question)
     else:
-        trainer = trainer_of(said["trainer"])
         question, found = suggest_for(question, said["trainer"], said["prefer"])
+        trainer = trainer_of(said["trainer"], found.plan.job.model)
     plan = found.to_plan(trainer)
     return _plan_answer(plan, found, lambda console: render.print_suggestion(console, question, found))
 

@@ -191,7 +191,7 @@ def _to_copy(asked: PageQuestion, plan: Estimate, notes: list[str]) -> list[dict
         keep = shlex.join(["vplan", *asked.words(), "-o", "plan.toml"])
         return [{"title": "Commands", "text": f"{keep}\nvplan train plan.toml --data DIR --output DIR --weights DIR"}]
     try:
-        made = export(Plan.of(plan, trainer=trainer_of(asked.trainer)), asked.trainer)
+        made = export(Plan.of(plan, trainer=trainer_of(asked.trainer, plan.job.model)), asked.trainer)
     except VplanError as error:
         notes.append(f"no files for {asked.trainer}: {error}")
         return []

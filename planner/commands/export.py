@@ -63,7 +63,7 @@ def command(asked: TypedQuestion, name: str, output: str, nearest: bool, force: 
         plan = asked.plan
     else:
         _, found = suggest_for(asked.settle(), name)
-        plan = found.to_plan(trainer_of(name))
+        plan = found.to_plan(trainer_of(name, found.plan.job.model))
         if found.plan.verdict == "no":
             fault = f"no plan of {plan.job.model} fits as {name} trains it: at least {format_gib(found.plan.low_bytes)}"
             raise VplanError(fault, f"see `vplan suggest {plan.job.model} --for {name}` with the same options", 3)

@@ -216,7 +216,7 @@ def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, t
     started = time.perf_counter()
     question, suggestion = suggest_for(asked.settle()._replace(allow_lossy=lossy), trainer, prefer)
     trainer = check_target(trainer)
-    plan = suggestion.to_plan(trainer_of(trainer))
+    plan = suggestion.to_plan(trainer_of(trainer, suggestion.plan.job.model))
     answer = suggestion.to_json(time.perf_counter() - started)
     written: list[str] = []
     if to.output and to.output.endswith(".toml"):

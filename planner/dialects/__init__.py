@@ -11,6 +11,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from planner.dialects.base.bindings import InexpressibleError
 from planner.errors import VplanError, did_you_mean
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ FURTHER = (
     *("sd-scripts-unet", "sd-scripts-hunyuan", "onetrainer", "simpletuner", "cogvideo", "cogvideox-factory"),
     "ltx-trainer",
 )
-"""Read and not written: further scripts of a trainer, under terms of their own (``trainer@version``), and trainers."""
+"""Further scripts of a trainer, for other models and under terms of their own (``trainer@version``), and trainers that
+are read and not written."""
 
 
 @functools.cache
@@ -60,6 +62,23 @@ def dialect(name: str) -> Dialect:
         listed = "supported trainers: " + ", ".join(table)
         raise VplanError(f"trainer {name} is not supported", did_you_mean(name, table, listed))
     return table[name]
+
+
+def writer(trainer: str, model: str) -> Dialect:
+    """The dialect that writes a trainer's files for a model: of a trainer with several scripts the one that trains it,
+    else the first, which says that none does. Raises a VplanError for a trainer that is not supported."""
+    first = dialect(trainer)
+    own = [other for other in all_dialects().values() if other.files and other.name.partition("@")[0] == first.name]
+    return next((other for other in own if len(own) > 1 and _writes(other, model)), first)
+
+
+def _writes(dialect: Dialect, model: str) -> bool:
+    (binding,) = (each for each in dialect.bindings if each.fields == ("model",))
+    try:
+        binding.to_settings({"model": model})
+    except InexpressibleError:
+        return False
+    return True
 
 
 def read_script(script: Script) -> tuple[Dialect, Invocation]:

@@ -179,7 +179,8 @@ def trainers_page() -> str:
     from planner import dialects
 
     all_dialects = [dialect for name, dialect in dialects.all_dialects().items() if "@" not in name]
-    words = {dialect.name: capabilities(dialect) for dialect in all_dialects}
+    written = [dialect for dialect in dialects.all_dialects().values() if dialect.files and dialect not in all_dialects]
+    words = {dialect.name: capabilities(dialect) for dialect in (*all_dialects, *written)}
     lines = [
         "# Trainers",
         "",
@@ -209,7 +210,7 @@ def trainers_page() -> str:
             ],
         ),
     ]
-    for dialect in all_dialects:
+    for dialect in sorted((*all_dialects, *written), key=lambda dialect: dialect.title.lower()):
         notes = {name: text for name, text in words[dialect.name].items() if not text.startswith("always")}
         always = {name: text for name, text in words[dialect.name].items() if text.startswith("always")}
         lines += ["", f"## {dialect.title}", ""]

@@ -67,7 +67,8 @@ class Exported:
 
 def targets() -> tuple[str, ...]:
     """The names that `vplan export --to` takes."""
-    return (*sorted(name for name, dialect in dialects.all_dialects().items() if dialect.files is not None), SLURM)
+    written = {name.partition("@")[0] for name, dialect in dialects.all_dialects().items() if dialect.files is not None}
+    return (*sorted(written), SLURM)
 
 
 def check_target(name: str) -> str:
@@ -151,7 +152,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     name = check_target(name)
     if name == SLURM:
         return _slurm(plan)
-    dialect = dialects.dialect(name)
+    dialect = dialects.writer(name, plan.job.model)
     assert dialect.files is not None
     changed: Fields = {}
     before = fields_of(plan)
@@ -169,14 +170,14 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
         changed = {field: after[field] for field in after if after[field] != before[field] and field not in idle(near)}
         if not take_nearest:
             raise VplanError(
-                f"{dialect.title} does not support this plan: {faults}", _offer(near, changed, name)
+                f"{dialect.title} does not support this plan: {faults}", _offer(near, changed, dialect)
             ) from None
         plan, (settings, fields) = near, said_by(dialect, near)
-    trainer = _as_written(plan, name)
+    trainer = _as_written(plan, dialect)
     estimate = priced(plan, trainer)
     if estimate is not None and estimate.verdict == "no":
         fault = f"it does not fit as {dialect.title} trains it: at least {format_gib(estimate.low_bytes)}"
-        raise VplanError(fault, _that_fits(dialect, plan, name), 3)
+        raise VplanError(fault, _that_fits(dialect, plan), 3)
     own = dialects.module(name)
     carried = config_text.fields_by_setting(dialect, settings, getattr(own, "CARRIES", None), fields)
     files = {path: _headed(path, text, carried) for path, text in dialect.files(plan, settings).items()}
@@ -185,10 +186,11 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     return Exported(name, done, files, carried, left(plan) if left else {}, changed)
 
 
-def _as_written(plan: Plan, name: str) -> str:
+def _as_written(plan: Plan, dialect: Dialect) -> str:
     """Whose memory terms the files have: the trainer's, of the plan's own version where it is this trainer's."""
     own, _, version = plan.trainer.partition("@")
-    return plan.trainer if own == name and version in trainer_terms.versions(name) else name
+    same = f"{plan.trainer}@".startswith(f"{dialect.name}@") and version in trainer_terms.versions(own)
+    return plan.trainer if same else dialect.name
 
 
 def _slurm(plan: Plan) -> Exported:
@@ -222,7 +224,7 @@ def able(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
         if name == SLURM:
             exact.append(name)
             continue
-        dialect = dialects.dialect(name)
+        dialect = dialects.writer(name, plan.job.model)
         try:
             said_by(dialect, plan)
             exact.append(name)
@@ -313,21 +315,21 @@ def flags_of(changed: Fields) -> str:
     return " ".join(words)
 
 
-def _offer(near: Plan, changed: Fields, name: str) -> str:
-    estimate = priced(near, name)
+def _offer(near: Plan, changed: Fields, dialect: Dialect) -> str:
+    estimate = priced(near, dialect.name)
     how = "not estimated"
     if estimate is not None:
         how = f"{estimate.verdict}, {format_gib(estimate.peak.device_bytes)} of {format_gib(estimate.budget_bytes)}"
     return f"the nearest plan it supports is with {flags_of(changed)} ({how}): add --nearest to export that"
 
 
-def _that_fits(dialect: Dialect, plan: Plan, name: str) -> str:
+def _that_fits(dialect: Dialect, plan: Plan) -> str:
     better = fitting(dialect, plan)
     if better is None:
         return f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a smaller plan"
     before, after = fields_of(plan), fields_of(better)
     flags = flags_of({field: after[field] for field in after if after[field] != before[field]})
-    estimate = priced(better, name)
+    estimate = priced(better, dialect.name)
     word = "fits" if estimate and estimate.verdict == "fits" else "is tight"
     return f"it {word} with {flags}: `vplan estimate PLAN.toml {flags} -o PLAN.toml` writes that plan"
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 from planner import dialects
 from planner.catalog.shapes import check_job
@@ -19,6 +20,7 @@ from planner.search.policy import EstimatePolicy
 from planner.search.question import Question, Suggestion, Switch
 from planner.search.space import Space, searched
 from planner.search.suggester import Suggester
+from planner.spec.combinations.contradictions import contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Plan
@@ -49,6 +51,23 @@ class TrainerPolicy(EstimatePolicy):
     def about(self, question: Question) -> TrainerPolicy:
         """The same trainer, asked something else."""
         return TrainerPolicy(question, self.dialect)
+
+    def strategies(self, job: Job, listed: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
+        """Those listed; and in full training those in 16 bits with autocast as well, where the trainer has it
+        whenever its weights are in 16 bits: our trainer does not, so they are not listed."""
+        if job.method != "full":
+            return listed
+        return list(dict.fromkeys(chain(listed, filter(None, (self._under_autocast(job, each) for each in listed)))))
+
+    def _under_autocast(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
+        """A strategy without autocast as the trainer does it, if only that it cannot do."""
+        if strategy.autocast != "none" or strategy.weights_dtype not in ("bf16", "fp16"):
+            return None
+        machine = self.question.machine
+        other = resolve(job, strategy.replace(autocast=strategy.weights_dtype), machine)
+        if self._says(job, strategy, False) or not self._says(job, other, False):
+            return None
+        return None if any(contradictions(Configuration(job, other, machine))) else other
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """Those that the trainer can express without swapped blocks, or with some."""
@@ -89,18 +108,18 @@ class TrainerPolicy(EstimatePolicy):
         return True
 
 
-def trainer_of(target: str) -> str:
-    """Who trains what is exported to a target: a batch script runs our own trainer."""
+def trainer_of(target: str, model: str) -> str:
+    """Whose memory terms the files of a target have, for a model: a batch script runs our own trainer."""
     name = check_target(target)
-    return OURS if name == SLURM else name
+    return OURS if name == SLURM else dialects.writer(name, model).name
 
 
 def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Question, Suggestion]:
     """The question as the trainer puts it, and the best plan that it can express. Raises a VplanError where it does not
     train that model or cannot do what was typed."""
-    if trainer_of(name) == OURS:
+    if check_target(name) == SLURM:
         return question, Suggester(OURS, prefer).suggest(question)
-    dialect = dialects.dialect(check_target(name))
+    dialect = dialects.writer(check_target(name), question.job.model)
     asked, found = _searched(question, dialect, prefer)
     if found.plan.verdict != "no" or "weights_dtype" in question.fixed or question.job.method != "lora":
         return asked, found
@@ -189,13 +208,13 @@ def _plan(question: Question, job: Job, strategy: Strategy) -> Plan:
 def _as_trained(question: Question, dialect: Dialect) -> Question:
     """The question with what the trainer does otherwise in place of our defaults, said among the assumptions."""
     plan = _plan(question, question.job, question.strategy)
-    before, unsaid = fields_of(plan), idle(plan)
+    before = after = fields_of(plan)
     try:
         said_by(dialect, plan)
-        after = before
     except InexpressibleError as error:
         _check_possible(question, dialect, error)
         after = nearest_fields(dialect, before)
+    unsaid = idle(plan.replace(strategy=plan.strategy.replace(sharding=after["sharding"])))
     changed = {field: after[field] for field in after if after[field] != before[field] and field not in unsaid}
     for field in changed.keys() & question.fixed:
         fault = f"{dialect.title} cannot do {flags_of({field: before[field]})}"
@@ -219,7 +238,8 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
         only = {field: own[field] for field in held if field in own}
         narrowed = asked._replace(strategy=asked.strategy.replace(**only), fixed=asked.fixed | only.keys())
         with contextlib.suppress(ContradictionError):
-            if TrainerPolicy(narrowed, dialect).candidates(job, list(Space(narrowed).strategies(job, False))):
+            policy = TrainerPolicy(narrowed, dialect)
+            if policy.candidates(job, policy.strategies(job, list(Space(narrowed).strategies(job, False)))):
                 return narrowed
     fault = f"{dialect.title} trains {question.model.title} in no way that this search knows"
     raise VplanError(fault, "price its command: `vplan check`")

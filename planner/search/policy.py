@@ -24,6 +24,10 @@ class Policy(Protocol):
         """The same policy for another question: another machine, or fewer options set."""
         ...
 
+    def strategies(self, job: Job, listed: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
+        """The strategies that may be searched: those listed, and others that only this policy's trainer does."""
+        ...
+
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """The strategies to search, from those that have recordings; the order is kept."""
         ...
@@ -67,6 +71,10 @@ class EstimatePolicy:
     def about(self, question: Question) -> Policy:
         """As for the first question."""
         return EstimatePolicy(question)
+
+    def strategies(self, job: Job, listed: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
+        """Those listed: our trainer does no others."""
+        return listed
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """All strategies that have recordings."""

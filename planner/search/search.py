@@ -89,8 +89,8 @@ class Search:
     def candidates(self, job: Job, lossy: bool | None = None) -> list[ResolvedStrategy]:
         """The strategies that have recordings: lossless ones (False), lossy ones (True) or all (None)."""
         recorded, tiled = [], self.needs_tiles(job)
-        for strategy, is_lossy in self.space.strategies(job, tiled).items():
-            if lossy in (None, is_lossy):
+        for strategy in self.policy.strategies(job, list(self.space.strategies(job, tiled))):
+            if lossy in (None, bool(strategy.lossy_fields(job))):
                 try:
                     self.screen.facts(self.question.candidate(job, strategy))
                     recorded.append(strategy)

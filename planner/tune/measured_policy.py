@@ -54,6 +54,10 @@ class MeasuredPolicy:
         other.error_model, other.taken, other.chance = self.error_model, self.taken, self.chance
         return other
 
+    def strategies(self, job: Job, listed: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
+        """Those listed: what is measured is our trainer."""
+        return listed
+
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """The strategies that the runner can apply; after the first measurements also with partial checkpointing."""
         whole = [strategy for strategy in recorded if self._is_applied(job, strategy)]

@@ -2,6 +2,7 @@
 files can be written, or one sentence why there is none.
 
     python -m tests.benchmarks.every_trainer rows.jsonl --minutes 30 --seed 1 --cards 8GB,24GB
+    python -m tests.benchmarks.every_trainer full.jsonl --method full
     python -m tests.benchmarks.every_trainer rows.jsonl --summary
 
 Models come in an order that the seed draws, each with all its cards and targets in another: questions about one model
@@ -47,17 +48,17 @@ def questions(seed: int) -> list[Key]:
     return asked
 
 
-def ask(model: str, card: str, target: str) -> dict[str, Any]:
+def ask(model: str, card: str, target: str, method: str = "lora") -> dict[str, Any]:
     """The row of one question."""
     started = time.perf_counter()
-    outcome, words = _answer(model, card, target)
+    outcome, words = _answer(model, card, target, method)
     seconds = round(time.perf_counter() - started, 2)
     return {"model": model, "card": card, "target": target, "outcome": outcome, "words": words, "seconds": seconds}
 
 
-def _answer(model: str, card: str, target: str) -> tuple[str, str]:
+def _answer(model: str, card: str, target: str, method: str) -> tuple[str, str]:
     try:
-        plan = vplan.suggest(model, gpu=card, trainer=target)
+        plan = vplan.suggest(model, gpu=card, trainer=target, method=method)
     except vplan.VplanError as error:
         return "refused", str(error)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
@@ -117,6 +118,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--only", default="", help="targets, with commas between them")
     parser.add_argument("--cards", default="", help="classes of cards, with commas between them")
+    parser.add_argument("--method", choices=("lora", "full"), default="lora")
     parser.add_argument("--summary", action="store_true", help="ask nothing")
     said = parser.parse_args()
     done = {(row["model"], row["card"], row["target"]) for row in read(said.rows)}
@@ -129,7 +131,7 @@ def main() -> int:
         if time.monotonic() > until:
             break
         with said.rows.open("a") as file:
-            file.write(json.dumps(ask(*key)) + "\n")
+            file.write(json.dumps(ask(*key, said.method)) + "\n")
     rows = read(said.rows)
     print(summary(rows))
     return 1 if any(map(is_fault, rows)) else 0

@@ -1,6 +1,8 @@
-"""Number formats and engines of sd-scripts' FLUX scripts, read at 48d368f (flux_train.py, deepspeed_utils.py)."""
+"""Number formats and engines of sd-scripts' scripts, read at 48d368f (flux_train.py, deepspeed_utils.py)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.spec.job import SPLIT
@@ -50,9 +52,10 @@ def sharded(settings: Settings) -> Fields:
     return fields
 
 
-def write_engine(fields: Fields) -> Settings:
-    """The flags that say them; an InexpressibleError for what they cannot."""
-    settings: Settings = {"script": FULL if fields["method"] == "full" else LORA}
+def write_engine(fields: Fields, script: str, to_fields: Callable[[Settings], Fields], fp8: str = "") -> Settings:
+    """The flags that say them; an InexpressibleError for what they cannot. ``script``: whose flags; ``to_fields``: what
+    that script makes of them; ``fp8``: its flag for a base in 8 bits."""
+    settings: Settings = {"script": script}
     if fields["sharding"] == "fsdp":
         raise InexpressibleError(UnsupportedValue("sharding", "fsdp", "zero-3", "its engine is DeepSpeed"))
     if fields["sharding"] in SPLIT:
@@ -61,14 +64,15 @@ def write_engine(fields: Fields) -> Settings:
             if fields[field] != "none":
                 settings[f"--offload_{flag}_device"] = fields[field]
     else:
-        half = fields["autocast"]
+        weights = fields["weights_dtype"]
+        half = weights if fields["autocast"] == "none" and weights in ("bf16", "fp16") else fields["autocast"]
+        trained = "weights_dtype" if fields["method"] == "full" else "adapter_dtype"
         if half != "none":
             settings["--mixed_precision"] = half
-        if fields["weights_dtype"] == "fp8":
-            settings["--fp8_base"] = True
-        if fields["method"] == "full" or fields["adapter_dtype"] == half:
-            settings |= {f"--full_{half}": True} if half != "none" else {}
-    result = engine(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
+            settings |= {f"--full_{half}": True} if fields[trained] == half else {}
+        if weights == "fp8" and fp8:
+            settings[fp8] = True
+    result = to_fields(settings | {name: fields[name] for name in ("gpus", "nodes") if name in fields})
     alone = {"adapter_dtype"} if fields["method"] == "full" else set()
     wrong = [name for name in result if result[name] != fields[name] and name not in alone]
     if wrong:

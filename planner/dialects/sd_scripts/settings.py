@@ -25,21 +25,13 @@ from planner.dialects.base.bindings import (
     When,
 )
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    command_line,
-    command_settings,
-    find_model,
-    our_defaults,
-    script_head,
-)
+from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
 from planner.dialects.sd_scripts import kohya_ss, network_module
 from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, refuse_images_at_once, size
 from planner.dialects.sd_scripts.engine import AT, FULL, LORA, blocks_to_swap, engine, write_engine
+from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     BUCKETS,
@@ -51,7 +43,6 @@ from planner.dialects.sd_scripts.shared_bindings import (
     size_pair,
 )
 from planner.errors import VplanError
-from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
 MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
@@ -113,7 +104,7 @@ def _model(settings: Settings) -> Fields:
 
 def _write_model(fields: Fields) -> Settings:
     if fields["model"] not in MODELS:
-        why = "its scripts are written here for FLUX.1 alone; of SDXL and SD 1.5 `vplan check` reads commands"
+        why = "its scripts are written for FLUX.1, HunyuanImage 2.1, SDXL and SD 1.5"
         raise InexpressibleError(UnsupportedValue("model", fields["model"], "flux.1-dev", why))
     return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
 
@@ -219,40 +210,25 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "--apply_t5_attn_mask is not estimated (a mask over all pairs of tokens for every head), and takes more"
 
 
-def files(plan: Plan, settings: Settings) -> dict[str, str]:
-    """name -> text of the dataset's TOML and of one shell script, which is to be started."""
-    import tomli_w
-
-    job = plan.job
-    data = {
-        "general": {"resolution": [job.width, job.height], "caption_extension": ".txt"},
-        "datasets": [{"batch_size": job.batch_size, "subsets": [{"image_dir": "data/my_set", "num_repeats": 1}]}],
-    }
-    launcher = ["accelerate", "launch", "--num_cpu_threads_per_process 1", f"--num_processes {plan.machine.world}"]
-    if plan.machine.nodes > 1:
-        launcher.append(f"--num_machines {plan.machine.nodes}")
-    rate = "1e-5" if job.method == "full" else "1e-4"
-    extra: dict[str, object] = {
-        "--dataset_config": "dataset.toml",
+FILES = ModelFlags(
+    "flux",
+    {
         "--clip_l": "clip_l.safetensors",
-        "--t5xxl": settings.get("--t5xxl", T5),
+        "--t5xxl": T5,
         "--ae": "ae.safetensors",
-        "--output_dir": "out",
-        "--output_name": "flux",
-        "--save_model_as": "safetensors",
-        "--learning_rate": "1.0" if plan.strategy.optimizer == "prodigy" else rate,
         "--timestep_sampling": "shift",
         "--discrete_flow_shift": "3.1582",
         "--model_prediction_type": "raw",
         "--guidance_scale": "1.0",
         "--sdpa": True,
-    }
-    if job.method == "lora":
-        extra |= {"--network_module": "networks.lora_flux", "--network_train_unet_only": True}
-    return {
-        "dataset.toml": tomli_w.dumps(data),
-        "train.sh": script_head(plan) + command_line(command_settings(settings), extra, launcher),
-    }
+    },
+    {"--network_module": "networks.lora_flux", "--network_train_unet_only": True},
+)
+"""docs/flux_train_network.md."""
+
+
+def _write_engine(fields: Fields) -> Settings:
+    return write_engine(fields, FULL if fields["method"] == "full" else LORA, engine, "--fp8_base")
 
 
 def _rate(settings: Settings) -> list[str]:
@@ -307,7 +283,7 @@ DIALECT = Dialect(
         cached("text_encoder", "--cache_text_encoder_outputs"),
         cached("vae", "--cache_latents"),
         BUCKETS,
-        engine_pair(engine, write_engine, "bf16, fp16, fp32; fp8 for a frozen base", "--fp8_base"),
+        engine_pair(engine, _write_engine, "bf16, fp16, fp32; fp8 for a frozen base", "--fp8_base"),
         VALIDATION,
         EXPANDABLE,
         GPUS,
@@ -362,5 +338,5 @@ DIALECT = Dialect(
             when=lambda fields: not _full(fields) and fields["weights_dtype"] == "fp8",
         ),
     ),
-    files=files,
+    files=lambda plan, settings: files(plan, settings, FILES),
 )

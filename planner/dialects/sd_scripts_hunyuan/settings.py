@@ -26,7 +26,8 @@ from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.dialects.base.script import Script
 from planner.dialects.sd_scripts import network_module
 from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, refuse_images_at_once, size
-from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
+from planner.dialects.sd_scripts.engine import AT, half_precision, sharded, write_engine
+from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     BUCKETS,
@@ -64,6 +65,12 @@ def _model(settings: Settings) -> Fields:
     return {"model": lookup.model(str(settings.get("model") or MODEL)).name}
 
 
+def _write_model(fields: Fields) -> Settings:
+    if fields["model"] != MODEL:
+        raise InexpressibleError(UnsupportedValue("model", fields["model"], MODEL, "this script trains one model"))
+    return {"--pretrained_model_name_or_path": FILE}
+
+
 def _size(settings: Settings) -> Fields:
     """Buckets are made of whole cells of the VAE (``verify_bucket_reso_steps(32)``)."""
     fields, step = size(settings), lookup.model(MODEL).shape.size_multiple
@@ -84,11 +91,7 @@ def _formats(settings: Settings) -> Fields:
 
 
 def _write_formats(fields: Fields) -> Settings:
-    half = fields["autocast"]
-    settings: Settings = {"--mixed_precision": half} if half != "none" else {}
-    if half != "none" and fields["adapter_dtype"] == half:
-        settings[f"--full_{half}"] = True
-    return settings | ({"--fp8_scaled": True} if fields["weights_dtype"] == "fp8" else {})
+    return write_engine(fields, SCRIPT, _formats, "--fp8_scaled")
 
 
 def _swap(settings: Settings) -> Fields:
@@ -108,6 +111,13 @@ def _encoder(settings: Settings) -> Fields:
 
 KERNELS = {"torch": "sdpa", "sdpa": "sdpa", "xformers": "efficient", "flash": "flash"}
 """Words of ``--attn_mode`` -> ours; sageattn has no backward."""
+
+
+def _write_encoder(fields: Fields) -> Settings:
+    dtype = fields["text_encoder_dtype"]
+    if dtype not in ("bf16", "fp8"):
+        raise InexpressibleError(UnsupportedValue("text_encoder_dtype", dtype, "bf16", "bf16, or fp8 by --fp8_vl"))
+    return {"--fp8_vl": True} if dtype == "fp8" else {}
 
 
 def _attention(settings: Settings) -> Fields:
@@ -160,6 +170,21 @@ def _version(settings: Settings, fields: Fields) -> str:
     return ENCODERS_ON_CPU if settings.get("--text_encoder_cpu") and fields["text_encoder"] == "cached" else ""
 
 
+FLAGS = ModelFlags(
+    "hunyuan_image",
+    {
+        "--text_encoder": "qwen_2.5_vl_7b.safetensors",
+        "--byt5": "byt5_small_glyphxl_fp16.safetensors",
+        "--vae": "hunyuan_image_2.1_vae_fp16.safetensors",
+        "--timestep_sampling": "shift",
+        "--discrete_flow_shift": "5.0",
+        "--model_prediction_type": "raw",
+    },
+    {"--network_module": ADAPTERS, "--network_train_unet_only": True},
+)
+"""docs/hunyuan_image_train_network.md."""
+
+
 DIALECT = Dialect(
     name="sd-scripts@hunyuan-image",
     title="sd-scripts (HunyuanImage 2.1)",
@@ -171,7 +196,7 @@ DIALECT = Dialect(
             ("model",),
             ("--pretrained_model_name_or_path",),
             _model,
-            lambda fields: {"--pretrained_model_name_or_path": FILE},
+            _write_model,
             {"model": "HunyuanImage 2.1"},
         ),
         Choice("method", {"lora": {"script": SCRIPT}}, "this script trains LoRA alone"),
@@ -188,7 +213,7 @@ DIALECT = Dialect(
             ("text_encoder_dtype",),
             ("--fp8_vl",),
             _encoder,
-            lambda fields: {"--fp8_vl": True} if fields["text_encoder_dtype"] == "fp8" else {},
+            _write_encoder,
             {"text_encoder_dtype": "bf16, fp8"},
         ),
         BUCKETS,
@@ -239,4 +264,5 @@ DIALECT = Dialect(
         ),
     ),
     version=_version,
+    files=lambda plan, settings: files(plan, settings, FLAGS),
 )

@@ -36,7 +36,8 @@ from planner.dialects.sd_scripts.common import (
     refuse_images_at_once,
     size,
 )
-from planner.dialects.sd_scripts.engine import AT, half_precision, sharded
+from planner.dialects.sd_scripts.engine import AT, half_precision, sharded, write_engine
+from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     BUCKETS,
@@ -47,6 +48,8 @@ from planner.dialects.sd_scripts.shared_bindings import (
     size_pair,
 )
 from planner.errors import VplanError, quoted
+from planner.spec.job import SPLIT
+from planner.spec.plan import Plan
 
 SDXL_LORA, SD_LORA, SDXL_FULL = "sdxl_train_network.py", "train_network.py", "sdxl_train.py"
 SCRIPTS = (SDXL_LORA, SD_LORA, SDXL_FULL)
@@ -105,14 +108,29 @@ def _model(settings: Settings) -> Fields:
     return {"model": "sd1.5" if _script(settings) == SD_LORA else "sdxl"}
 
 
+FILES = {"sdxl": "sd_xl_base_1.0.safetensors", "sd1.5": "v1-5-pruned.safetensors"}
+"""Ours -> the file of its weights on the Hub."""
+
+
 def _write_model(fields: Fields) -> Settings:
-    sdxl = fields["model"] == "sdxl"
-    return {"--pretrained_model_name_or_path": "sd_xl_base_1.0.safetensors" if sdxl else "v1-5-pruned.safetensors"}
+    if fields["model"] not in FILES:
+        why = "these scripts train SDXL and SD 1.5"
+        raise InexpressibleError(UnsupportedValue("model", fields["model"], "sdxl", why))
+    return {"--pretrained_model_name_or_path": FILES[fields["model"]]}
 
 
 def _method(settings: Settings) -> Fields:
     _refuse(settings)
     return {"method": "full" if _script(settings) == SDXL_FULL else "lora"}
+
+
+def _write_method(fields: Fields) -> Settings:
+    lora = SD_LORA if fields["model"] == "sd1.5" else SDXL_LORA
+    scripts = {"lora": lora} if fields["model"] == "sd1.5" else {"lora": lora, "full": SDXL_FULL}
+    if fields["method"] not in scripts:
+        why = "its scripts train a LoRA, and SDXL in full"
+        raise InexpressibleError(UnsupportedValue("method", fields["method"], "lora", why))
+    return {"script": scripts[fields["method"]]}
 
 
 def _refuse(settings: Settings) -> None:
@@ -159,6 +177,14 @@ def _targets(settings: Settings) -> Fields:
     return {"lora_targets": model.lora.wide or None}
 
 
+def _write_targets(fields: Fields) -> Settings:
+    layers = lookup.model(fields["model"]).lora.wide or None
+    if fields["lora_targets"] != layers:
+        why = f"adapters are on every linear layer of a transformer, and on its projections ({AT} networks/lora.py)"
+        raise InexpressibleError(UnsupportedValue("lora_targets", fields["lora_targets"], layers, why))
+    return {}
+
+
 def _step(settings: Settings) -> Fields:
     """The LoRA scripts take ``--fused_backward_pass`` and do not look at it (train_network.py)."""
     fused = settings.get("--fused_backward_pass") and _script(settings) == SDXL_FULL
@@ -190,12 +216,8 @@ def _formats(settings: Settings) -> Fields:
 
 
 def _write_formats(fields: Fields) -> Settings:
-    half = fields["autocast"]
-    settings: Settings = {"--mixed_precision": half} if half != "none" else {}
-    trained = fields["weights_dtype"] if fields["method"] == "full" else fields["adapter_dtype"]
-    if half != "none" and trained == half:
-        settings[f"--full_{half}"] = True
-    return settings
+    script = SDXL_FULL if fields["method"] == "full" else SDXL_LORA
+    return write_engine(fields, script, _formats)
 
 
 def _fp8(settings: Settings) -> bool:
@@ -220,15 +242,52 @@ def _text_encoder(settings: Settings) -> Fields:
     return {"text_encoder": "cached" if cached_outputs else "resident", "text_encoder_dtype": dtype}
 
 
+def _half(fields: Fields) -> str:
+    """The mixed precision that is written (`write_engine`), fp32 for none."""
+    if fields["sharding"] in SPLIT:
+        return "bf16"
+    return str(fields["autocast"]) if fields["autocast"] != "none" else "fp32"
+
+
 def _write_text_encoder(fields: Fields) -> Settings:
-    sixteen = {"--network_train_unet_only": True} if fields["method"] == "lora" else {}
-    return {"--cache_text_encoder_outputs": True, **sixteen} if fields["text_encoder"] == "cached" else {}
+    """Text encoders are not trained unless the plan is of a command that does (`_version`)."""
+    half = _half(fields)
+    kept, dtype = fields["text_encoder"], fields["text_encoder_dtype"]
+    places = ("resident",) if fields["model"] == "sd1.5" else ("resident", "cached")
+    wrong = []
+    if kept not in places:
+        why = "its text encoder stays on the GPU" if places == ("resident",) else "they are cached, or stay on the GPU"
+        wrong.append(UnsupportedValue("text_encoder", kept, places[-1], why))
+    if dtype != half:
+        wrong.append(UnsupportedValue("text_encoder_dtype", dtype, half, "it is loaded in --mixed_precision's format"))
+    if wrong:
+        raise InexpressibleError(*wrong)
+    settings: Settings = {"--cache_text_encoder_outputs": True} if kept == "cached" else {}
+    trained = "te" in re.split("[@-]", str(fields.get("version", "")))
+    if fields["method"] == "lora" and (kept == "cached" or not trained):
+        settings["--network_train_unet_only"] = True
+    return settings
+
+
+MARKS = 2
+"""Tokens that begin and end a prompt: one pair for captions of 75, 150 or 225 (library/strategy_sdxl.py,
+library/strategy_sd.py)."""
+LONGER = (150, 225)
 
 
 def _text_tokens(settings: Settings) -> Fields:
-    """Captions of 150 or 225 tokens keep one pair of marks (library/strategy_sdxl.py, library/strategy_sd.py)."""
     length = settings.get("--max_token_length")
-    return {"text_tokens": int(length) + 2 if length else None}
+    return {"text_tokens": int(length) + MARKS if length else None}
+
+
+def _write_text_tokens(fields: Fields) -> Settings:
+    tokens = fields["text_tokens"]
+    usual = lookup.model(fields["model"]).shape.text_tokens
+    if tokens in (None, usual):
+        return {}
+    if tokens - MARKS not in LONGER:
+        raise InexpressibleError(UnsupportedValue("text_tokens", tokens, None, "--max_token_length is 150 or 225"))
+    return {"--max_token_length": tokens - MARKS}
 
 
 def _size(settings: Settings) -> Fields:
@@ -243,10 +302,26 @@ def _vae_dtype(settings: Settings) -> Fields:
     return {"vae_dtype": "fp32" if settings.get("--no_half_vae") else half_precision(settings)}
 
 
+def _write_vae_dtype(fields: Fields) -> Settings:
+    half = _half(fields)
+    if fields["vae_dtype"] not in (half, "fp32"):
+        why = "it is loaded in --mixed_precision's format, or in fp32 (--no_half_vae)"
+        raise InexpressibleError(UnsupportedValue("vae_dtype", fields["vae_dtype"], half, why))
+    return {"--no_half_vae": True} if fields["vae_dtype"] != half else {}
+
+
 def _vae_slicing(settings: Settings) -> Fields:
     """A batch is encoded ``--vae_batch_size`` images at a time, one by default (train_network.py ``process_batch``)."""
     one = int(settings.get("--vae_batch_size", 1)) == 1
     return {"vae_slicing": bool(one and _script(settings) != SDXL_FULL and size(settings)["batch_size"] > 1)}
+
+
+def _write_vae_slicing(fields: Fields) -> Settings:
+    one_by_one = fields["method"] != "full" and fields["batch_size"] > 1
+    if fields["vae_slicing"] != one_by_one:
+        why = "the LoRA scripts encode a batch one image after another, full training all of it at once"
+        raise InexpressibleError(UnsupportedValue("vae_slicing", fields["vae_slicing"], one_by_one, why))
+    return {}
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
@@ -278,6 +353,11 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "regularisation images are samples like others"
 
 
+def _flags(plan: Plan) -> ModelFlags:
+    """docs/sdxl_train_network.md, docs/train_network.md."""
+    return ModelFlags(plan.job.model, {"--sdpa": True}, {"--network_module": "networks.lora"})
+
+
 DIALECT = Dialect(
     name="sd-scripts@unet",
     title="sd-scripts (SDXL, SD 1.5)",
@@ -288,23 +368,13 @@ DIALECT = Dialect(
         FunctionPair(
             ("model",), ("--pretrained_model_name_or_path",), _model, _write_model, {"model": "SDXL, SD 1.5 by script"}
         ),
-        FunctionPair(
-            ("method",),
-            ("script",),
-            _method,
-            lambda fields: {
-                "script": SDXL_FULL
-                if fields["method"] == "full"
-                else (SD_LORA if fields["model"] == "sd1.5" else SDXL_LORA)
-            },
-            {"method": "lora; full for SDXL"},
-        ),
+        FunctionPair(("method",), ("script",), _method, _write_method, {"method": "lora; full for SDXL"}),
         When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4)),
         When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
         When(
             "method",
             ONLY_LORA,
-            FunctionPair(("lora_targets",), (), _targets, lambda fields: {}, {"lora_targets": "all of a transformer"}),
+            FunctionPair(("lora_targets",), (), _targets, _write_targets, {"lora_targets": "all of a transformer"}),
         ),
         size_pair(_size),
         Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
@@ -326,17 +396,25 @@ DIALECT = Dialect(
         ),
         cached("vae", "--cache_latents"),
         FunctionPair(
-            ("text_tokens",), ("--max_token_length",), _text_tokens, lambda fields: {}, {"text_tokens": "77, 152, 227"}
+            ("text_tokens",),
+            ("--max_token_length",),
+            _text_tokens,
+            _write_text_tokens,
+            {"text_tokens": "77, 152, 227"},
         ),
         FunctionPair(
             ("vae_dtype",),
             ("--no_half_vae",),
             _vae_dtype,
-            lambda fields: {"--no_half_vae": True} if fields["vae_dtype"] == "fp32" else {},
+            _write_vae_dtype,
             {"vae_dtype": "--mixed_precision, fp32"},
         ),
         FunctionPair(
-            ("vae_slicing",), ("--vae_batch_size",), _vae_slicing, lambda fields: {}, {"vae_slicing": "by default"}
+            ("vae_slicing",),
+            ("--vae_batch_size",),
+            _vae_slicing,
+            _write_vae_slicing,
+            {"vae_slicing": "by default"},
         ),
         BUCKETS,
         engine_pair(_formats, _write_formats, "bf16, fp16; fp32 in full training"),
@@ -389,4 +467,5 @@ DIALECT = Dialect(
             when=lambda fields: fields["method"] == "full" and fields["gradient_accumulation"] == 1,
         ),
     ),
+    files=lambda plan, settings: files(plan, settings, _flags(plan)),
 )

@@ -88,11 +88,12 @@ def fetched_when_needed(run: Run) -> None:
     woven: list[tuple[Moment, list[int]]] = []
     for moment, events in run.step.stretches:
         if moment.passes == FETCHED_AHEAD:
-            late |= dict.fromkeys(events)
-            continue
+            late |= dict.fromkeys(buffer for buffer in events if buffer >= 0)
+            events = [event for event in events if event < 0]  # what an engine frees meanwhile
         if moment.passes == "backward" and (coming := [buffer for buffer in late if ~buffer in events]):
             woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), coming))
             late = {buffer: None for buffer in late if buffer not in coming}
-        woven.append((moment, events))
+        if events:
+            woven.append((moment, events))
     assert not late, "what was to come ahead is freed in its block's backward"
     run.step.stretches = woven

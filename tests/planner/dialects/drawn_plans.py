@@ -70,11 +70,11 @@ def nearest(name: str, plan: Plan) -> Plan | None:
     """The plan as near as the trainer can do it; None where what it does contradicts the rest of the plan, or it does
     another job."""
     try:
-        settings_for(dialects.dialect(name), fields_of(plan))
+        settings_for(dialects.writer(name, plan.job.model), fields_of(plan))
     except InexpressibleError as error:
         if any(each.field == "model" for each in error.values):
             return None
     try:
-        return plan_with(plan, nearest_fields(dialects.dialect(name), fields_of(plan)))
+        return plan_with(plan, nearest_fields(dialects.writer(name, plan.job.model), fields_of(plan)))
     except VplanError:
         return None

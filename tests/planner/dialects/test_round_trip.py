@@ -21,10 +21,13 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.rules import resolve
 
-OURS = ("diffsynth", "diffusers", "diffusers-pipeline", "easyanimate", "latentsync", "sd-scripts", "videox-fun")
+OURS = (
+    *("diffsynth", "diffusers", "diffusers-pipeline", "easyanimate", "latentsync", "videox-fun"),
+    *("sd-scripts", "sd-scripts@unet", "sd-scripts@hunyuan-image"),
+)
 MODELS = (
     *("wan2.1-i2v-14b-480p", "wan2.2-t2v-a14b", "flux.1-dev", "easyanimate-v5.1-7b", "latentsync-1.6-stage1"),
-    "cogvideox-5b",
+    *("cogvideox-5b", "sdxl", "sd1.5"),
 )
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "lora_rank": (4, 16, 128),
@@ -66,7 +69,7 @@ def meaningful(dialect: Dialect, found: dict[str, Any]) -> set[str]:
     }
     if dialect.name == "diffusers" and found["method"] == "full":
         idle.add("lora_rank")
-    if dialect.name == "sd-scripts" and found["method"] == "full":
+    if dialect.name.startswith("sd-scripts") and found["method"] == "full":
         idle.add("adapter_dtype")
     return {name for binding in dialect.bindings for name in binding.fields} - idle
 

@@ -27,7 +27,7 @@ MODELS = {
     "easyanimate": ("easyanimate-v5.1-7b",),
     "latentsync": ("latentsync-1.6-stage1",),
     "musubi-tuner": ("wan2.1-t2v-14b", "wan2.2-t2v-a14b", "qwen-image"),
-    "sd-scripts": ("flux.1-dev",),
+    "sd-scripts": ("flux.1-dev", "sdxl", "sd1.5", "hunyuan-image-2.1"),
     "videox-fun": ("wan2.1-t2v-14b",),
 }
 NO_ZERO = ("ai-toolkit", "diffusion-pipe", "latentsync", "musubi-tuner", "diffusers-pipeline")
@@ -55,7 +55,7 @@ def test_never(name: str, data: st.DataObject) -> None:
     plan = nearest(name, data.draw(plans(models=MODELS[name])))
     if plan is None:
         return
-    dialect = dialects.dialect(name)
+    dialect = dialects.writer(name, plan.job.model)
     assert dialect.files is not None
     said = settings_for(dialect, fields_of(plan))
     files = dialect.files(plan, said)
@@ -99,13 +99,13 @@ def test_no_flag_is_gone_or_unknown(name: str, data: st.DataObject, tmp_path_fac
     plan = nearest(name, data.draw(plans(models=MODELS[name])))
     if plan is None:
         return
-    dialect = dialects.dialect(name)
+    dialect = dialects.writer(name, plan.job.model)
     assert dialect.files is not None
     files = dialect.files(plan, settings_for(dialect, fields_of(plan)))
     folder = tmp_path_factory.mktemp("files")
     paths = write_files(Exported(name, plan, files, {}), folder, False)
     found, told = dialects.read_script(from_file(paths[-1]))
-    assert found.name == name and not told.removed and not told.unknown
+    assert found.name == dialect.name and not told.removed and not told.unknown
 
 
 def test_gone_flags_are_in_the_lists() -> None:
