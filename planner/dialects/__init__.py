@@ -39,7 +39,15 @@ FORMER = ("diffsynth-2025",)
 
 
 FURTHER = (
-    *("sd-scripts-unet", "sd-scripts-hunyuan", "onetrainer", "simpletuner", "cogvideo", "cogvideox-factory"),
+    *(
+        "sd-scripts-unet",
+        "sd-scripts-hunyuan",
+        "sd-scripts-sd3",
+        "onetrainer",
+        "simpletuner",
+        "cogvideo",
+        "cogvideox-factory",
+    ),
     "ltx-trainer",
 )
 """Further scripts of a trainer, for other models and under terms of their own (``trainer@version``), and trainers that

@@ -58,8 +58,8 @@ class Encoding(NamedTuple):
 def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
     """What is encoded before training, and the memory that it takes.
 
-    One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or all
-    together, where a trainer holds them so (``DeviceTerms.encoders_together``). ``may_wait``: only those of which some
+    One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or
+    together, where a trainer holds them so (`DeviceTerms`). ``may_wait``: only those of which some
     may wait in host RAM, which the VAE does not.
     """
     components = encoders(run, "cached", 1)
@@ -67,7 +67,7 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
         components = [entry for place in ("cached", "swapped") for entry in encoders(run, place, batch_samples(run))]
     gpu = run.facts.gpu
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
-    groups = [tuple(components)] if run.device.encoders_together else [(component,) for component in components]
+    groups = _on_the_gpu_together(run, components)
     if may_wait:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     found = []
@@ -83,6 +83,18 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
         only = EncodingOnly(memory.peak_bytes, weights if layers else memory.waiting_bytes, by_layer)
         found.append(Encoding(group, *workspaces, only, memory.split_bytes))
     return found
+
+
+def _on_the_gpu_together(run: Run, components: list[ComponentPass]) -> list[tuple[ComponentPass, ...]]:
+    if run.device.encoders_together:
+        return [tuple(components)]
+    if not run.device.text_encoders_together:
+        return [(component,) for component in components]
+    vae = run.facts.model.vae.folder
+    return [
+        tuple(component for component in components if component.name != vae),
+        *((component,) for component in components if component.name == vae),
+    ]
 
 
 def encoding_runs(run: Run) -> list[Run]:

@@ -85,6 +85,9 @@ class DeviceTerms:
     encoders_together: bool = False
     """whether a trainer holds all encoders on the GPU while it caches"""
 
+    text_encoders_together: bool = False
+    """whether a trainer holds all text encoders on the GPU while it caches prompts, and the VAE apart from them"""
+
     encoders_whole: bool = False
     """whether a trainer puts a text encoder on the GPU whole, where ours brings one that is larger layer by layer"""
 

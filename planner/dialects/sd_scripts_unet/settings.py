@@ -53,8 +53,9 @@ from planner.spec.plan import Plan
 
 SDXL_LORA, SD_LORA, SDXL_FULL = "sdxl_train_network.py", "train_network.py", "sdxl_train.py"
 SCRIPTS = (SDXL_LORA, SD_LORA, SDXL_FULL)
-FLUX = ("flux_train.py", "flux_train_network.py")
-FIX = f"supported scripts: {', '.join((*SCRIPTS, *FLUX))}"
+OTHERS = ("flux_train.py", "flux_train_network.py", "sd3_train.py", "sd3_train_network.py")
+"""Scripts of kohya_ss that are read elsewhere."""
+FIX = f"supported scripts: {', '.join((*SCRIPTS, *OTHERS))}"
 SDXL_NAMES = re.compile(r"xl|pony|illustrious|noob|animagine", re.IGNORECASE)
 """What the file names of checkpoints in SDXL's shape have in them."""
 
@@ -68,7 +69,7 @@ def read_script(script: Script) -> Invocation | None:
     if config is not None and kohya_ss.is_own(config):
         if (name := kohya_ss.script_of(config)) in SCRIPTS:
             return kohya_ss.read(script)
-        if name not in FLUX:
+        if name not in OTHERS:
             raise VplanError(f"{script.name} is kohya_ss's, for {name} of sd-scripts, which is not supported", FIX)
         return None
     own = {"pretrained_model_name_or_path", "network_module"}

@@ -19,9 +19,18 @@ from planner.layout.trainer_terms.shared import (
     swapped_to_pinned_memory,
 )
 
+
+def text_encoders_together(run: Run) -> None:
+    """All text encoders are moved to the GPU before prompts are encoded, while the VAE and the model wait on the CPU
+    (``cache_text_encoder_outputs_if_needed`` of flux_train_network.py, sd3_train_network.py, sdxl_train_network.py and
+    hunyuan_image_train_network.py; flux_train.py, sd3_train.py and sdxl_train.py do the same)."""
+    run.device.text_encoders_together = True
+
+
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
     *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling, swapped_to_pinned_memory),
+    text_encoders_together,
 )
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""

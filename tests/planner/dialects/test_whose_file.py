@@ -96,13 +96,10 @@ def test_models_of_diffusion_pipe_whose_files_are_named_one_by_one(
     assert (said.job["model"], said.strategy["weights_dtype"], given.unknown) == (model, "fp8", ())
 
 
-SD3 = 'pretrained_model_name_or_path = "sd3.safetensors"\nclip_l = "a"\nclip_g = "b"\nt5xxl = "c"\n'
-
-
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (SD3, "has options of sd-scripts and does not say of which script"),
+        ('clip_l = "a"\nt5xxl = "c"\n', "has options of sd-scripts and does not say of which script"),
         ('optimizer = {type = "adamw"}\nmodel = {type = "flux"}\n', "does not belong to a supported trainer"),
     ],
 )
