@@ -28,6 +28,7 @@ TRAINERS = (
     "latentsync",
     "musubi-tuner",
     "sd-scripts",
+    "simpletuner",
     "videox-fun",
 )
 """Trainers whose words we know."""
@@ -38,7 +39,7 @@ FORMER = ("diffsynth-2025",)
 
 
 FURTHER = (
-    *("sd-scripts-unet", "sd-scripts-hunyuan", "onetrainer", "simpletuner", "cogvideo", "cogvideox-factory"),
+    *("sd-scripts-unet", "sd-scripts-hunyuan", "onetrainer", "cogvideo", "cogvideox-factory"),
     "ltx-trainer",
 )
 """Read and not written: further scripts of a trainer, under terms of their own (``trainer@version``), and trainers."""
