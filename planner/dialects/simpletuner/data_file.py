@@ -116,17 +116,10 @@ REFERENCE_SETS = f"{DATASET}conditioning_data"
 
 
 def write_references(fields: Fields) -> Settings:
-    """The names of the sets that condition a sample. Raises an InexpressibleError for as many as the model does not
-    take."""
-    count, shape = int(fields["references"] or 0), lookup.model(fields["model"]).shape
-    if not count and shape.references:
-        why = "this model is trained with conditioning sets alone"
-        raise InexpressibleError(UnsupportedValue("references", 0, shape.references, why))
+    """The names of the sets that condition a sample."""
+    count = int(fields["references"] or 0)
     if not count:
         return {}
-    if not shape.references and not shape.takes_references:
-        why = "conditioning sets of this model_family are not priced"
-        raise InexpressibleError(UnsupportedValue("references", count, 0, why))
     names = ["my-references", *(f"my-references-{number}" for number in range(2, count + 1))]
     together: Settings = {f"{CONFIG}conditioning_multidataset_sampling": "combined"} if count > 1 else {}
     return {REFERENCE_SETS: names, **together}

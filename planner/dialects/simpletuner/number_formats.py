@@ -30,11 +30,14 @@ BASES = {
     "int8-torchao": "int8",
     "fp8-quanto": "fp8",
     "fp8-torchao": "fp8",
+    "fp8wo-torchao": "fp8",
     "nf4-bnb": "nf4",
 }
 """``base_model_precision`` -> how the frozen base is stored; empty: as the mixed precision is."""
 
-WRITTEN = {"int8": "int8-torchao", "fp8": "fp8-torchao", "nf4": "nf4-bnb"}
+WRITTEN = {"int8": "int8-torchao", "fp8": "fp8wo-torchao", "nf4": "nf4-bnb"}
+"""The other way. ``fp8-torchao`` rounds activations too, which takes a card of compute capability 8.9
+(``Float8DynamicActivationFloat8WeightConfig``, helpers/training/quantisation/__init__.py)."""
 
 STORED = {("ideogram", ""): "fp8", ("ideogram", "fp8"): "fp8", ("ideogram", "nf4"): "nf4"}
 """(``model_family``, ``model_flavour``) -> how its published weights are stored, and stay unless a

@@ -132,7 +132,8 @@ def _config(program: PythonCommand, script: Script) -> Settings:
     for folder in folders:
         if (document := script.document(f"{folder}config.json")) is not None:
             return document | typed
-    raise VplanError(f"{folders[-1]}config.json is not here", "run vplan check where the file is")
+    fault = f"SimpleTuner's config {quoted(folders[-1] + 'config.json')} is not here"
+    raise VplanError(fault, "pass its config.json, or run vplan check where it is")
 
 
 def _method(settings: Settings) -> Fields:
