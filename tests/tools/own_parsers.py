@@ -93,6 +93,8 @@ class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             frame = frame.f_back  # type: ignore[assignment]
         if frame and _asks(frame):
             return None  # somebody asks whether it is installed
+        if name.startswith("simpletuner."):
+            return None  # it does without one of its own that is not there (data_backend/config/__init__.py)
         parent = sys.modules.get(name.rpartition(".")[0])
         if isinstance(parent, Absent) or (frame and frame.f_code.co_filename.startswith(self.root)):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)

@@ -16,9 +16,9 @@ from planner.dialects.simpletuner.models import CONFIG
 from planner.spec.plan import Plan
 
 CONFIG_FILE, DATA_FILE = "config/config.json", "config/multidatabackend.json"
-IMAGE_TO_VIDEO = "i2v"
-"""In a ``model_flavour`` whose sets say so too (helpers/data_backend/factory.py
-``_inject_i2v_conditioning_configs``)."""
+IMAGE_TO_VIDEO = "i2v-"
+"""The beginning of a ``model_flavour`` whose sets are image-to-video whatever they say (helpers/data_backend/factory.py
+``force_i2v``)."""
 
 RATES = {"lora": 1e-4, "full": 1e-5}
 """``learning_rate`` by method."""
@@ -72,7 +72,7 @@ def _sets(settings: Settings, kind: str) -> list[dict[str, Any]]:
     """The samples, what conditions them, and the cache of their captions."""
     own = config_text.tree(settings, DATASET)
     names = own.pop("conditioning_data", [])
-    if kind == "video" and IMAGE_TO_VIDEO in settings[f"{CONFIG}model_flavour"]:
+    if kind == "video" and settings[f"{CONFIG}model_flavour"].startswith(IMAGE_TO_VIDEO):
         own["video"]["is_i2v"] = True
     crop: Settings = {"crop": False}
     if BUCKETS in settings:

@@ -247,6 +247,8 @@ def test_an_image_to_video_set_says_so_and_one_expert_is_trained(tmp_path: Path)
     assert config["model_flavour"] == "i2v-14b-2.2-low"
     assert samples["video"] == {"num_frames": 81, "is_i2v": True}
     assert translate(*dialects.read_script(from_file(tmp_path / "train.sh"))).job["experts"] == "low"
+    _, (samples, _) = written(tmp_path / "ti2v", plan("wan2.2-ti2v-5b"))
+    assert samples["video"] == {"num_frames": 121}
 
 
 def test_what_encodes_while_it_trains_and_averages(tmp_path: Path) -> None:
