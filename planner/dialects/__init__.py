@@ -29,6 +29,7 @@ TRAINERS = (
     "latentsync",
     "musubi-tuner",
     "sd-scripts",
+    "simpletuner",
     "videox-fun",
 )
 """Trainers whose words we know."""
@@ -39,15 +40,7 @@ FORMER = ("diffsynth-2025",)
 
 
 FURTHER = (
-    *(
-        "sd-scripts-unet",
-        "sd-scripts-hunyuan",
-        "sd-scripts-sd3",
-        "onetrainer",
-        "simpletuner",
-        "cogvideo",
-        "cogvideox-factory",
-    ),
+    *("sd-scripts-unet", "sd-scripts-hunyuan", "sd-scripts-sd3", "onetrainer", "cogvideo", "cogvideox-factory"),
     "ltx-trainer",
 )
 """Further scripts of a trainer, for other models and under terms of their own (``trainer@version``), and trainers that

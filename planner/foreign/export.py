@@ -347,6 +347,7 @@ def write_files(exported: Exported, folder: Path, force: bool) -> list[Path]:
             fault = f"{quoted(str(other[0]))} already exists with other contents"
             raise VplanError(fault, "choose another folder with -o, or add --force")
         for path, text in zip(paths, exported.files.values(), strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, text, executable=path.suffix == ".sh")
     except OSError as error:
         raise VplanError(

@@ -6,7 +6,7 @@
 MIRRORS holds clones by the names in `SOURCES`; the commits are those of `profiles/trainers`. Each trainer's code runs
 in a process of its own, from its command line on as far as it goes without weights and data (`_stop_at`). Libraries
 that are not installed are stood in for, of its imports alone. `PYTHONPATH` may name a folder with small ones:
-`pip install --target DIR --no-deps toml voluptuous oyaml imagesize easydict omegaconf`.
+`pip install --target DIR --no-deps toml voluptuous oyaml imagesize easydict omegaconf colorama`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ SOURCES = {
     "latentsync": ("bytedance+LatentSync", "a229c394"),
     "musubi-tuner": ("kohya-ss+musubi-tuner", "30c658c4"),
     "sd-scripts": ("kohya-ss+sd-scripts", "48d368fa"),
+    "simpletuner": ("bghira+SimpleTuner", "bc8e6ab7"),
     "videox-fun": ("aigc-apps+VideoX-Fun", "804a4258"),
     "accelerate": ("", "installed"),
 }
@@ -92,6 +93,8 @@ class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             frame = frame.f_back  # type: ignore[assignment]
         if frame and _asks(frame):
             return None  # somebody asks whether it is installed
+        if name.startswith("simpletuner."):
+            return None  # it does without one of its own that is not there (data_backend/config/__init__.py)
         parent = sys.modules.get(name.rpartition(".")[0])
         if isinstance(parent, Absent) or (frame and frame.f_code.co_filename.startswith(self.root)):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -250,6 +253,82 @@ def diffusion_pipe(path: Path, words: list[str]) -> None:
         assert "adapter" in config, "Block swapping only works when training LoRA"
 
 
+SIMPLETUNER_LATER = ("transformers.models.qwen3_vl.modeling_qwen3_vl", "Qwen3VLCausalLMOutputWithPast")
+"""A name that a family of SimpleTuner imports, which is not ours, and that transformers has no longer."""
+
+
+def simpletuner(_path: Path, words: list[str]) -> None:
+    """`simpletuner train` up to accelerate's command; the `Trainer` that this starts, with its config, its safety check
+    and its family's own; each set of the data file as it is configured; and the size that it gives a sample, which must
+    be the one that we read."""
+    import diffusers
+    from accelerate.commands.launch import launch_command_parser
+    from simpletuner.cli import train as command  # type: ignore[import-not-found]
+
+    for schedule in (diffusers.FlowMatchEulerDiscreteScheduler, diffusers.DDPMScheduler):  # weights' files have it
+        schedule.from_pretrained = lambda *_a, _own=schedule, **_k: _own()
+    started: dict[str, Any] = {}
+
+    def popen(argv: list[str], env: dict[str, str], **_named: Any) -> MagicMock:
+        started.update(argv=argv, env=env)
+        return MagicMock(wait=lambda: 0, poll=lambda: 0)
+
+    command.subprocess.Popen = popen
+    assert command.run_training(extra_args=words) == 0, "simpletuner train ends with an error"
+    launch_command_parser().parse_args(started["argv"][2:])
+    os.environ.update(started["env"])
+    sys.argv = started["argv"][-1:]
+    trainer = importlib.import_module("simpletuner.helpers.training.trainer").Trainer(exit_on_error=True)
+    _simpletuner_data(trainer)
+
+
+def _simpletuner_data(trainer: Any) -> None:
+    factory = importlib.import_module("simpletuner.helpers.data_backend.factory")
+    state = importlib.import_module("simpletuner.helpers.training.state_tracker").StateTracker
+    samples = importlib.import_module("simpletuner.helpers.image_manipulation.training_sample")
+    sets = json.loads(Path(trainer.config.data_backend_config).read_text(encoding="utf-8"))
+    for each in sets:
+        if "instance_data_dir" in each:
+            Path(each["instance_data_dir"]).mkdir(parents=True, exist_ok=True)
+    made = factory.FactoryRegistry(trainer.config, trainer.accelerator, [], [], trainer.model)
+    sets = made._inject_i2v_conditioning_configs(made.load_configuration())
+    made._prevalidate_backend_ids(sets)
+    made._validate_edit_model_conditioning_type(sets)
+    trained = {}
+    for each in sets:
+        if each["dataset_type"] in ("image", "video", "conditioning"):
+            made._handle_resolution_conversion(each)
+        factory.create_backend_config(each, vars(trainer.config)).validate(vars(trainer.config))
+        configured = factory.init_backend_config(each, trainer.config, trainer.accelerator)["config"]
+        if each["dataset_type"] in ("image", "video"):
+            trained[each["id"]] = configured
+            state.set_data_backend_config(each["id"], configured)
+    if made._requires_conditioning_dataset() and not any(each.get("conditioning_data") for each in sets):
+        raise ValueError("Model requires a conditioning dataset")
+    for name, configured in trained.items():
+        _same_size(samples.TrainingSample, name, configured, trainer.model)
+
+
+def _same_size(sample: Any, name: str, configured: dict[str, Any], model: Any) -> None:
+    """Samples twice as large, upright where they are cropped, have the size that is read."""
+    from planner import dialects
+    from planner.dialects.base.dialect import translate
+    from planner.dialects.base.script import from_file
+
+    job = translate(*dialects.read_script(from_file(Path("train.sh").resolve()))).job
+    wanted = job["width"], job["height"]
+    sides = [(2 * wanted[0], 2 * wanted[1])] + ([(2 * wanted[1], 2 * wanted[0])] if configured["crop"] else [])
+    for size in sides:
+        one = sample(None, name, {"original_size": size}, model=model)
+        found = one.calculate_target_size()[0]
+        if found != wanted:
+            raise ValueError(f"samples of {size} are trained at {found}, read as {wanted}")
+    frames = (configured.get("video") or {}).get("num_frames", 1)
+    frames = model.adjust_video_frames(frames) if hasattr(model, "adjust_video_frames") else frames
+    if frames != (job["frames"] or 1):
+        raise ValueError(f"clips are {frames} frames long, read as {job['frames']}")
+
+
 def accelerate(_path: Path, _words: list[str]) -> None:
     """The config and the command as `accelerate launch` takes them, up to the start of the script."""
     from accelerate.commands.config.config_args import ClusterConfig
@@ -271,6 +350,7 @@ RUNNERS: dict[str, Callable[[Path, list[str]], None]] = {
     "latentsync": by_yaml,
     "musubi-tuner": by_main,
     "sd-scripts": by_main,
+    "simpletuner": simpletuner,
 }
 
 
@@ -310,9 +390,15 @@ def child(trainer: str, root: Path) -> None:
     if trainer == "ai-toolkit":
         with contextlib.suppress(Exception), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             importlib.import_module("toolkit.util.get_model").get_all_models()  # once for all
+    if trainer == "simpletuner":
+        setattr(importlib.import_module(SIMPLETUNER_LATER[0]), SIMPLETUNER_LATER[1], type(SIMPLETUNER_LATER[1], (), {}))
+        os.environ["SIMPLETUNER_LOG_LEVEL"] = "ERROR"
+        os.chdir(root)  # it opens a debug.log
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            importlib.import_module("simpletuner.helpers.training.trainer")  # once for all
     for line in sys.stdin:
         asked = json.loads(line)
-        if trainer not in ("accelerate", "ai-toolkit", "diffusion-pipe", "easyanimate"):
+        if trainer not in ("accelerate", "ai-toolkit", "diffusion-pipe", "easyanimate", "simpletuner"):
             with contextlib.suppress(Exception), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 sys.argv = [asked["script"]]
                 loaded(root / asked["script"])  # once for all; what goes wrong is said below

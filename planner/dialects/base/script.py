@@ -38,6 +38,10 @@ LAUNCHERS = {
     "torchrun": (),
     "deepspeed": (),
 }
+INSTALLED = {("simpletuner", "train"): "simpletuner/train.py"}
+"""Commands that a trainer installs and that start a script of its own by `accelerate launch` (SimpleTuner bc8e6ab
+simpletuner/cli/train.py)."""
+
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _DISTRIBUTED = ("torch.distributed.run", "torch.distributed.launch")
 
@@ -221,6 +225,8 @@ def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonComma
         if rest[: len(verb)] != verb:
             return None
         return _launched(name, rest[len(verb) :], environment)
+    if (name, *rest[:1]) in INSTALLED:
+        return PythonCommand("accelerate", {}, INSTALLED[name, rest[0]], tuple(rest[1:]), environment)
     if not _PYTHON.fullmatch(name):
         return None if not name.endswith(".py") else PythonCommand("python", {}, name, tuple(rest), environment)
     return _launched("python", rest, environment)

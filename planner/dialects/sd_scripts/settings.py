@@ -104,7 +104,7 @@ def _model(settings: Settings) -> Fields:
 
 def _write_model(fields: Fields) -> Settings:
     if fields["model"] not in MODELS:
-        why = "its scripts are written for FLUX.1, HunyuanImage 2.1, SDXL and SD 1.5"
+        why = "its scripts are written for FLUX.1, HunyuanImage 2.1, SDXL, SD 1.5, SD 3 and 3.5"
         raise InexpressibleError(UnsupportedValue("model", fields["model"], "flux.1-dev", why))
     return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
 

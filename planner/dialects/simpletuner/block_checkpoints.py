@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from planner.catalog import lookup
-from planner.dialects.base.bindings import Fields, Settings
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.values import integer
-from planner.dialects.simpletuner.models import CONFIG, model_of, of
+from planner.dialects.simpletuner.models import CONFIG, family_of, model_of, of
 from planner.errors import VplanError, quoted
 
 INTERVAL, STRIDE = "gradient_checkpointing_interval", "gradient_checkpointing_segment_stride"
@@ -59,7 +59,7 @@ class CheckpointInterval(NamedTuple):
 def interval_of(settings: Settings) -> CheckpointInterval | None:
     """What ``gradient_checkpointing_interval`` and ``gradient_checkpointing_segment_stride`` choose, None: all blocks,
     one by one."""
-    family = str(of(settings, "model_family")).replace("-", "_")
+    family = family_of(settings)
     number = integer(of(settings, INTERVAL) or 1, INTERVAL)
     if number <= 1 or family not in (*SEGMENTS, *ONE_BY_ONE):
         return None
@@ -77,9 +77,11 @@ def _depths(settings: Settings) -> Iterator[int]:
 
 
 def write_checkpointing(fields: Fields) -> Settings:
-    """The settings of `gradient_checkpointing`; at an interval they stay what they were."""
-    backend = next((word for word, ours in BACKENDS.items() if ours == fields["gradient_checkpointing"]), None)
-    if fields["gradient_checkpointing"] == "none":
-        return {f"{CONFIG}gradient_checkpointing": False}
-    written: Settings = {f"{CONFIG}gradient_checkpointing": True}
+    """The settings of `gradient_checkpointing`. Raises an InexpressibleError for a part of the blocks, or 8 bits."""
+    kind = fields["gradient_checkpointing"]
+    backend = next((word for word, ours in BACKENDS.items() if ours == kind), None)
+    if backend is None and kind != "none":
+        why = "every block is checkpointed, or none; intervals are read, not written"
+        raise InexpressibleError(UnsupportedValue("gradient_checkpointing", kind, "full", why))
+    written: Settings = {f"{CONFIG}gradient_checkpointing": backend is not None}
     return written | ({f"{CONFIG}gradient_checkpointing_backend": backend} if backend == "unsloth" else {})

@@ -1,19 +1,18 @@
-"""The sets of SimpleTuner's `data_backend_config`: sizes, batches, what conditions and encodes, read at bc8e6ab."""
+"""The sets of SimpleTuner's `data_backend_config`: batches, what conditions and encodes, both ways, read at bc8e6ab.
+Their sizes are in `planner.dialects.simpletuner.aspect_buckets`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.base.bindings import Fields, Settings
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import as_list, integer
-from planner.dialects.simpletuner.models import is_on, model_of, of
+from planner.dialects.simpletuner.aspect_buckets import DATASET, SAMPLES
+from planner.dialects.simpletuner.models import CONFIG, is_on, model_of, of
 from planner.errors import VplanError, quoted
 from planner.untrusted import parse, read_text
-
-SAMPLES = "data:samples"
-"""[resolution, resolution_type, frames] of each set of ``data_backend_config``, None where it does not say."""
 
 BATCH = "data:batch"
 """The largest ``train_batch_size`` of a set of its own, where one says so."""
@@ -56,7 +55,9 @@ def samples(script: Script, settings: Settings) -> Settings:
     for entry in trained:
         video = entry.get("video")
         frames = video.get("num_frames") if isinstance(video, dict) else None
-        rows.append([entry.get("resolution"), entry.get("resolution_type"), frames])
+        cropped = entry.get("crop") is True and entry.get("crop_aspect") in ("closest", "random")
+        aspects = entry.get("crop_aspect_buckets") if cropped else None
+        rows.append([entry.get("resolution"), entry.get("resolution_type"), frames, aspects])
     return {**found, SAMPLES: rows} if rows else found
 
 
@@ -91,6 +92,15 @@ def encoders_of(settings: Settings) -> Fields:
     }
 
 
+def write_encoders(fields: Fields) -> Settings:
+    """The settings of what encodes while it trains. Raises an InexpressibleError for what waits in host RAM."""
+    wrong = [part for part in ENCODES if fields[part] == "swapped"]
+    if wrong:
+        why = "what it encodes is cached, or the encoder stays on the GPU"
+        raise InexpressibleError(*(UnsupportedValue(part, "swapped", "cached", why) for part in wrong))
+    return {f"{CONFIG}{words[0]}": True for part, words in ENCODES.items() if fields[part] == "resident"}
+
+
 def references_of(settings: Settings) -> Fields:
     """Where the data file has no conditioning set, as many as the model usually takes."""
     count = int(settings.get(REFERENCES, 0))
@@ -102,46 +112,20 @@ def references_of(settings: Settings) -> Fields:
     return {"references": count if of(settings, "conditioning_multidataset_sampling") == "combined" else 1}
 
 
+REFERENCE_SETS = f"{DATASET}conditioning_data"
+
+
+def write_references(fields: Fields) -> Settings:
+    """The names of the sets that condition a sample."""
+    count = int(fields["references"] or 0)
+    if not count:
+        return {}
+    names = ["my-references", *(f"my-references-{number}" for number in range(2, count + 1))]
+    together: Settings = {f"{CONFIG}conditioning_multidataset_sampling": "combined"} if count > 1 else {}
+    return {REFERENCE_SETS: names, **together}
+
+
 def batch_of(settings: Settings) -> Fields:
     """The field `batch_size`: the largest of the config's and its sets'."""
     size = settings.get(BATCH) or of(settings, "train_batch_size", 1)
     return {"batch_size": integer(size, "train_batch_size")}
-
-
-def size_of(settings: Settings) -> Fields:
-    """The largest sample of the data file, as a square; what a set does not say is the config's."""
-    model = lookup.model(model_of(settings)["model"])
-    family = str(of(settings, "model_family")).replace("-", "_")
-    usual = [of(settings, "resolution"), of(settings, "resolution_type")]
-    sizes = []
-    for resolution, kind, frames in settings.get(SAMPLES) or [[None, None, None]]:
-        pixels = _side(resolution or usual[0] or 1024, kind or usual[1], model.shape.size_multiple)
-        if model.kind != "video":
-            sizes.append((pixels, 1))
-            continue
-        frames = frames or of(settings, "validation_num_video_frames") or 0
-        sizes.append((pixels, _frames(integer(frames, "num_frames"), family, model.vae.temporal)))
-    pixels, frames = max(sizes, key=lambda size: (size[0] ** 2 * max(1, size[1]), size))
-    return {"height": pixels, "width": pixels, "frames": frames or None}
-
-
-def _side(resolution: Any, kind: Any, step: int) -> int:
-    """``resolution`` as the side of a square: in pixels, or megapixels where ``resolution_type`` is ``area``."""
-    try:
-        side = float(resolution)
-    except (TypeError, ValueError):
-        raise VplanError(f"resolution {quoted(resolution)} is no number", "write 1024") from None
-    if str(kind) == "area" or side < 16:
-        side = (side * 1024 * 1024) ** 0.5
-    return max(step, int(side) // step * step)
-
-
-FRAME_STEPS = {"wan": 8, "ltxvideo": 8, "ltxvideo2": 8}
-"""``model_family`` -> n of the n * k + 1 frames that it cuts clips to, where it is more than its VAE joins
-(``adjust_video_frames`` in helpers/models/wan/model.py, ltxvideo/model.py and ltxvideo2/model.py)."""
-
-
-def _frames(frames: int, family: str, temporal: int) -> int:
-    """What is trained of a clip of so many frames. ``temporal``: the frames that the VAE joins to one."""
-    step = FRAME_STEPS.get(family, temporal)
-    return (frames - 1) // step * step + 1 if frames > 1 else frames

@@ -1,11 +1,11 @@
-"""Which of our models SimpleTuner's `model_family` and `model_flavour` mean, read at bc8e6ab."""
+"""Which of our models SimpleTuner's `model_family` and `model_flavour` mean, both ways, read at bc8e6ab."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.base.bindings import Fields, Settings
+from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.launchers import find_model
 from planner.errors import VplanError, quoted
 
@@ -18,18 +18,18 @@ MODELS: dict[str, dict[str, str]] = {
         "klein-9b": "flux.2-klein-9b",
         "klein-4b": "flux.2-klein-4b",
     },
-    "sdxl": {"": "sdxl"},
-    "sd1x": {"": "sd1.5"},
+    "sdxl": {"": "sdxl", "base-1.0": "sdxl"},
+    "sd1x": {"": "sd1.5", "1.5": "sd1.5"},
     "sd3": {"": "sd3.5-medium", "medium": "sd3.5-medium", "large": "sd3.5-large"},
     "qwen_image": {
         "": "qwen-image",
         "v1.0": "qwen-image",
         "v2.0": "qwen-image",
         **dict.fromkeys(("edit-v1", "edit-v2"), "qwen-image-edit"),
-        **dict.fromkeys(("edit-v2+", "edit-v3"), "qwen-image-edit-2511"),  # ZERO_COND_T_FLAVOURS
+        **dict.fromkeys(("edit-v3", "edit-v2+"), "qwen-image-edit-2511"),  # ZERO_COND_T_FLAVOURS
     },
     "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
-    "chroma": dict.fromkeys(("", "base", "hd", "flash"), "chroma1-hd"),
+    "chroma": dict.fromkeys(("", "hd", "base", "flash"), "chroma1-hd"),
     "lumina2": dict.fromkeys(("", "2.0", "neta-lumina"), "lumina-image-2.0"),
     "hidream": dict.fromkeys(("", "full", "dev", "fast"), "hidream-i1"),
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
@@ -54,7 +54,12 @@ MODELS: dict[str, dict[str, str]] = {
     },
 }
 """``model_family`` -> ``model_flavour``, empty for its default -> ours (helpers/models/*/model.py HUGGINGFACE_PATHS).
+What is written for one of ours is the first flavour that is named.
 """
+
+STAGES = ("high", "low")
+"""What the flavours of a model of two experts end with: one is trained at a time (helpers/models/wan/model.py
+``_wan_stage_info``)."""
 
 
 def of(settings: Settings, name: str, default: Any = None) -> Any:
@@ -67,9 +72,14 @@ def is_on(value: Any) -> bool:
     return value is True or str(value).lower() not in ("none", "false", "", "0", "1")
 
 
+def family_of(settings: Settings) -> str:
+    """``model_family`` as the tables here have it."""
+    return str(of(settings, "model_family")).replace("-", "_")
+
+
 def model_of(settings: Settings) -> Fields:
-    """The field `model` that the settings mean. Raises a VplanError for an unknown one."""
-    family = str(of(settings, "model_family")).replace("-", "_")
+    """The fields `model` and `experts` that the settings mean. Raises a VplanError for an unknown model."""
+    family = family_of(settings)
     flavour = str(of(settings, "model_flavour") or "")
     name = settings.get("model") or MODELS.get(family, {}).get(flavour)
     if name is None and family in MODELS:
@@ -77,4 +87,32 @@ def model_of(settings: Settings) -> Fields:
     if name is None:
         what = f"model_family {family}" + (f" {flavour}" if flavour else "")
         raise VplanError(f"SimpleTuner's {quoted(what)} is not known", f"known families: {', '.join(MODELS)}")
-    return {"model": lookup.model(str(name)).name}
+    model = lookup.model(str(name))
+    stage = flavour.rpartition("-")[2] if model.experts > 1 else ""
+    return {"model": model.name, "experts": stage if stage in STAGES else None}
+
+
+def written(model: str) -> tuple[str, str]:
+    """``model_family`` and ``model_flavour`` of one of our models. Raises an InexpressibleError for one that the
+    trainer does not have."""
+    for family, flavours in MODELS.items():
+        for flavour, ours in flavours.items():
+            if flavour and ours == model:
+                return family, flavour
+    models = {ours: None for flavours in MODELS.values() for ours in flavours.values()}
+    why = f"of the known models it trains {', '.join(models)}"
+    raise InexpressibleError(UnsupportedValue("model", model, next(iter(models)), why))
+
+
+def write_model(fields: Fields) -> Settings:
+    """The settings that name a model and its expert. Raises an InexpressibleError for what the trainer does not
+    have."""
+    family, flavour = written(fields["model"])
+    if lookup.model(fields["model"]).experts > 1:
+        if fields["experts"] not in STAGES:
+            why = "it trains one expert at a time (simpletuner/helpers/models/wan/model.py)"
+            raise InexpressibleError(UnsupportedValue("experts", fields["experts"], STAGES[0], why))
+        flavour = f"{flavour.rpartition('-')[0]}-{fields['experts']}"
+    if family == "ideogram" and fields["weights_dtype"] == "nf4":
+        flavour = "nf4"
+    return {f"{CONFIG}model_family": family, f"{CONFIG}model_flavour": flavour}

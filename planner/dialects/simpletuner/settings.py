@@ -1,20 +1,44 @@
-"""SimpleTuner's config.json, read at bc8e6ab: simpletuner/examples, field_registry/sections and helpers/models.
+"""SimpleTuner's words and ours, both ways, and its config.json, read at bc8e6ab: simpletuner/examples,
+field_registry/sections and helpers/models.
 
 Its memory terms are in `planner.layout.trainer_terms.simpletuner`, which its own published runs are priced by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
 
 from planner.catalog import lookup
-from planner.dialects.base import flags
-from planner.dialects.base.bindings import ONLY_LORA, Fields, FunctionPair, Remark, Settings, Value, When
+from planner.catalog.profiles import ModelProfile
+from planner.dialects.base import config_text, flags
+from planner.dialects.base.bindings import (
+    ONLY_LORA,
+    Binding,
+    Fields,
+    Fixed,
+    FunctionPair,
+    InexpressibleError,
+    Remark,
+    Settings,
+    UnsupportedValue,
+    Value,
+    When,
+)
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
+from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launch_settings, our_defaults
 from planner.dialects.base.own_models import own_model_notes
-from planner.dialects.base.script import Script
+from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number
+from planner.dialects.simpletuner.aspect_buckets import (
+    ALIGNMENT,
+    BUCKETS,
+    DATASET,
+    SAMPLES,
+    cropped,
+    size_of,
+    write_size,
+)
 from planner.dialects.simpletuner.block_checkpoints import (
     INTERVAL,
     STRIDE,
@@ -23,14 +47,24 @@ from planner.dialects.simpletuner.block_checkpoints import (
     write_checkpointing,
 )
 from planner.dialects.simpletuner.data_file import (
-    SAMPLES,
+    ENCODES,
+    REFERENCE_SETS,
     batch_of,
     encoders_of,
     references_of,
     samples,
-    size_of,
+    write_encoders,
+    write_references,
 )
-from planner.dialects.simpletuner.models import CONFIG, MODELS, is_on, model_of, of
+from planner.dialects.simpletuner.files import files
+from planner.dialects.simpletuner.models import CONFIG, MODELS, family_of, is_on, model_of, of, write_model
+from planner.dialects.simpletuner.number_formats import (
+    OPTIMIZERS,
+    formats_of,
+    optimizer_of,
+    write_formats,
+    write_optimizer,
+)
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.simpletuner import (
@@ -41,47 +75,65 @@ from planner.layout.trainer_terms.simpletuner import (
     TORCHAO_WHOLE,
 )
 from planner.spec.job import QUANTISED
+from planner.spec.plan import Plan
 from planner.untrusted import flat
-
-OPTIMIZERS = {
-    "adamw_bf16": "adamw",
-    "torch-adamw": "adamw",
-    "optimi-adamw": "adamw",
-    "bnb-adamw8bit": "adamw-8bit",
-    "bnb-adamw8bit-paged": "adamw-8bit-paged",
-    "bnb-lion8bit-paged": "adamw-8bit-paged",
-    "optimi-lion": "lion",
-    "prodigy": "prodigy",
-}
-BASES = {
-    "no_change": "",
-    "int8-quanto": "int8",
-    "int8-torchao": "int8",
-    "fp8-quanto": "fp8",
-    "fp8-torchao": "fp8",
-    "nf4-bnb": "nf4",
-}
-"""``base_model_precision`` -> how the frozen base is stored; empty: as the mixed precision is."""
 
 LEAVES_LAYERS = ("sd3", "ltxvideo", "wan")
 """Families that share one list of layers that Quanto leaves in 16 bits; of LTX-Video these are small
 (helpers/training/quantisation/__init__.py ``_quanto_model``)."""
 
-STORED = {("ideogram", ""): "fp8", ("ideogram", "fp8"): "fp8", ("ideogram", "nf4"): "nf4"}
-"""(``model_family``, ``model_flavour``) -> how its published weights are stored, and stay unless a
-``base_model_precision`` or ``ideogram_fp8_base_upcast`` asks for others (helpers/models/ideogram/model.py
-``load_model``)."""
+
+SCRIPT = PurePosixPath("simpletuner/train.py")
+"""What ``simpletuner train`` and its own train.sh start."""
 
 
 def read_script(script: Script) -> Invocation | None:
-    """A config: its keys may have dashes, as on its command line."""
-    config = {str(name).lstrip("-"): value for name, value in (script.config or {}).items()}
+    """A config, or what starts one: its keys may have dashes, as on the command line."""
+    launch: Settings = {}
+    notes = list(script.notes)
+    document = script.config
+    if document is None:
+        programs = [each for each in script.programs if PurePosixPath(each.script).parts[-2:] == SCRIPT.parts]
+        if not programs:
+            return None
+        launch, more = launch_settings(programs[-1], script, {})
+        launch |= _world(*(programs[-1].environment.get(f"TRAINING_NUM_{name.upper()}") for name in WORLD))
+        notes += more
+        document = _config(programs[-1], script)
+    config = {str(name).lstrip("-"): value for name, value in document.items()}
     if "data_backend_config" not in config and not {"model_family", "model_type"} <= config.keys():
         return None
     parsed = flags.script("simpletuner", "config.json").parse_config(config)
     settings = {f"{CONFIG}{name}": value for name, value in flat(config, script.name).items()}
     settings |= samples(script, settings)
-    return Invocation("simpletuner", {"script": "config.json", **settings}, parsed.unknown, notes=script.notes)
+    world = _world(*(of(settings, f"num_{name}") for name in WORLD)) | launch
+    given = {"script": "config.json", **world, **settings}
+    return Invocation("simpletuner", given, parsed.unknown, notes=tuple(notes))
+
+
+WORLD = ("processes", "machines")
+"""``num_*`` in a config, ``TRAINING_NUM_*`` in the environment of ``simpletuner train`` (simpletuner/cli/train.py)."""
+
+
+def _world(processes: object, machines: object) -> Settings:
+    """GPUs of a node, and nodes, as far as they are given."""
+    nodes = max(1, integer(machines or 1, "num_machines"))
+    given: Settings = {"gpus": max(1, integer(processes, "num_processes") // nodes)} if processes else {}
+    return given | ({"nodes": nodes} if nodes > 1 else {})
+
+
+def _config(program: PythonCommand, script: Script) -> Settings:
+    """The config that a command starts with, under what is typed behind it (simpletuner/cli/common.py
+    ``find_config_file``). Raises a VplanError where it is not here."""
+    words = [word.removeprefix("--").partition("=") for word in program.arguments]
+    typed: Settings = {name: value for name, _, value in words if value}
+    environment = str(typed.pop("env", "") or program.environment.get("ENV", ""))
+    folders = [f"config/{environment}/"] if environment else ["", "config/"]
+    for folder in folders:
+        if (document := script.document(f"{folder}config.json")) is not None:
+            return document | typed
+    fault = f"SimpleTuner's config {quoted(folders[-1] + 'config.json')} is not here"
+    raise VplanError(fault, "pass its config.json, or run vplan check where it is")
 
 
 def _method(settings: Settings) -> Fields:
@@ -95,21 +147,21 @@ def _method(settings: Settings) -> Fields:
     return {"method": kind}
 
 
-def _formats(settings: Settings) -> Fields:
-    """Adapters are in the mixed precision's format, and their AdamW is made for it (helpers/training/trainer.py)."""
-    precision = str(of(settings, "mixed_precision") or "bf16")
-    half = precision if precision in ("bf16", "fp16") else "fp32"
-    base = str(of(settings, "base_model_precision") or "no_change")
-    if base not in BASES:
-        raise VplanError(f"base_model_precision {quoted(base)} is not priced", f"priced: {', '.join(BASES)}")
-    which = str(of(settings, "model_family")).replace("-", "_"), str(of(settings, "model_flavour") or "")
-    stored = "" if BASES[base] or is_on(of(settings, "ideogram_fp8_base_upcast", False)) else STORED.get(which, "")
-    sixteen = "fp32" if str(of(settings, "optimizer")).startswith(("optimi-", "torch-")) and BASES[base] else half
+def _write_method(fields: Fields) -> Settings:
+    if fields["method"] not in ("lora", "full"):
+        raise InexpressibleError(UnsupportedValue("method", fields["method"], "lora", "it trains"))
+    return {f"{CONFIG}model_type": fields["method"]}
+
+
+def _rank(settings: Settings) -> Fields:
     return {
-        "weights_dtype": BASES[base] or stored or half,
-        "adapter_dtype": sixteen,
-        "autocast": half if half != "fp32" else "none",
+        "lora_rank": integer(of(settings, "lora_rank", 16), "lora_rank"),
+        "lora_dropout": number(of(settings, "lora_dropout", 0.1), "lora_dropout"),
     }
+
+
+def _write_rank(fields: Fields) -> Settings:
+    return {f"{CONFIG}{name}": fields[name] for name in ("lora_rank", "lora_dropout")}
 
 
 def _version(settings: Settings, fields: Fields) -> str:
@@ -127,28 +179,43 @@ def _version(settings: Settings, fields: Fields) -> str:
     return QUANTISED_WHOLE if on_gpu and base.endswith(("-quanto", "-torchao")) else ""
 
 
-def _optimizer(settings: Settings) -> Fields:
-    name = str(of(settings, "optimizer") or "adamw_bf16")
-    if name not in OPTIMIZERS:
-        raise VplanError(f"SimpleTuner's optimizer {quoted(name)} is not priced", f"priced: {', '.join(OPTIMIZERS)}")
-    # helpers/training/optimizers/adamw_bfloat16 steps one parameter after another
-    return {"optimizer": OPTIMIZERS[name], "optimizer_step": "loop" if name == "adamw_bf16" else "foreach"}
+NO_SWAP = ("sdxl", "sd1x", "ideogram")
+"""Families without block swap: none of their files in helpers/models/ has it."""
+
+ALL_STACKS = ("flux", "flux2", "chroma", "hidream")
+"""Families that swap blocks of all kinds; others those of the longest stack alone (``MusubiBlockSwapManager.build`` in
+helpers/models/*/transformer.py)."""
 
 
-def _write_optimizer(fields: Fields) -> Settings:
-    words = {ours: theirs for theirs, ours in reversed(OPTIMIZERS.items())}
-    return {f"{CONFIG}optimizer": words.get(fields["optimizer"], "adamw_bf16")}
+def _most_swapped(model: ModelProfile, family: str) -> int:
+    """All of those blocks but one."""
+    depths = [model.depth(stack) for stack in model.stacks]
+    return 0 if family in NO_SWAP else (sum(depths) if family in ALL_STACKS else max(depths)) - 1
 
 
 def _swap(settings: Settings) -> Fields:
     """Blocks wait in host RAM as in musubi-tuner (helpers/musubi_block_swap.py), at most all but one; with RamTorch the
     linear layers of that share of the blocks do."""
     model = lookup.model(model_of(settings)["model"])
-    blocks = integer(of(settings, "musubi_blocks_to_swap") or 0, "musubi_blocks_to_swap")
     if _ramtorch(settings):
         percent = number(of(settings, "ramtorch_transformer_percent", 100), "ramtorch_transformer_percent")
-        blocks = round(min(percent, 100) / 100 * model.blocks)
-    return {"swap_blocks": max(0, min(blocks, model.blocks - 1))}
+        return {"swap_blocks": max(0, min(round(min(percent, 100) / 100 * model.blocks), model.blocks - 1))}
+    blocks = integer(of(settings, "musubi_blocks_to_swap") or 0, "musubi_blocks_to_swap")
+    return {"swap_blocks": max(0, min(blocks, _most_swapped(model, family_of(settings))))}
+
+
+def _write_swap(fields: Fields) -> Settings:
+    blocks, model = int(fields["swap_blocks"]), lookup.model(fields["model"])
+    if not blocks:
+        return {}
+    if fields.get("version") == RAMTORCH:
+        share = round(100 * blocks / model.blocks, 2)
+        return {f"{CONFIG}ramtorch": True, f"{CONFIG}ramtorch_transformer_percent": share}
+    family = write_model(fields)[f"{CONFIG}model_family"]
+    if blocks > (most := _most_swapped(model, family)):
+        why = f"it swaps {most} blocks of {model.title} at most" if most else f"it swaps no blocks of {model.title}"
+        raise InexpressibleError(UnsupportedValue("swap_blocks", blocks, most, why))
+    return {f"{CONFIG}musubi_blocks_to_swap": blocks}
 
 
 def _ramtorch(settings: Settings) -> bool:
@@ -162,11 +229,22 @@ ATTENTION_ALONE = ("sd3",)
 
 def _layers(settings: Settings) -> Fields:
     """Over a quantised base the model's usual layers are taken: no others are recorded."""
-    family = str(of(settings, "model_family")).replace("-", "_")
-    alone = family in ATTENTION_ALONE and _method(settings)["method"] == "lora"
-    if not alone or _formats(settings)["weights_dtype"] in QUANTISED:
-        return {"lora_targets": None}
-    return {"lora_targets": lookup.model(model_of(settings)["model"]).lora.wide or None}
+    usual = _usual_layers(_method(settings)["method"], family_of(settings), formats_of(settings)["weights_dtype"])
+    return {"lora_targets": None if usual else lookup.model(model_of(settings)["model"]).lora.wide or None}
+
+
+def _usual_layers(method: str, family: str, weights: str) -> bool:
+    return family not in ATTENTION_ALONE or method != "lora" or weights in QUANTISED
+
+
+def _write_layers(fields: Fields) -> Settings:
+    model, family = lookup.model(fields["model"]), write_model(fields)[f"{CONFIG}model_family"]
+    usual = _usual_layers(fields["method"], family, fields["weights_dtype"])
+    targets = None if usual else model.lora.wide or None
+    if fields["lora_targets"] != targets:
+        why = "adapters are on the layers that the trainer has for the family"
+        raise InexpressibleError(UnsupportedValue("lora_targets", fields["lora_targets"], targets, why))
+    return {}
 
 
 T5_TOKENS = {"sd3": 154}
@@ -178,13 +256,53 @@ CLIP_TOKENS = 77
 
 def _prompt_length(settings: Settings) -> Fields:
     """``tokenizer_max_length`` counts T5's tokens; CLIP's stand before them."""
-    most = T5_TOKENS.get(str(of(settings, "model_family")).replace("-", "_"))
+    most = T5_TOKENS.get(family_of(settings))
     if most is None:
         return {"text_tokens": None}
     length = integer(of(settings, "tokenizer_max_length") or most, "tokenizer_max_length")
     return {
         "text_tokens": CLIP_TOKENS + (length if is_on(of(settings, "i_know_what_i_am_doing")) else min(length, most))
     }
+
+
+def _write_prompt_length(fields: Fields) -> Settings:
+    tokens, family = fields["text_tokens"], write_model(fields)[f"{CONFIG}model_family"]
+    most = T5_TOKENS.get(family)
+    if most is None:
+        if tokens is not None:
+            why = "prompts have the model's usual length"
+            raise InexpressibleError(UnsupportedValue("text_tokens", tokens, None, why))
+        return {}
+    if tokens is None or not CLIP_TOKENS < tokens <= CLIP_TOKENS + most:
+        why = f"CLIP's {CLIP_TOKENS} tokens and {most} of T5 at most"
+        raise InexpressibleError(UnsupportedValue("text_tokens", tokens, CLIP_TOKENS + most, why))
+    return {f"{CONFIG}tokenizer_max_length": tokens - CLIP_TOKENS}
+
+
+def _sharding(settings: Settings) -> Fields:
+    return {"sharding": "ddp" if settings.get("gpus", 1) * settings.get("nodes", 1) > 1 else "none"}
+
+
+def _write_sharding(fields: Fields) -> Settings:
+    expected = "ddp" if fields["gpus"] * fields["nodes"] > 1 else "none"
+    if fields["sharding"] != expected:
+        why = "DDP on several GPUs; its deepspeed_config and fsdp_enable are not priced"
+        raise InexpressibleError(UnsupportedValue("sharding", fields["sharding"], expected, why))
+    return {}
+
+
+def _gradient_buckets(settings: Settings) -> Fields:
+    """DDP's own are copies, and views where blocks are swapped (helpers/training/trainer.py
+    ``gradient_as_bucket_view``)."""
+    return {"grad_buckets": "view" if of(settings, "musubi_blocks_to_swap") else "copy"}
+
+
+def _write_gradient_buckets(fields: Fields) -> Settings:
+    expected = "view" if fields["swap_blocks"] and fields.get("version") != RAMTORCH else "copy"
+    if fields["grad_buckets"] != expected:
+        why = "DDP copies gradients into its buckets, unless blocks are swapped"
+        raise InexpressibleError(UnsupportedValue("grad_buckets", fields["grad_buckets"], expected, why))
+    return {}
 
 
 def _ema(settings: Settings) -> Fields:
@@ -194,9 +312,22 @@ def _ema(settings: Settings) -> Fields:
     return {"ema": "gpu" if str(of(settings, "ema_device")) in ("accelerator", "cuda") else "cpu"}
 
 
+EMA = ("use_ema", "ema_device", "ema_cpu_only")
+
+
+def _write_ema(fields: Fields) -> Settings:
+    if fields["ema"] == "none":
+        return {}
+    own: Settings = {"use_ema": True, "ema_device": "accelerator" if fields["ema"] == "gpu" else "cpu"}
+    own |= {"ema_cpu_only": True} if fields["ema"] == "cpu" else {}
+    return {f"{CONFIG}{name}": value for name, value in own.items()}
+
+
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     if integer(of(settings, INTERVAL) or 1, INTERVAL) > 1 and fields["gradient_checkpointing"] == "full":
         yield Remark(INTERVAL, "this family has none, and checkpoints every block")
+    if of(settings, "musubi_blocks_to_swap") and family_of(settings) in NO_SWAP:
+        yield Remark("musubi_blocks_to_swap", "this family swaps no blocks")
     if of(settings, "data_backend_config") and SAMPLES not in settings:
         why = "it is not here, so its sizes are not read: pass --height, --width and --frames for others"
         yield Remark("data_backend_config", why)
@@ -208,8 +339,11 @@ TEXT_ENCODERS = tuple(f"text_encoder_{number}_precision" for number in range(1, 
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    whose = "the largest set's" if SAMPLES in settings else "the config's"
-    yield f"a square of {whose} resolution: buckets have its pixels"
+    if cropped(settings):
+        yield f"samples are cropped to {fields['width']}x{fields['height']} (crop_aspect_buckets)"
+    else:
+        whose = "the largest set's" if SAMPLES in settings else "the config's"
+        yield f"a square of {whose} resolution: buckets have its pixels"
     yield from own_model_notes("simpletuner", fields)
     if masks := unpriced_masks_note("simpletuner", fields):
         yield masks
@@ -227,7 +361,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
     if of(settings, "optimizer") == "bnb-lion8bit-paged":
         yield "bnb-lion8bit-paged is priced as 8-bit AdamW, paged too: its one state takes half of those in host RAM"
-    family = str(of(settings, "model_family")).replace("-", "_")
+    family = family_of(settings)
     if family not in T5_TOKENS and of(settings, "tokenizer_max_length"):
         yield "tokenizer_max_length is not estimated: the model's usual length of prompts is"
     if fields["ema"] == "cpu" and not is_on(of(settings, "ema_cpu_only")):
@@ -237,10 +371,6 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
             yield f"{precision}{MAY_NEED_LESS}"
     if _version(settings, fields) in (QUANTISED_WHOLE, QUANTO_WHOLE, TORCHAO_WHOLE):
         yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
-
-
-def _nothing(fields: Fields) -> Settings:
-    return {}
 
 
 def _by_torchao(settings: Settings) -> str:
@@ -257,91 +387,133 @@ def _in_host_ram(whole: str, then: str) -> Move:
     )
 
 
-DIALECT = Dialect(
+def _pair(
+    fields: dict[str, str],
+    settings: tuple[str, ...],
+    read: Callable[[Settings], Fields],
+    write: Callable[[Fields], Settings],
+) -> FunctionPair:
+    """A binding. ``fields``: with what of them can be said."""
+    return FunctionPair(tuple(fields), settings, read, write, fields)
+
+
+TABLE: tuple[Binding | When, ...] = (
+    _pair(
+        {"model": ", ".join(MODELS), "experts": "high, low"},
+        (f"{CONFIG}model_family", f"{CONFIG}model_flavour"),
+        model_of,
+        write_model,
+    ),
+    _pair({"method": "lora, full"}, (f"{CONFIG}model_type",), _method, _write_method),
+    When(
+        "method",
+        ONLY_LORA,
+        _pair(
+            {"lora_rank": "lora_rank", "lora_dropout": "lora_dropout"},
+            (f"{CONFIG}lora_rank", f"{CONFIG}lora_dropout"),
+            _rank,
+            _write_rank,
+        ),
+    ),
+    _pair(
+        {
+            "height": "resolution, crop_aspect_buckets",
+            "width": "resolution, crop_aspect_buckets",
+            "frames": "video.num_frames",
+        },
+        (
+            *(DATASET + name for name in ("resolution", "resolution_type", "video.num_frames")),
+            BUCKETS,
+            f"{CONFIG}{ALIGNMENT}",
+        ),
+        size_of,
+        write_size,
+    ),
+    _pair(
+        {"batch_size": "train_batch_size"},
+        (f"{CONFIG}train_batch_size",),
+        batch_of,
+        lambda fields: {f"{CONFIG}train_batch_size": fields["batch_size"]},
+    ),
+    Value("gradient_accumulation", f"{CONFIG}gradient_accumulation_steps", 1, int),
+    _pair(
+        {"optimizer": ", ".join(dict.fromkeys(OPTIMIZERS.values())), "optimizer_step": "loop (adamw), foreach"},
+        (f"{CONFIG}optimizer",),
+        optimizer_of,
+        write_optimizer,
+    ),
+    _pair(
+        {"weights_dtype": "bf16, int8, fp8, nf4", "adapter_dtype": "bf16, fp32", "autocast": "mixed_precision"},
+        tuple(f"{CONFIG}{name}" for name in ("base_model_precision", "quantize_via", "mixed_precision")),
+        formats_of,
+        write_formats,
+    ),
+    _pair(
+        {"gradient_checkpointing": "none, full, offload", "checkpointed_blocks": "read only"},
+        (f"{CONFIG}gradient_checkpointing", f"{CONFIG}{INTERVAL}", f"{CONFIG}{STRIDE}"),
+        checkpointing_of,
+        write_checkpointing,
+    ),
+    _pair({"lora_targets": "those of model_family"}, (f"{CONFIG}model_family",), _layers, _write_layers),
+    _pair(
+        {"text_tokens": "tokenizer_max_length, of sd3"},
+        (f"{CONFIG}tokenizer_max_length",),
+        _prompt_length,
+        _write_prompt_length,
+    ),
+    _pair({"ema": "none, cpu, gpu"}, tuple(f"{CONFIG}{name}" for name in EMA), _ema, _write_ema),
+    _pair(
+        {"swap_blocks": "musubi_blocks_to_swap"},
+        tuple(f"{CONFIG}{name}" for name in ("musubi_blocks_to_swap", "ramtorch", "ramtorch_transformer_percent")),
+        _swap,
+        _write_swap,
+    ),
+    _pair(
+        {part: f"cached, resident by {words[0]}" for part, words in ENCODES.items()},
+        tuple(f"{CONFIG}{words[0]}" for words in ENCODES.values()),
+        encoders_of,
+        write_encoders,
+    ),
+    _pair({"references": "conditioning_data"}, (REFERENCE_SETS,), references_of, write_references),
+    *(EXPANDABLE, GPUS, NODES),
+    _pair({"sharding": "none on one GPU, ddp on several"}, (), _sharding, _write_sharding),
+    When(
+        "sharding",
+        frozenset({"ddp"}),
+        _pair({"grad_buckets": "copy, view with swapped blocks"}, (), _gradient_buckets, _write_gradient_buckets),
+    ),
+    Fixed("validation_mode", "off", "its samples are not priced: validation_disable is written"),
+    *our_defaults("trainable", "buckets", "validation"),
+)
+
+CARRIES: config_text.FieldsBySetting = {
+    f"{CONFIG}model_family": ("model",),
+    f"{CONFIG}model_flavour": ("model", "experts"),
+    f"{CONFIG}lora_rank": ("lora_rank",),
+    f"{CONFIG}lora_dropout": ("lora_dropout",),
+    f"{CONFIG}mixed_precision": ("autocast", "adapter_dtype"),
+    f"{CONFIG}base_model_precision": ("weights_dtype",),
+    f"{CONFIG}quantize_via": ("weights_dtype",),
+    f"{CONFIG}optimizer": ("optimizer", "optimizer_step"),
+    f"{CONFIG}{ALIGNMENT}": ("height", "width"),
+    f"{DATASET}resolution": ("height", "width"),
+    f"{DATASET}resolution_type": ("height", "width"),
+    BUCKETS: ("height", "width"),
+    f"{DATASET}video.num_frames": ("frames",),
+    **{f"{CONFIG}{words[0]}": (part,) for part, words in ENCODES.items()},
+}
+
+
+def _files(plan: Plan, settings: Settings) -> dict[str, str]:
+    return files(plan, settings, config_text.fields_by_setting(DIALECT, settings, CARRIES))
+
+
+DIALECT: Dialect = Dialect(
     name="simpletuner",
     title="SimpleTuner",
     source="https://github.com/bghira/SimpleTuner at bc8e6ab",
     scripts=("config.json",),
-    table=(
-        FunctionPair(("model",), (f"{CONFIG}model_family",), model_of, _nothing, {"model": ", ".join(MODELS)}),
-        FunctionPair(("method",), (f"{CONFIG}model_type",), _method, _nothing, {"method": "lora, full"}),
-        When("method", ONLY_LORA, Value("lora_rank", f"{CONFIG}lora_rank", 16, int)),
-        When("method", ONLY_LORA, Value("lora_dropout", f"{CONFIG}lora_dropout", 0.1, float)),
-        FunctionPair(
-            ("height", "width", "frames"),
-            (f"{CONFIG}resolution", f"{CONFIG}resolution_type"),
-            size_of,
-            _nothing,
-            {"height": "resolution", "width": "resolution", "frames": "validation_num_video_frames"},
-        ),
-        FunctionPair(
-            ("batch_size",),
-            (f"{CONFIG}train_batch_size",),
-            batch_of,
-            lambda fields: {f"{CONFIG}train_batch_size": fields["batch_size"]},
-            {"batch_size": "train_batch_size"},
-        ),
-        Value("gradient_accumulation", f"{CONFIG}gradient_accumulation_steps", 1, int),
-        FunctionPair(
-            ("optimizer", "optimizer_step"),
-            (f"{CONFIG}optimizer",),
-            _optimizer,
-            _write_optimizer,
-            {"optimizer": ", ".join(OPTIMIZERS), "optimizer_step": "loop, foreach"},
-        ),
-        FunctionPair(
-            ("weights_dtype", "adapter_dtype", "autocast"),
-            (f"{CONFIG}base_model_precision", f"{CONFIG}mixed_precision"),
-            _formats,
-            _nothing,
-            {"weights_dtype": "bf16, int8, fp8, nf4", "adapter_dtype": "bf16, fp32", "autocast": "mixed_precision"},
-        ),
-        FunctionPair(
-            ("gradient_checkpointing", "checkpointed_blocks"),
-            (f"{CONFIG}gradient_checkpointing", f"{CONFIG}{INTERVAL}", f"{CONFIG}{STRIDE}"),
-            checkpointing_of,
-            write_checkpointing,
-            {"gradient_checkpointing": "none, full, offload", "checkpointed_blocks": INTERVAL},
-        ),
-        FunctionPair(
-            ("lora_targets",),
-            (f"{CONFIG}model_family",),
-            _layers,
-            _nothing,
-            {"lora_targets": "those of model_family"},
-        ),
-        FunctionPair(
-            ("text_tokens",),
-            (f"{CONFIG}tokenizer_max_length",),
-            _prompt_length,
-            _nothing,
-            {"text_tokens": "tokenizer_max_length"},
-        ),
-        FunctionPair(("ema",), (f"{CONFIG}use_ema",), _ema, _nothing, {"ema": "none, cpu, gpu"}),
-        FunctionPair(
-            ("swap_blocks",),
-            (f"{CONFIG}musubi_blocks_to_swap",),
-            _swap,
-            lambda fields: {f"{CONFIG}musubi_blocks_to_swap": fields["swap_blocks"]} if fields["swap_blocks"] else {},
-            {"swap_blocks": "musubi_blocks_to_swap"},
-        ),
-        FunctionPair(
-            ("text_encoder", "vae"),
-            (),
-            encoders_of,
-            _nothing,
-            {
-                "text_encoder": "cached, resident by text_cache_ondemand",
-                "vae": "cached, resident by vae_cache_ondemand",
-            },
-        ),
-        FunctionPair(("references",), (), references_of, _nothing, {"references": "conditioning_data"}),
-        EXPANDABLE,
-        GPUS,
-        NODES,
-        *our_defaults("experts", "trainable", "buckets"),
-        *our_defaults("validation"),
-    ),
+    table=TABLE,
     read_script=read_script,
     remarks=_remarks,
     notes=_notes,
@@ -360,7 +532,7 @@ DIALECT = Dialect(
             when=lambda fields: fields["version"] in (QUANTO, QUANTO_WHOLE),
             lossy=True,
         ),
-        Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
+        Move({"optimizer": "adamw-8bit", "optimizer_step": "foreach"}, "8-bit optimizer states"),
         Move(
             {"weights_dtype": "int8"},
             "the frozen base is rounded to 8 bits",
@@ -368,5 +540,6 @@ DIALECT = Dialect(
             when=lambda fields: fields["method"] == "lora",
         ),
     ),
+    files=_files,
     assigns=": ",
 )

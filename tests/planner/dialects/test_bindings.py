@@ -25,7 +25,7 @@ from planner.spec.job import Job, Strategy
 from planner.spec.plan import Plan
 from tests.planner.dialects.drawn_plans import nearest, plans
 
-OURS = ("musubi-tuner", "diffusion-pipe", "ai-toolkit")
+OURS = ("musubi-tuner", "diffusion-pipe", "ai-toolkit", "simpletuner")
 MEANINGLESS = {
     "lora": {"trainable"},
     "full": {"lora_rank", "lora_targets", "lora_dropout", "adapter_dtype"},
@@ -46,6 +46,7 @@ def test_files_read_back_as_the_plan(name: str, asked: Plan) -> None:
     said = settings_for(dialect, wanted)
     with TemporaryDirectory() as folder:
         for path, text in dialect.files(plan, said).items():
+            (Path(folder) / path).parent.mkdir(exist_ok=True)
             (Path(folder) / path).write_text(text)
         found, told = dialects.read_script(from_file(Path(folder) / path))
         assert found.name == name

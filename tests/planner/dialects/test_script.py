@@ -152,7 +152,7 @@ def test_an_unread_trainer_is_refused_by_name_with_those_we_read() -> None:
         assert len(listed) == len(set(listed)) and "(" not in error["fix"]  # each trainer once
     done = CliRunner().invoke(cli, ["check", "--gpu", "24GB", "--json", "--", "simpletuner", "train"])
     error = json.loads(done.stdout)["error"]
-    assert "SimpleTuner" in error["message"] and error["fix"] == "pass its config.json"
+    assert "SimpleTuner" in error["message"] and error["fix"].startswith("pass its config.json")
     assert CliRunner().invoke(cli, ["check", "--gpu", "24GB"]).exit_code == 2
     assert CliRunner().invoke(cli, ["check", "--", "python", "a.py"]).exit_code == 2
 

@@ -295,7 +295,7 @@ def test_a_trainer_of_other_models_names_those_that_can_write_the_plan(target: s
     exact, near = able(asked)
     assert raised.value.fix == (
         "--to accelerate, slurm can write this plan; "
-        "--to ai-toolkit, diffsynth, diffusion-pipe, musubi-tuner, videox-fun one near it (--nearest)"
+        "--to ai-toolkit, diffsynth, diffusion-pipe, musubi-tuner, simpletuner, videox-fun one near it (--nearest)"
     )
     assert "gradient_checkpointing" not in raised.value.message  # of another model it does not matter
     for name in (*exact, *near):
