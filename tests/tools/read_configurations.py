@@ -53,7 +53,7 @@ REPOSITORIES = (
     Repository(
         "kohya-ss+sd-scripts",
         ("docs/*.md", "README.md"),
-        ("sd-scripts", "sd-scripts-unet", "sd-scripts-hunyuan"),
+        ("sd-scripts",),
     ),
     Repository("huggingface+diffusers", ("examples/dreambooth/*.md", "examples/text_to_image/*.md",
                                          "examples/cogvideo/*.md"), ("diffusers",)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation
+from planner.layout.trainer_terms.sd_scripts_sd3 import SD3
 from planner.layout.trainer_terms.sd_scripts_unet import VERSIONS
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
@@ -44,6 +45,6 @@ def encoders_on_cpu(run: Run) -> None:
     run.device.encoders_on_cpu = True
 
 
-OLDER = {**VERSIONS, f"hunyuan-image@{ENCODERS_ON_CPU}": (encoders_on_cpu,)}
-"""Not older: its scripts for SDXL and SD 1.5, whose U-Net is another (`planner.dialects.sd_scripts_unet`), and a flag
-that no field of a plan says."""
+OLDER = {**VERSIONS, "sd3": SD3, f"hunyuan-image@{ENCODERS_ON_CPU}": (encoders_on_cpu,)}
+"""Not older: its scripts for SDXL and SD 1.5 and for Stable Diffusion 3, whose models are its own code
+(`planner.dialects.sd_scripts_unet`, `sd_scripts_sd3`), and a flag that no field of a plan says."""
