@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from planner.allocator import caching
+from planner.allocator.implementation import CachingAllocator
 from tests.preloaded_python import forked_processes
 
 os.environ["VPLAN_HOME"] = str(Path(__file__).parent / "nobody")
@@ -25,6 +27,13 @@ sys.dont_write_bytecode = False
 
 gc.set_threshold(200_000)
 """As `vplan.main` has it: a command makes many objects and hardly any garbage."""
+
+
+def pytest_report_header() -> str:
+    """Which allocator replays tapes: tests of answers take three times as long with the one in Python, which is there
+    in a tree that was not installed (``pip install --no-deps -e .`` compiles it)."""
+    is_compiled = CachingAllocator is not caching.CachingAllocator
+    return "allocator: compiled" if is_compiled else "allocator: in Python (slow); pip install --no-deps -e . compiles it"
 
 
 @pytest.fixture(scope="module")
