@@ -32,8 +32,9 @@ gc.set_threshold(200_000)
 def pytest_report_header() -> str:
     """Which allocator replays tapes: tests of answers take three times as long with the one in Python, which is there
     in a tree that was not installed (``pip install --no-deps -e .`` compiles it)."""
-    is_compiled = CachingAllocator is not caching.CachingAllocator
-    return "allocator: compiled" if is_compiled else "allocator: in Python (slow); pip install --no-deps -e . compiles it"
+    if CachingAllocator is caching.CachingAllocator:
+        return "allocator: in Python (slow); pip install --no-deps -e . compiles it"
+    return "allocator: compiled"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def preloaded_python() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def frozen_heap() -> Iterator[None]:
     """What a module's tests look for when they collect garbage is what they made themselves. A process that collected
-    the whole suite has three million objects, and code that frees a GPU's memory looks through all of them: 1.2 s each
+    the whole suite has 0.8 million objects, and code that frees a GPU's memory looks through all of them: 1.2 s each
     time. Not for all modules: see `planner.garbage_collection.without_garbage_collection`."""
     if gc.get_freeze_count():
         yield
