@@ -3,11 +3,14 @@ tests have tiny tensors, and every core has a worker."""
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from planner.allocator import caching
+from planner.allocator.implementation import CachingAllocator
 from tests.preloaded_python import forked_processes
 
 os.environ["VPLAN_HOME"] = str(Path(__file__).parent / "nobody")
@@ -19,8 +22,19 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 """Where it is set, each of the thousand processes that tests start would compile our sources anew: 0.35 s of CPU."""
 
+sys.dont_write_bytecode = False
+"""Here likewise: pytest rewrites the assertions of all test files anew where it may not keep them, in each worker."""
+
 gc.set_threshold(200_000)
 """As `vplan.main` has it: a command makes many objects and hardly any garbage."""
+
+
+def pytest_report_header() -> str:
+    """Which allocator replays tapes: tests of answers take three times as long with the one in Python, which is there
+    in a tree that was not installed (``pip install --no-deps -e .`` compiles it)."""
+    if CachingAllocator is caching.CachingAllocator:
+        return "allocator: in Python (slow); pip install --no-deps -e . compiles it"
+    return "allocator: compiled"
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +42,16 @@ def preloaded_python() -> Iterator[None]:
     """Processes of vplan that a module's tests start are forks of one that has torch imported already."""
     with forked_processes():
         yield
+
+
+@pytest.fixture(scope="module")
+def frozen_heap() -> Iterator[None]:
+    """What a module's tests look for when they collect garbage is what they made themselves. A process that collected
+    the whole suite has 0.8 million objects, and code that frees a GPU's memory looks through all of them: 1.2 s each
+    time. Not for all modules: see `planner.garbage_collection.without_garbage_collection`."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    yield
+    gc.unfreeze()

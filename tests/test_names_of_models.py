@@ -7,6 +7,7 @@ of one that is compared with it. What a folder of code may say of a model is lis
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ def known() -> set[str]:
 
 NAMES = known()
 PARTS = {part for name in NAMES for part in re.split(r"[-/_]", name) if len(part) > 2} - WORDS
+EITHER = NAMES | PARTS
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -86,7 +88,9 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
         yield path.relative_to(ROOT).as_posix(), tree
 
 
-SOURCES = list(sources())
+@functools.cache
+def all_sources() -> list[tuple[str, ast.Module]]:
+    return list(sources())
 
 
 def texts(node: ast.AST | None) -> Iterator[str]:
@@ -118,31 +122,37 @@ def comparisons(tree: ast.Module) -> Iterator[tuple[int, str]]:
         found: list[str] = []
         if isinstance(node, ast.Compare):
             found = [text for side in (node.left, *node.comparators) for text in texts(side)]
-            found = [text for text in found if text in NAMES | PARTS]
+            found = [text for text in found if text in EITHER]
         elif isinstance(node, ast.match_case):
-            found = [text for part in ast.walk(node.pattern) for text in texts(part) if text in NAMES | PARTS]
+            found = [text for part in ast.walk(node.pattern) for text in texts(part) if text in EITHER]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in BEGINNINGS:
             given = [text for argument in node.args for text in texts(argument) if len(text) > 2]
             found = [text for text in given if any(name.startswith(text) for name in NAMES)]
         yield from ((node.lineno, text) for text in found if hasattr(node, "lineno"))
 
 
-LITERALS = [(path, line, text) for path, tree in SOURCES for line, text in literals(tree)]
-COMPARISONS = [(path, line, text) for path, tree in SOURCES for line, text in comparisons(tree)]
+@functools.cache
+def all_literals() -> list[tuple[str, int, str]]:
+    return [(path, line, text) for path, tree in all_sources() for line, text in literals(tree)]
+
+
+@functools.cache
+def all_comparisons() -> list[tuple[str, int, str]]:
+    return [(path, line, text) for path, tree in all_sources() for line, text in comparisons(tree)]
 
 
 def test_no_literal_is_a_name() -> None:
-    assert [found for found in LITERALS if not allowed(found[0], ALLOWED)] == []
+    assert [found for found in all_literals() if not allowed(found[0], ALLOWED)] == []
 
 
 def test_nothing_is_compared_with_a_name() -> None:
-    assert [found for found in COMPARISONS if not allowed(found[0], COMPARED)] == []
+    assert [found for found in all_comparisons() if not allowed(found[0], COMPARED)] == []
 
 
 def test_a_profiles_family_is_read_in_few_places() -> None:
     reading = {
         path
-        for path, tree in SOURCES
+        for path, tree in all_sources()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr == "family" and not own_family(node)
     }
@@ -156,9 +166,9 @@ def own_family(node: ast.Attribute) -> bool:
 
 def test_every_place_that_may_does() -> None:
     for place in ALLOWED:
-        assert any(path.startswith(place) for path, _, _ in LITERALS), place
+        assert any(path.startswith(place) for path, _, _ in all_literals()), place
     for place in COMPARED:
-        assert any(path.startswith(place) for path, _, _ in COMPARISONS), place
+        assert any(path.startswith(place) for path, _, _ in all_comparisons()), place
 
 
 def test_a_planted_fault_is_found() -> None:

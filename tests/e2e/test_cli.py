@@ -184,7 +184,7 @@ def test_estimate_without_options_points_to_suggest() -> None:
 
 def test_what_is_written_is_said_and_nothing_of_others_is_overwritten(tmp_path: Path) -> None:
     plan, page = tmp_path / "plan.toml", tmp_path / "page.html"
-    words = ["estimate", "wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "9", "-o", str(plan)]
+    words = ["estimate", "sd1.5", "--gpu", "24GB", "-o", str(plan)]
     for _ in range(2):  # a plan of ours is replaced
         assert f"wrote {plan}" in run(*words).stderr
     (tmp_path / "kept.toml").write_bytes(plan.read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from planner.catalog import lookup, user_data
 from planner.catalog.diffusers_folder import Source
 from planner.catalog.forward_call import FAMILY, ForwardCall
 from planner.catalog.own_inputs import OwnInputs
+from planner.catalog.profiles import ModelProfile
 from planner.commands import cli, record
 from planner.commands._shared import own_model
 from planner.layout import inputs
@@ -127,10 +129,16 @@ def test_a_class_without_a_family_is_recorded_as_it_runs_at_full_depth(tmp_path:
     assert from_tape(case).peak == directly(case)[0].peak
 
 
-def by_class(class_name: str, variant: StepVariant) -> Case:
-    """A recorded step of one of `UNUSUAL`, found out by its class alone: some have bundled models too."""
+@functools.cache
+def derived(class_name: str) -> ModelProfile:
+    """One of `UNUSUAL`, found out by its class alone: some have bundled models too."""
     source = Source("/nowhere/config.json", "mine", class_name, UNUSUAL[class_name])
-    profile = derive(source, "mine", OwnInputs()).profile
+    return derive(source, "mine", OwnInputs()).profile
+
+
+def by_class(class_name: str, variant: StepVariant) -> Case:
+    """A recorded step of one of `UNUSUAL`."""
+    profile = derived(class_name)
     user_data.write_profile("mine", profile.to_json())
     tapes.full_run_lengths.cache_clear()
     tape = tape_json(tapes.step_tape(profile, variant))

@@ -31,6 +31,8 @@ from trainers.families import family  # noqa: E402
 from trainers.parallel.ema import Average  # noqa: E402
 from trainers.sampling import samples, validate  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 NO_STEPS = dict.fromkeys(("validate_every", "validation_prompts", "validation_steps", "validation_guidance"))
 
 
