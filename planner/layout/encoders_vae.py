@@ -65,6 +65,9 @@ class ComponentPass(NamedTuple):
     kept_in_fp32: str = ""
     """end of the names of weights that stay in fp32 where the rest is fp16"""
 
+    cast: bool = False
+    """whether its weights come in another format of as many bits, and are cast on the GPU one after the other"""
+
     @property
     def is_repeated(self) -> bool:
         """Whether it runs more than once."""
@@ -100,7 +103,8 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
         for encoder in model.text_encoders:
             tape = run.facts.around.get(f"{encoder.folder}/encode")
             component = text_component(encoder, tape, strategy, batch)
-            components.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream))
+            cast = encoder.name == run.device.encoder_cast
+            components.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream, cast=cast))
     if strategy.vae == residence and not run.samples_only:
         clip = _clip(run, run.grid, batch)
         tape = _vae_tape(run.facts, "encode", clip["F"])
@@ -217,6 +221,9 @@ def load_component(program: Program, component: ComponentPass) -> tuple[Stage, d
         for name, buffer in _weights(program, component).items():
             if name.endswith(component.kept_in_fp32):
                 program.resize(buffer, 2 * program.plain_bytes(buffer))
+    if component.cast:
+        copy = program.buffer(max(map(program.plain_bytes, _weights(program, component).values())), "temporary", "cast")
+        stage.stretches.append((STRATEGY_MOMENT, [copy, ~copy]))
     if component.offload == "layers":
         blocks = _taken_out(program, component.tape, stage, component.part.name)
     elif component.offload != "none":
@@ -465,7 +472,7 @@ def _summed_peak(component: ComponentPass) -> int | None:
     """The allocated peak of a component that is loaded, encodes and is freed, without laying it out; None where it is
     loaded or run in another form than it was recorded in."""
     recorded = component.dtype in ("bf16", "fp32") or (component.dtype == "fp16" and not component.kept_in_fp32)
-    if component.tape is None or component.offload != "none" or not recorded:
+    if component.tape is None or component.offload != "none" or component.cast or not recorded:
         return None
     levels = PartLevels(component.tape, component.part)
     loaded = PartLevels(component.tape, component.part._replace(batch=1)).piece("load")

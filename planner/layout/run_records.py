@@ -88,6 +88,9 @@ class DeviceTerms:
     text_encoders_together: bool = False
     """whether a trainer holds all text encoders on the GPU while it caches prompts, and the VAE apart from them"""
 
+    encoder_cast: str = ""
+    """the text encoder that comes in another format of 16 bits and is cast on the GPU"""
+
     encoders_whole: bool = False
     """whether a trainer puts a text encoder on the GPU whole, where ours brings one that is larger layer by layer"""
 

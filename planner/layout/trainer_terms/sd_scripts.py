@@ -28,10 +28,19 @@ def text_encoders_together(run: Run) -> None:
     run.device.text_encoders_together = True
 
 
+def t5_cast(run: Run) -> None:
+    """With ``--fp8_base`` T5-XXL is loaded in the format of its file, which is fp16, and cast to bf16 on the GPU
+    (``load_target_model`` and ``cache_text_encoder_outputs_if_needed`` of flux_train_network.py and
+    sd3_train_network.py). With ``--fp8_base_unet`` it is cast before, which is not told apart here."""
+    if run.strategy.weights_dtype == "fp8" and run.strategy.text_encoder_dtype == run.strategy.autocast == "bf16":
+        run.device.encoder_cast = "t5-v1.1-xxl"
+
+
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
     *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling, swapped_to_pinned_memory),
     text_encoders_together,
+    t5_cast,
 )
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""
