@@ -47,7 +47,7 @@ def preloaded_python() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def frozen_heap() -> Iterator[None]:
     """What a module's tests look for when they collect garbage is what they made themselves. A process that collected
-    the whole suite has 0.8 million objects, and code that frees a GPU's memory looks through all of them: 1.2 s each
+    the whole suite has 0.8 million objects, and code that frees a GPU's memory looks through all of them: 1 to 2 s each
     time. Not for all modules: see `planner.garbage_collection.without_garbage_collection`."""
     if gc.get_freeze_count():
         yield

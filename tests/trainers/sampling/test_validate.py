@@ -26,6 +26,8 @@ from trainers.sampling import pipelines, validate  # noqa: E402
 from trainers.step import step  # noqa: E402
 from trainers.step.random_weights import randomise  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 CPU = torch.device("cpu")
 FP32 = Strategy(vae_dtype="fp32", weights_dtype="fp32", autocast="none", validation_mode="on")
 
