@@ -22,7 +22,7 @@ ALLOWED = {
     "trainers/families/": "a family's own file names its encoders and its pipeline",
     "planner/dialects/": "a trainer's words for models; comparisons are not allowed there either, but these",
     "planner/layout/trainer_terms/__init__.py": "trainers that are called like the model they were written for",
-    "planner/layout/trainer_terms/sd_scripts_unet.py": "sd-scripts' versions are called after what they train",
+    "planner/layout/trainer_terms/sd_scripts/unet.py": "sd-scripts' versions are called after what they train",
     "planner/evidence/published.py": "defaults of publishers' scripts, by trainer and model of their rows",
     "planner/catalog/diffusers_folder.py": "`unet` is what diffusers calls a folder",
     "planner/commands/_shared/request.py": "an example in a message",

@@ -100,6 +100,7 @@ TrainerTrait = Literal[
     "feed-forward-not-adapted",
     "attention-output-not-adapted",
     "last-encoder-stays",
+    "last-encoder-cast",
     "experts-without-gradients",
     "shift-by-size",
     "vae-in-fp32",
@@ -120,7 +121,8 @@ t5-alone-quantised: other text encoders stay in 16 bits.
 own-model: it is what the trainer's own scripts build. own-code: its step is recorded from the trainer's own model
 (`planner.tape.variants.OWN_CODE`). blocks-in-16-bits: they modulate, gate and add so.
 feed-forward-not-adapted: its usual LoRA is on attention alone; attention-output-not-adapted: nor on its last layer.
-last-encoder-stays: the last text encoder encodes in the loop, and is on the GPU for it. experts-without-gradients: a
+last-encoder-stays: the last text encoder encodes in the loop, and is on the GPU for it.
+last-encoder-cast: over a base in fp8 it comes in its file's fp16, and is cast on the GPU. experts-without-gradients: a
 mixture's experts run as in sampling.
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: its script keeps the VAE in fp32.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.

@@ -228,7 +228,7 @@ FLAGS = ModelFlags(
 """docs/sd3_train_network.md."""
 
 DIALECT = Dialect(
-    name="sd-scripts@sd3",
+    name="sd-scripts@mmdit",
     title="sd-scripts (Stable Diffusion 3)",
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
     drops_inputs=False,  # networks/lora_sd3.py takes LoRAModule of lora_flux.py: dropout of `lora_down`

@@ -226,7 +226,7 @@ def _fp8(settings: Settings) -> bool:
 
 
 def _version(settings: Settings, fields: Fields) -> str:
-    """Of the terms in `planner.layout.trainer_terms.sd_scripts_unet`."""
+    """Of the terms in `planner.layout.trainer_terms.sd_scripts.unet`."""
     if _script(settings) == SDXL_FULL:
         return "whole-te" if trains_text_encoders(settings) else ""
     return "-".join(filter(None, ["te" if trains_text_encoders(settings) else "", "fp8" if _fp8(settings) else ""]))

@@ -113,6 +113,6 @@ def write_model(fields: Fields) -> Settings:
             why = "it trains one expert at a time (simpletuner/helpers/models/wan/model.py)"
             raise InexpressibleError(UnsupportedValue("experts", fields["experts"], STAGES[0], why))
         flavour = f"{flavour.rpartition('-')[0]}-{fields['experts']}"
-    if family == "ideogram" and fields["weights_dtype"] == "nf4":
-        flavour = "nf4"
+    if (dtype := fields["weights_dtype"]) == "nf4" and dtype in MODELS[family]:
+        flavour = dtype
     return {f"{CONFIG}model_family": family, f"{CONFIG}model_flavour": flavour}

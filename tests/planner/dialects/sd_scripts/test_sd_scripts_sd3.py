@@ -22,7 +22,7 @@ FULL = f"sd3_train.py {FILES}"
 def read(folder: Path, text: str, name: str = "train.sh") -> Translation:
     (folder / name).write_text(text)
     dialect, given = dialects.read_script(from_file(folder / name))
-    assert dialect.name == "sd-scripts@sd3"
+    assert dialect.name == "sd-scripts@mmdit"
     return translate(dialect, given)
 
 

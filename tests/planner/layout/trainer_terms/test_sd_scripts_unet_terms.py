@@ -1,4 +1,4 @@
-"""planner/layout/trainer_terms/sd_scripts_unet.py: what blocks before the first adapter keep, counted by hand."""
+"""planner/layout/trainer_terms/sd_scripts/unet.py: what blocks before the first adapter keep, counted by hand."""
 
 from __future__ import annotations
 

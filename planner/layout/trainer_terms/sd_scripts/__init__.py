@@ -9,8 +9,8 @@ from __future__ import annotations
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation
-from planner.layout.trainer_terms.sd_scripts_sd3 import SD3
-from planner.layout.trainer_terms.sd_scripts_unet import VERSIONS
+from planner.layout.trainer_terms.sd_scripts.sd3 import MMDIT
+from planner.layout.trainer_terms.sd_scripts.unet import VERSIONS
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
@@ -32,8 +32,10 @@ def t5_cast(run: Run) -> None:
     """With ``--fp8_base`` T5-XXL is loaded in the format of its file, which is fp16, and cast to bf16 on the GPU
     (``load_target_model`` and ``cache_text_encoder_outputs_if_needed`` of flux_train_network.py and
     sd3_train_network.py). With ``--fp8_base_unet`` it is cast before, which is not told apart here."""
-    if run.strategy.weights_dtype == "fp8" and run.strategy.text_encoder_dtype == run.strategy.autocast == "bf16":
-        run.device.encoder_cast = "t5-v1.1-xxl"
+    model, strategy = run.facts.model, run.strategy
+    in_the_files_format = strategy.weights_dtype == "fp8" and strategy.text_encoder_dtype == strategy.autocast == "bf16"
+    if in_the_files_format and model.trained_with("sd-scripts", "last-encoder-cast"):
+        run.device.encoder_cast = model.text_encoders[-1].name
 
 
 TERMS: tuple[Transform, ...] = (
@@ -54,6 +56,6 @@ def encoders_on_cpu(run: Run) -> None:
     run.device.encoders_on_cpu = True
 
 
-OLDER = {**VERSIONS, "sd3": SD3, f"hunyuan-image@{ENCODERS_ON_CPU}": (encoders_on_cpu,)}
+OLDER = {**VERSIONS, "mmdit": MMDIT, f"hunyuan-image@{ENCODERS_ON_CPU}": (encoders_on_cpu,)}
 """Not older: its scripts for SDXL and SD 1.5 and for Stable Diffusion 3, whose models are its own code
-(`planner.dialects.sd_scripts_unet`, `sd_scripts_sd3`), and a flag that no field of a plan says."""
+(``unet`` in `unet`, ``mmdit`` in `sd3`), and a flag that no field of a plan says."""

@@ -33,4 +33,4 @@ def kept_by_its_own_blocks(run: Run) -> None:
     run.device.kept_for_adapters = (0, 0)  # what these adapters keep is counted
 
 
-SD3: tuple[Transform, ...] = (kept_by_its_own_blocks,)
+MMDIT: tuple[Transform, ...] = (kept_by_its_own_blocks,)
