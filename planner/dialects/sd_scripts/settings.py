@@ -38,12 +38,15 @@ from planner.dialects.sd_scripts.shared_bindings import (
     CHECKPOINTING,
     COMPILE,
     OPTIMIZER,
+    SHARDED,
     VALIDATION,
     engine_pair,
+    several_gpus,
     size_pair,
+    step_pair,
+    swap_pair,
 )
 from planner.errors import VplanError
-from planner.spec.rules import DEEPSPEED
 
 MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
 """Ours -> the file that its documentation names (docs/flux_train_network.md)."""
@@ -109,30 +112,13 @@ def _write_model(fields: Fields) -> Settings:
     return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
 
 
+def _is_full(settings: Settings) -> bool:
+    return str(settings.get("script")).endswith(FULL)
+
+
 def _swap(settings: Settings) -> Fields:
     model = _model(settings)["model"]
     return {"swap_blocks": block_swap.swapped("sd-scripts", model, blocks_to_swap(settings), "--blocks_to_swap")}
-
-
-def _write_swap(fields: Fields) -> Settings:
-    blocks = block_swap.setting("sd-scripts", fields)
-    return {"--blocks_to_swap": blocks} if blocks else {}
-
-
-def _step(settings: Settings) -> Fields:
-    """The LoRA scripts take ``--fused_backward_pass`` and do not look at it (train_network.py)."""
-    fused = settings.get("--fused_backward_pass") or settings.get("--blockwise_fused_optimizers")
-    return {"optimizer_step": "backward" if fused and str(settings.get("script")).endswith(FULL) else "foreach"}
-
-
-def _write_step(fields: Fields) -> Settings:
-    step = fields["optimizer_step"]
-    if step not in ("foreach", "backward") or (step == "backward" and fields["method"] != "full"):
-        why = "--fused_backward_pass (Adafactor) and --blockwise_fused_optimizers are all it has, for full training"
-        raise InexpressibleError(UnsupportedValue("optimizer_step", step, "foreach", why))
-    if step == "foreach":
-        return {}
-    return {"--fused_backward_pass" if fields["optimizer"] == "adafactor" else "--blockwise_fused_optimizers": True}
 
 
 T5, T5_FP8 = "t5xxl_fp16.safetensors", "t5xxl_fp8_e4m3fn.safetensors"
@@ -241,10 +227,6 @@ FACTORED = ("--optimizer_type Adafactor", "--fused_backward_pass", "--max_grad_n
 ADAFACTOR_ARGS = '--optimizer_args "relative_step=False" "scale_parameter=False" "warmup_init=False"'
 
 
-def _several_gpus(fields: Fields) -> bool:
-    return int(fields["gpus"]) * int(fields["nodes"]) > 1
-
-
 def _full(fields: Fields) -> bool:
     return bool(fields["method"] == "full")
 
@@ -266,20 +248,8 @@ DIALECT = Dialect(
         CHECKPOINTING,
         ACCUMULATION,
         OPTIMIZER,
-        FunctionPair(
-            ("optimizer_step",),
-            ("--fused_backward_pass", "--blockwise_fused_optimizers"),
-            _step,
-            _write_step,
-            {"optimizer_step": "foreach, backward (full training)"},
-        ),
-        FunctionPair(
-            ("swap_blocks",),
-            ("--blocks_to_swap",),
-            _swap,
-            _write_swap,
-            {"swap_blocks": "--blocks_to_swap"},
-        ),
+        step_pair(_is_full),
+        swap_pair(_swap),
         cached("text_encoder", "--cache_text_encoder_outputs"),
         cached("vae", "--cache_latents"),
         BUCKETS,
@@ -315,7 +285,7 @@ DIALECT = Dialect(
         Move({"text_encoder": "cached", "vae": "cached"}, "captions are no longer shuffled or dropped"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states", words_for=_rate),
-        Move({"grad_buckets": "view"}, "free", when=_several_gpus),
+        Move({"grad_buckets": "view"}, "free", when=several_gpus),
         Move(
             {"optimizer": "adafactor", "optimizer_step": "backward"},
             "second moments are row and column sums; the step runs inside backward, so nothing accumulates",
@@ -327,10 +297,7 @@ DIALECT = Dialect(
             "blocks move for every step",
             by_fields=block_swap.steps("sd-scripts", tuple(range(4, 35, 4))),
         ),
-        *(
-            Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are sharded across the GPUs", when=_several_gpus)
-            for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
-        ),
+        *SHARDED,
         Move({"weights_dtype": "fp8"}, "the frozen base is rounded to 8 bits", when=lambda fields: not _full(fields)),
         Move(
             {"text_encoder_dtype": "fp8"},

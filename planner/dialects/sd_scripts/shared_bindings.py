@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Settings, Value
+from planner.dialects.base import block_swap
+from planner.dialects.base.bindings import (
+    Choice,
+    Fields,
+    FunctionPair,
+    InexpressibleError,
+    Settings,
+    UnsupportedValue,
+    Value,
+)
+from planner.dialects.base.dialect import Move
 from planner.dialects.sd_scripts.common import (
     DATASET,
     OPTIMIZERS,
@@ -15,6 +25,7 @@ from planner.dialects.sd_scripts.common import (
     write_size,
     write_validation,
 )
+from planner.spec.rules import DEEPSPEED
 
 CHECKPOINTING = Choice(
     "gradient_checkpointing",
@@ -64,3 +75,48 @@ def engine_pair(
     }
     settings = ("--mixed_precision", "--full_bf16", "--full_fp16", *flags, "--deepspeed", "--zero_stage")
     return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
+
+
+def swap_pair(to_fields: Callable[[Settings], Fields]) -> FunctionPair:
+    """Swapped blocks, counted as the model's script counts them."""
+
+    def write(fields: Fields) -> Settings:
+        blocks = block_swap.setting("sd-scripts", fields)
+        return {"--blocks_to_swap": blocks} if blocks else {}
+
+    return FunctionPair(("swap_blocks",), ("--blocks_to_swap",), to_fields, write, {"swap_blocks": "--blocks_to_swap"})
+
+
+def step_pair(is_full: Callable[[Settings], bool]) -> FunctionPair:
+    """Where parameters step. The LoRA scripts take ``--fused_backward_pass`` and do not look at it (train_network.py).
+    ``is_full``: whether the script is one of full training."""
+
+    def read(settings: Settings) -> Fields:
+        fused = settings.get("--fused_backward_pass") or settings.get("--blockwise_fused_optimizers")
+        return {"optimizer_step": "backward" if fused and is_full(settings) else "foreach"}
+
+    def write(fields: Fields) -> Settings:
+        step = fields["optimizer_step"]
+        if step == "foreach":
+            return {}
+        if step != "backward" or fields["method"] != "full":
+            why = "--fused_backward_pass (Adafactor) and --blockwise_fused_optimizers are all it has, for full training"
+            raise InexpressibleError(UnsupportedValue("optimizer_step", step, "foreach", why))
+        return {"--fused_backward_pass" if fields["optimizer"] == "adafactor" else "--blockwise_fused_optimizers": True}
+
+    words = {"optimizer_step": "foreach, backward (full training)"}
+    return FunctionPair(
+        ("optimizer_step",), ("--fused_backward_pass", "--blockwise_fused_optimizers"), read, write, words
+    )
+
+
+def several_gpus(fields: Fields) -> bool:
+    """Whether there is somebody to share with."""
+    return int(fields["gpus"]) * int(fields["nodes"]) > 1
+
+
+SHARDED = tuple(
+    Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are sharded across the GPUs", when=several_gpus)
+    for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
+)
+"""ZeRO by the scripts' own flags."""

@@ -37,6 +37,7 @@ from planner.dialects.sd_scripts.shared_bindings import (
     VALIDATION,
     engine_pair,
     size_pair,
+    swap_pair,
 )
 from planner.errors import VplanError
 from planner.layout.trainer_terms.sd_scripts import ENCODERS_ON_CPU
@@ -97,11 +98,6 @@ def _write_formats(fields: Fields) -> Settings:
 def _swap(settings: Settings) -> Fields:
     blocks = int(settings.get("--blocks_to_swap") or 0)
     return {"swap_blocks": block_swap.swapped("sd-scripts", MODEL, blocks, "--blocks_to_swap")}
-
-
-def _write_swap(fields: Fields) -> Settings:
-    blocks = block_swap.setting("sd-scripts", fields)
-    return {"--blocks_to_swap": blocks} if blocks else {}
 
 
 def _encoder(settings: Settings) -> Fields:
@@ -206,7 +202,7 @@ DIALECT = Dialect(
         CHECKPOINTING,
         ACCUMULATION,
         OPTIMIZER,
-        FunctionPair(("swap_blocks",), ("--blocks_to_swap",), _swap, _write_swap, {"swap_blocks": "--blocks_to_swap"}),
+        swap_pair(_swap),
         cached("text_encoder", "--cache_text_encoder_outputs"),
         cached("vae", "--cache_latents"),
         FunctionPair(

@@ -33,13 +33,15 @@ from planner.dialects.sd_scripts.shared_bindings import (
     CHECKPOINTING,
     COMPILE,
     OPTIMIZER,
+    SHARDED,
     VALIDATION,
     engine_pair,
     size_pair,
+    step_pair,
+    swap_pair,
 )
 from planner.errors import VplanError
 from planner.spec.job import SPLIT
-from planner.spec.rules import DEEPSPEED
 
 LORA, FULL = "sd3_train_network.py", "sd3_train.py"
 SCRIPTS = (LORA, FULL)
@@ -135,29 +137,9 @@ def _write_targets(fields: Fields) -> Settings:
     return {}
 
 
-def _step(settings: Settings) -> Fields:
-    fused = settings.get("--fused_backward_pass") or settings.get("--blockwise_fused_optimizers")
-    return {"optimizer_step": "backward" if fused and _is_full(settings) else "foreach"}
-
-
-def _write_step(fields: Fields) -> Settings:
-    step = fields["optimizer_step"]
-    if step == "foreach":
-        return {}
-    if step != "backward" or fields["method"] != "full":
-        why = "--fused_backward_pass (Adafactor) and --blockwise_fused_optimizers are all it has, for full training"
-        raise InexpressibleError(UnsupportedValue("optimizer_step", step, "foreach", why))
-    return {"--fused_backward_pass" if fields["optimizer"] == "adafactor" else "--blockwise_fused_optimizers": True}
-
-
 def _swap(settings: Settings) -> Fields:
     blocks = int(settings.get("--blocks_to_swap") or 0)
     return {"swap_blocks": block_swap.swapped("sd-scripts", _model(settings)["model"], blocks, "--blocks_to_swap")}
-
-
-def _write_swap(fields: Fields) -> Settings:
-    blocks = block_swap.setting("sd-scripts", fields)
-    return {"--blocks_to_swap": blocks} if blocks else {}
 
 
 def _text_tokens(settings: Settings) -> Fields:
@@ -185,10 +167,6 @@ def _write_vae_dtype(fields: Fields) -> Settings:
         why = "it is loaded in --mixed_precision's format"
         raise InexpressibleError(UnsupportedValue("vae_dtype", fields["vae_dtype"], half, why))
     return {}
-
-
-def _several_gpus(fields: Fields) -> bool:
-    return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
@@ -255,14 +233,8 @@ DIALECT = Dialect(
         CHECKPOINTING,
         ACCUMULATION,
         OPTIMIZER,
-        FunctionPair(
-            ("optimizer_step",),
-            ("--fused_backward_pass", "--blockwise_fused_optimizers"),
-            _step,
-            _write_step,
-            {"optimizer_step": "foreach, backward (full training)"},
-        ),
-        FunctionPair(("swap_blocks",), ("--blocks_to_swap",), _swap, _write_swap, {"swap_blocks": "--blocks_to_swap"}),
+        step_pair(_is_full),
+        swap_pair(_swap),
         cached("text_encoder", "--cache_text_encoder_outputs"),
         cached("vae", "--cache_latents"),
         BUCKETS,
@@ -304,10 +276,7 @@ DIALECT = Dialect(
             "blocks move for every step",
             by_fields=block_swap.steps("sd-scripts", tuple(range(4, 37, 4))),
         ),
-        *(
-            Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are sharded across the GPUs", when=_several_gpus)
-            for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
-        ),
+        *SHARDED,
         Move(
             {"weights_dtype": "fp8"},
             "the frozen base is rounded to 8 bits",
