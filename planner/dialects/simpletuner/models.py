@@ -13,10 +13,9 @@ CONFIG = "config:"
 MODELS: dict[str, dict[str, str]] = {
     "flux": {"": "flux.1-dev", "dev": "flux.1-dev", "krea": "flux.1-dev", "kontext": "flux.1-kontext-dev"},
     "flux2": {
-        "": "flux.2-dev",
-        "dev": "flux.2-dev",
-        "klein-9b": "flux.2-klein-9b",
+        **dict.fromkeys(("", "klein-9b"), "flux.2-klein-9b"),
         "klein-4b": "flux.2-klein-4b",
+        "dev": "flux.2-dev",
     },
     "sdxl": {"": "sdxl", "base-1.0": "sdxl"},
     "sd1x": {"": "sd1.5", "1.5": "sd1.5"},
@@ -81,9 +80,10 @@ def model_of(settings: Settings) -> Fields:
     """The fields `model` and `experts` that the settings mean. Raises a VplanError for an unknown model."""
     family = family_of(settings)
     flavour = str(of(settings, "model_flavour") or "")
-    name = settings.get("model") or MODELS.get(family, {}).get(flavour)
-    if name is None and family in MODELS:
-        name = find_model(of(settings, "pretrained_model_name_or_path"))
+    path = of(settings, "pretrained_model_name_or_path")
+    of_path = find_model(path) if family in MODELS else None
+    of_flavour = MODELS.get(family, {}).get(flavour)
+    name = settings.get("model") or (of_flavour or of_path if flavour else of_path or of_flavour)
     if name is None:
         what = f"model_family {family}" + (f" {flavour}" if flavour else "")
         raise VplanError(f"SimpleTuner's {quoted(what)} is not known", f"known families: {', '.join(MODELS)}")

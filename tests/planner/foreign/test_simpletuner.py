@@ -14,6 +14,7 @@ from planner.catalog.shapes import job_for
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import nearest_fields, settings_for, translate
 from planner.dialects.base.script import from_file, from_words
+from planner.dialects.simpletuner.models import CONFIG, model_of
 from planner.dialects.simpletuner.settings import DIALECT
 from planner.errors import VplanError
 from planner.foreign.export import export, fields_of, targets, write_files
@@ -275,3 +276,16 @@ def test_what_is_typed_behind_the_command_goes_over_the_config(tmp_path: Path, m
     assert rank("accelerate", "launch", "simpletuner/train.py") == 16
     with pytest.raises(VplanError, match=r"'config/theirs/config.json' is not here"):
         rank("simpletuner", "train", "--env=theirs")
+
+
+@pytest.mark.parametrize(
+    ("more", "model"),
+    [
+        ({}, "flux.2-klein-9b"),  # its DEFAULT_MODEL_FLAVOUR
+        ({"model_flavour": "dev"}, "flux.2-dev"),
+        ({"pretrained_model_name_or_path": "black-forest-labs/FLUX.2-dev"}, "flux.2-dev"),
+    ],
+)
+def test_a_family_without_a_flavour_is_its_weights_or_its_default(more: dict[str, str], model: str) -> None:
+    settings = {f"{CONFIG}{name}": value for name, value in {"model_family": "flux2", **more}.items()}
+    assert model_of(settings)["model"] == model
