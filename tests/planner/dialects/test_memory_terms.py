@@ -71,7 +71,9 @@ def steps(run: Run) -> tuple[int, int]:
 
 
 def test_every_dialect_is_listed_and_has_something_to_say() -> None:
-    with_terms = {path.stem.replace("_", "-") for path in FILES.glob("*.py") if "\nTERMS" in path.read_text()}
+    packages = {path.parent: path for path in FILES.glob("*/__init__.py")}
+    files = {path.with_suffix(""): path for path in FILES.glob("*.py")} | packages
+    with_terms = {own.name.replace("_", "-") for own, path in files.items() if "\nTERMS" in path.read_text()}
     assert with_terms == set(trainer_terms.NAMES)
     for name in trainer_terms.NAMES:
         module = importlib.import_module(f"planner.layout.trainer_terms.{name.replace('-', '_')}")
