@@ -7,8 +7,8 @@ MIRRORS holds clones by the names in `SOURCES`; the commits are those of `profil
 in a process of its own, from its command line on as far as it goes without weights and data (`_stop_at`). Libraries
 that are not installed are stood in for, of its imports alone. `PYTHONPATH` may name a folder with small ones:
 `pip install --target DIR --no-deps toml voluptuous oyaml imagesize easydict omegaconf colorama`.
-ai-toolkit's commit imports what diffusers 0.41 moved: `pip install --target DIR --no-deps diffusers==0.40.0 httpx httpcore h11
-anyio sniffio` for it alone.
+ai-toolkit's commit imports what diffusers 0.41 moved: `pip install --target DIR --no-deps diffusers==0.40.0 httpx
+httpcore h11 anyio sniffio` for it alone.
 """
 
 from __future__ import annotations
