@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from planner.commands import cli
 from planner.commands._shared.fixes import MOST_FIXES
 from planner.commands._shared.oom import explained
 from planner.commands._shared.rendering.render import VERDICTS
+from planner.commands._shared.verb import verdict_exit_code
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
@@ -112,10 +113,11 @@ _answered_about = ""
 """The model of the last question: what is kept of its recordings is of use for the next one about it alone."""
 
 
-def answers(question: str) -> Iterator[str]:
+def answers(question: str, early: Callable[[str], object] = lambda answer: None) -> Iterator[str]:
     """The answers to a `PageQuestion`, the last one complete: of a command, first the verdict, for changes that make it
-    fit take longer. Each is JSON: `command` (to type), `code` (its exit code), `json` (what it prints with --json, to
-    the letter), `shown` (what the page shows) and `more`, whether another one follows.
+    fit take longer. ``early``: called with the plan of a suggestion before it is explained. Each is JSON: `command` (to
+    type), `code` (its exit code), `json` (what it prints with --json, to the letter), `shown` (what the page shows) and
+    `more`, whether another one follows.
 
     Of each model in turn all is forgotten that was read about the one before: from 2 GiB of memory on, which some 90
     models and cards took together, Pyodide hands over strings from the wrong place.
@@ -134,13 +136,20 @@ def answers(question: str) -> Iterator[str]:
         yield json.dumps({**first, "more": more})
         if not more:
             return
-    yield json.dumps({**_answer(asked, words), "more": False})
+
+    def tell(said: dict[str, Any]) -> None:
+        code = verdict_exit_code(said["plan"]["verdict"])
+        early(json.dumps({**_found(words, code, json.dumps(said), _suggested(asked, said)), "more": True}))
+
+    yield json.dumps({**_answer(asked, words, tell), "more": False})
 
 
-def _answer(asked: PageQuestion, words: list[str]) -> dict[str, Any]:
+def _answer(
+    asked: PageQuestion, words: list[str], early: Callable[[dict[str, Any]], object] | None = None
+) -> dict[str, Any]:
     printed = io.StringIO()
     with without_garbage_collection(), contextlib.redirect_stdout(printed):
-        code = cli.main([*words, "--json"], prog_name="vplan", standalone_mode=False)
+        code = cli.main([*words, "--json"], prog_name="vplan", standalone_mode=False, early=early)
     said = json.loads(printed.getvalue())
     if said.keys() == {"schema", "error"}:
         shown = _refused(said["error"])
@@ -148,7 +157,11 @@ def _answer(asked: PageQuestion, words: list[str]) -> dict[str, Any]:
         shown = _explained()
     else:
         shown = _suggested(asked, said) if words[0] == "suggest" else _checked(asked, said)
-    return {"command": shlex.join(["vplan", *words]), "code": code, "json": printed.getvalue(), "shown": shown}
+    return _found(words, code, printed.getvalue(), shown)
+
+
+def _found(words: list[str], code: int, printed: str, shown: Shown) -> dict[str, Any]:
+    return {"command": shlex.join(["vplan", *words]), "code": code, "json": printed, "shown": shown}
 
 
 # ---- what the page shows

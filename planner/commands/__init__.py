@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -19,6 +19,7 @@ from click.shell_completion import CompletionItem
 
 import planner
 from planner.commands._shared.flag_aliases import meant
+from planner.commands._shared.verb import Invocation
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.terminal import echo
 
@@ -97,13 +98,16 @@ class Verbs(click.Group):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
+        early: Callable[[dict[str, Any]], object] | None = None,
         **extra: Any,
     ) -> Any:
-        """Run one command line; returns the exit code, or ends the process with it in click's standalone mode."""
+        """Run one command line; returns the exit code, or ends the process with it in click's standalone mode.
+        ``early``: as for `Invocation`."""
         words = list(sys.argv[1:] if args is None else args)
         try:
             if sys.stdout is None:  # `>&-`
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            extra["obj"] = Invocation(tuple(words), early)
             code = self._run(words, prog_name or "vplan", complete_var, extra)
             sys.stdout.flush()
         except OSError as error:
@@ -117,7 +121,7 @@ class Verbs(click.Group):
     def _run(self, words: list[str], prog_name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
         """The exit code of a command line whose errors, if any, have been said."""
         try:
-            result = super().main(words, prog_name, complete_var, standalone_mode=False, obj=tuple(words), **extra)
+            result = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
             return result if isinstance(result, int) else 0
         except VplanError as error:
             return _report(error, words)

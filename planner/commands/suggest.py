@@ -29,6 +29,7 @@ from planner.commands._shared.verb import (
     Verb,
     examples,
     forced,
+    invocation,
     json_option,
     output_option,
     report_option,
@@ -44,7 +45,7 @@ from planner.estimate.estimate import assess
 from planner.estimate.whole_job import WholeJob
 from planner.parallel import spread
 from planner.search.objectives import PREFERRED, more_ram
-from planner.search.question import Question
+from planner.search.question import Question, Suggestion
 from planner.search.search import Search
 from planner.search.suggester import Suggester, assumptions
 from planner.spec.job import Bucket, Job
@@ -181,7 +182,7 @@ def _for_one(
     """The answer for one model on one card. ``most``: of proposed shapes, how many samples each has."""
     counted = _counted(asked, suggester, limits, length, lossy=lossy) if limits else None
     question = (counted.chosen.question if counted else asked.settle())._replace(allow_lossy=lossy)
-    suggestion = suggester.suggest(question)
+    suggestion = suggester.suggest(question, _early(started, suggester, length))
     even = _evened(suggester, suggestion.plan, most) if most is not None else None
     suggestion = suggestion._replace(plan=even.plan) if even else suggestion
     whole = _whole_job(length, suggester, suggestion.plan)
@@ -206,6 +207,19 @@ def _for_one(
     if counted and not counted.meets:
         return DOES_NOT_FIT
     return verdict_exit_code(suggestion.plan.verdict, strict=to.strict)
+
+
+def _early(started: float, suggester: Suggester, length: AskedLength | None) -> Callable[[Suggestion], object] | None:
+    """Passes the plan on before it is explained, where somebody waits for it."""
+    tell = invocation().early
+    if tell is None:
+        return None
+
+    def found(suggestion: Suggestion) -> None:
+        whole = _whole_job(length, suggester, suggestion.plan)
+        tell(suggestion.to_json(time.perf_counter() - started) | _json(whole, None))
+
+    return found
 
 
 def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, to: _Outputs) -> int:

@@ -53,23 +53,24 @@ class Suggester:
         self._cards: dict[str, GpuProfile] = {}
         self._measurements: dict[tuple[str, str], ModelMeasurements] = {}
 
-    def suggest(self, question: Question) -> Suggestion:
+    def suggest(self, question: Question, early: Callable[[Suggestion], object] | None = None) -> Suggestion:
         """The plan for a question, explained: the best that fits; else the tightest, and what to relax where not even
-        that runs.
+        that runs. ``early``: called with the plan alone as soon as it is known, about half-way.
 
         Raises a VplanError where there is nothing to search, or the question contradicts itself.
         """
         search = self.search(question)
-        suggestion = self.best(search, explain=True)
-        if suggestion is None:
-            suggestion = Suggestion(_tightest(search), (), (), search.considered)
-            if suggestion.plan.verdict == "no":
-                suggestion = self.short(search, suggestion)
-        else:
+        fitting = self.best(search, explain=False)
+        suggestion = fitting or Suggestion(_tightest(search), (), (), search.considered)
+        if early:
+            early(_assumed(question, suggestion))
+        if fitting:
+            suggestion = search.suggestion(fitting.plan)
             smaller = self._on_smaller_cards(search, suggestion.plan)
             suggestion = suggestion._replace(smaller_cards=smaller, relaxed=self._other_kind(search, suggestion.plan))
-        plan = suggestion.plan.replace(assumptions=assumptions(question, suggestion.plan))
-        return suggestion._replace(plan=plan, considered=search.considered)
+        elif suggestion.plan.verdict == "no":
+            suggestion = self.short(search, suggestion)
+        return _assumed(question, suggestion)._replace(considered=search.considered)
 
     def short(self, search: Search, suggestion: Suggestion) -> Suggestion:
         """A suggestion that does not fit, with what would: one wish less, or else how far all together reach."""
@@ -158,6 +159,10 @@ class Suggester:
             if assessment.estimate.verdict != plan.verdict:
                 others.append(assessment.estimate)
         return tuple(others)
+
+
+def _assumed(question: Question, suggestion: Suggestion) -> Suggestion:
+    return suggestion._replace(plan=suggestion.plan.replace(assumptions=assumptions(question, suggestion.plan)))
 
 
 def assumptions(question: Question, plan: Estimate) -> tuple[str, ...]:

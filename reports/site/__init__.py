@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -77,7 +78,7 @@ def build(folder: Path, downloads: Path, address: str = "") -> int:
     """
     models = [lookup.model(name) for name in profiles.model_names()]
     pyodide = _pyodide(downloads)
-    libraries = _libraries(_wheels(downloads))
+    archives = {"libraries": _libraries(_wheels(downloads)), "vplan": _sources()}
     for name in PAGE:
         _put(folder / name, page_file(name, address).encode())
     _put(folder / PREVIEW, (FILES / PREVIEW).read_bytes())
@@ -86,8 +87,8 @@ def build(folder: Path, downloads: Path, address: str = "") -> int:
     manifest = {
         "version": planner.__version__,
         "files": {
-            "libraries": _add(folder, "libraries", _zip(libraries, packed=True)),
-            "vplan": _add(folder, "vplan", _zip(_sources(), packed=True)),
+            name: _add(folder, name, _zip(files, packed=True))
+            for name, files in _compiled(archives, folder / "pyodide").items()
         },
         "packs": {
             model.name: _add(folder, f"packs/{model.name}", _zip(_tapes(model), packed=False)) for model in models
@@ -181,6 +182,36 @@ def _libraries(wheels: Iterable[Path]) -> dict[str, bytes]:
                 if not name.endswith(("-linux-gnu.so", "/")):
                     found[name] = archive.read(name)
     return found
+
+
+def _compiled(archives: Mapping[str, Mapping[str, bytes]], pyodide: Path) -> dict[str, dict[str, bytes]]:
+    """Archives with bytecode instead of sources: compiling took a browser a third of its first answer. Node.js runs the
+    very Python that will import it."""
+    sources = {
+        f"{archive}/{name}": content
+        for archive, files in archives.items()
+        for name, content in files.items()
+        if name.endswith(".py")
+    }
+    with tempfile.TemporaryDirectory() as made:
+        before, behind = Path(made, "sources.zip"), Path(made, "compiled.zip")
+        before.write_bytes(_zip(sources, packed=False))
+        _run(
+            ["node", str(FILES / "compile.mjs"), str(pyodide), str(before), str(behind)], Path(made), "install Node.js"
+        )
+        with zipfile.ZipFile(behind) as found:
+            modules = {name: found.read(name) for name in found.namelist()}
+    return {
+        archive: {
+            **{name: content for name, content in files.items() if not name.endswith(".py")},
+            **{
+                name.removeprefix(f"{archive}/"): made
+                for name, made in modules.items()
+                if name.startswith(f"{archive}/")
+            },
+        }
+        for archive, files in archives.items()
+    }
 
 
 def _sources() -> dict[str, bytes]:

@@ -96,6 +96,18 @@ def test_it_needs_no_package_that_the_page_has_not(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["shown"]["verdict"] == "fits"
 
 
+def test_a_plan_is_told_before_it_is_explained() -> None:
+    told: list[dict[str, Any]] = []
+    form = json.dumps({"model": "wan2.1-t2v-1.3b", "gpu": "24GB", "frames": "17", "steps": "500"})
+    (last,) = map(json.loads, browser.answers(form, lambda text: told.append(json.loads(text))))
+    (first,) = told
+    early, late = (json.loads(answer["json"]) for answer in (first, last))
+    assert first["more"] and not last["more"] and first["command"] == last["command"] and first["code"] == last["code"]
+    assert early["plan"] == late["plan"] and early["whole_job"] == late["whole_job"]
+    assert first["shown"]["table"] is None and last["shown"]["table"]["rows"]
+    assert first["shown"] | {"table": None} == last["shown"] | {"table": None}
+
+
 def test_a_trainer_gets_its_files_and_the_command_that_starts_them() -> None:
     shown = ask(model="wan2.1-t2v-1.3b", gpu="24GB", frames="17", trainer="musubi-tuner", steps="1000")["shown"]
     command, *files = shown["copies"]

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -232,11 +232,23 @@ def report_option(function: Function) -> Function:
     )
 
 
+class Invocation(NamedTuple):
+    """A command line as it was typed, and who waits for its answer: click's ``obj``."""
+
+    words: tuple[str, ...] = ()
+    early: Callable[[dict[str, Any]], object] | None = None
+    """called with the first part of a JSON answer that takes long: in the page of `vplan site`"""
+
+
+def invocation() -> Invocation:
+    """The command line that runs now; an empty one where none does."""
+    context = click.get_current_context(silent=True)
+    return (context.find_root().obj if context else None) or Invocation()
+
+
 def typed_line(*more: str) -> str:
     """The command line as typed, with more words at its end, quoted for a shell."""
-    context = click.get_current_context(silent=True)
-    words = context.find_root().obj if context else None
-    return shlex.join(["vplan", *(words or ()), *more])
+    return shlex.join(["vplan", *invocation().words, *more])
 
 
 def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any) -> None:

@@ -93,7 +93,8 @@ worker.onmessage = ({ data: { loaded, stage, id, text, seconds, failure } }) => 
   heard.textContent = brief.textContent = answer.shown.sentence;
   brief.className = answer.shown.verdict;
   const took = `Answered in ${seconds?.toFixed(1)} s, here in your browser.`;
-  status.textContent = failure ? "" : answer.more ? `${took} Looking for changes that make it fit…` : took;
+  const next = answer.shown.verdict === "fits" ? "Working out what each option did…" : "Looking for changes that make it fit…";
+  status.textContent = failure ? "" : answer.more ? `${took} ${next}` : took;
   section.setAttribute("aria-busy", String(Boolean(answer.more)));
 };
 worker.onerror = (error) => { status.textContent = `The planner could not be loaded: ${error.message || "see the console"}`; };

@@ -51,9 +51,10 @@ async function answer({ id, question }) {
   }
   postMessage({ stage: "Working…" });
   const began = performance.now();
-  const answers = planner.answers(question);
+  const tell = (text) => postMessage({ id, text, seconds: (performance.now() - began) / 1000 });
+  const answers = planner.answers(question, tell);
   for (const text of answers) {
-    postMessage({ id, text, seconds: (performance.now() - began) / 1000 });
+    tell(text);
     await new Promise((heard) => setTimeout(heard)); // a newer question may have come
     if (waiting) break;
   }
