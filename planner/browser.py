@@ -194,8 +194,21 @@ def _suggested(asked: PageQuestion, said: dict[str, Any]) -> Shown:
         }
         for wish in (said["relax"] if plan.verdict == "no" else ())
     ]
+    shown["facts"] += _beyond(said)
     shown["copies"] = [] if plan.verdict == "no" else _to_copy(asked, plan, shown["notes"])
     return shown
+
+
+def _beyond(said: dict[str, Any]) -> list[tuple[str, str]]:
+    """Where no single change is enough: how far all together reach, and the card that the plan fits."""
+    facts = []
+    if "least" in said:
+        least = Estimate.read(said["least"])
+        need = f"{VERDICTS[least.verdict][0]}, {gib(least.peak.device_bytes):.1f} GiB"
+        facts.append(("All made smaller", f"{_job(least)}: {need}"))
+    if larger := said.get("larger_card"):
+        facts.append(("Large enough", f"a card of {larger['gpu']}"))
+    return facts
 
 
 def _to_copy(asked: PageQuestion, plan: Estimate, notes: list[str]) -> list[dict[str, str]]:

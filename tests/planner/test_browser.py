@@ -96,6 +96,12 @@ def test_it_needs_no_package_that_the_page_has_not(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["shown"]["verdict"] == "fits"
 
 
+def test_where_no_change_is_enough_the_least_is_told_and_a_card_that_is() -> None:
+    facts = dict(ask(model="wan2.1-t2v-1.3b", gpu="2GB")["shown"]["facts"])
+    assert facts["All made smaller"].startswith("Wan2.1 T2V 1.3B, lora rank 16, 240x416, batch 1: does not fit, ")
+    assert facts["Large enough"] == "a card of 8GB"
+
+
 def test_a_plan_is_told_before_it_is_explained() -> None:
     told: list[dict[str, Any]] = []
     form = json.dumps({"model": "wan2.1-t2v-1.3b", "gpu": "24GB", "frames": "17", "steps": "500"})

@@ -75,6 +75,7 @@ let asked = 0;
 
 function ask() {
   section.setAttribute("aria-busy", "true");
+  shown.classList.add("stale"); // until the first part of the new answer is there
   worker.postMessage({ id: ++asked, question: question() });
 }
 
@@ -90,6 +91,7 @@ worker.onmessage = ({ data: { loaded, stage, id, text, seconds, failure } }) => 
     answer = { shown: { verdict: "error", sentence: `The planner failed: ${failure}`, facts: [] } };
   }
   show(answer);
+  shown.classList.remove("stale");
   heard.textContent = brief.textContent = answer.shown.sentence;
   brief.className = answer.shown.verdict;
   const took = `Answered in ${seconds?.toFixed(1)} s, here in your browser.`;
