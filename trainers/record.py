@@ -19,13 +19,13 @@ from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.launch.recorders import PARAMETERS, Derivation, TapeTask
-from planner.tape.codec import tape_json
+from planner.tape.codec import parse_tape, tape_json
 from planner.tape.format import Tape
-from planner.tape.packed_json import DAMAGES, pack, write_packed
+from planner.tape.packed_json import DAMAGES, as_text, pack, write_packed
 from planner.tape.packs import is_stored, read_text
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from planner.worker_process import result_file, write_json
-from trainers.recording.comparison import NOT_COMPARED, first_difference
+from trainers.recording.comparison import NOT_COMPARED, default_part, default_shape, first_difference, what_differs
 from trainers.worker import lines_from_parent
 
 
@@ -75,11 +75,19 @@ def _record(order: dict[str, Any]) -> dict[str, Any]:
     if not is_stored(task.path):
         return _tape_answer(0, f"there is no {task.path}")
     stored = _read(task.path)
-    nbytes = len(pack(stored))
-    for key in NOT_COMPARED:
-        stored.pop(key, None)
-        recorded.pop(key, None)
-    return _tape_answer(nbytes, first_difference(stored, recorded))
+    old, new = ({key: value for key, value in tape.items() if key not in NOT_COMPARED} for tape in (stored, recorded))
+    difference = first_difference(old, new)
+    if difference and task.variant != PARAMETERS:
+        difference = f"{_what_differs(task, stored, recorded)}; {difference}"
+    return _tape_answer(len(pack(stored)), difference)
+
+
+def _what_differs(task: TapeTask, stored: dict[str, Any], recorded: dict[str, Any]) -> str:
+    """What differs between the JSON of two tapes, at the model's default shape."""
+    profile, old, new = lookup.model(task.model), *(parse_tape(as_text(tape)) for tape in (stored, recorded))
+    if task.component:
+        return what_differs(old, new, default_part(profile, Component(task.component, task.variant)))
+    return what_differs(old, new, default_shape(profile, new.regime))
 
 
 def _tape_answer(nbytes: int, difference: str, unclassified: list[str] | None = None) -> dict[str, Any]:

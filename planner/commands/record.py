@@ -6,8 +6,10 @@ Nothing here imports torch: `planner.launch.recorders` starts the processes that
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
@@ -43,6 +45,9 @@ NEEDED = (
     "came_pytorch",
 )
 """What recording imports. A planning laptop has none of them."""
+
+MOST_NAMED = 3
+"""Tapes that one line names."""
 
 
 class _OwnFacts(TypedDict):
@@ -98,7 +103,7 @@ class RecordedTape(NamedTuple):
     help="Only the variant named TEXT, or those with TEXT in their name.",
 )
 @click.option("--all", "everything", is_flag=True, help="All variants of your own model, not only those needed first.")
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 at the first tape that would change.")
+@click.option("--check", is_flag=True, help="Write nothing, name every tape that would change; exit 1 if any.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Number of processes.")
 @click.option("-o", "--output", metavar="FOLDER", help="Folder for the tapes.  [default: vplan's own]")
 @json_option
@@ -124,7 +129,8 @@ def command(
     The model is kept in your data folder (set VPLAN_HOME to change it) and then known everywhere by its name and its
     folder. Tapes of it that are up to date are not recorded again. MODEL is a bundled model, whose tapes are replaced,
     those of its VAE and text encoders too; without any, all bundled models are recorded: 80 to 180 tapes each, 2 to 40
-    seconds per tape.
+    seconds per tape. --check says of each tape that would change what differs (sizes, order or operators) and how far
+    the peak at the model's default shape moves; what models of one architecture share is compared once.
     """
     name, inputs_file = own["name"], own["inputs_file"]
     folders = [model for model in models if own_model.is_folder(model)]
@@ -143,12 +149,14 @@ def command(
         names_of_known = [lookup.model(model).name for model in models if model not in folders]
         names = [entry.profile.name for entry in own_models] + names_of_known or list(profiles.model_names())
         tasks = _tasks(dict.fromkeys(names), _VariantSelection(tuple(texts), everything, check), folder)
+        tasks = list(_each_text_once(tasks)) if check else tasks
         try:
             recorded = _all_done(tasks, recorders)
         except VplanError:
             for entry in own_models:
                 user_data.forget(entry.profile.name)
             raise
+    _refuse_changed([tape for tape in recorded if tape.difference], len(recorded))
     for place in () if check else sorted({task.path.parent for task in tasks}):
         if place.is_relative_to(profiles.TAPES):
             packs.pack_folder(place)
@@ -193,17 +201,29 @@ def _own_code(own: _OwnFacts, models: Sequence[str], folders: list[str]) -> Name
 
 
 def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]:
-    """Everything recorded, in the order asked for; a VplanError at the first tape that differs or cannot be made."""
+    """Everything recorded, in the order asked for, each tape that differs named as it is found; a VplanError at the
+    first that cannot be made."""
     recorded = []
     for entry in _with_progress(_run(tasks, recorders), len(tasks)):
         if entry.difference:
-            task = entry.task
-            raise VplanError(
-                f"tape {task.variant} of {task.model} differs from a new recording: {entry.difference}",
-                f"vplan record {task.model} --variant {task.variant}",
-            )
+            echo(f"{entry.task.of} {entry.task.variant}: {entry.difference}", err=True)
         recorded.append(entry)
     return sorted(recorded, key=lambda entry: tasks.index(entry.task))
+
+
+def _refuse_changed(changed: list[RecordedTape], count: int) -> None:
+    """Raises a VplanError where tapes that were compared are not what is recorded now."""
+    if not changed:
+        return
+    first = changed[0].task
+    fault = f"{len(changed)} of {count} tapes differ from a new recording"
+    if count == 1:
+        fault = f"tape {first.variant} of {first.of} differs from a new recording"
+    models = dict.fromkeys(tape.task.model for tape in changed)
+    variants = dict.fromkeys(tape.task.variant for tape in changed if tape.task.model == first.model)
+    named = "".join(f" --variant {variant}" for variant in itertools.islice(variants, MOST_NAMED))
+    more = ", and so on" if len(models) > 1 or len(variants) > MOST_NAMED else ""
+    raise VplanError(fault, f"vplan record {first.model}{named}{more}")
 
 
 def _render(console: Console, answer: dict[str, Any], own_models: Sequence[own_model.Kept]) -> None:
@@ -278,6 +298,21 @@ def _tasks(models: dict[str, None], selection: _VariantSelection, folder: Path) 
         fault = f"no variant has {' or '.join(map(quoted, selection.texts))} in its name"
         raise VplanError(fault, f"names look like {tasks[0].variant}")
     return [task for task in chosen if not lookup.model(task.model).is_own or _is_due(task)]
+
+
+def _each_text_once(tasks: Iterable[TapeTask]) -> Iterator[TapeTask]:
+    """Leaves out the tapes that are those of an earlier model of the same architecture, word for word."""
+    seen: set[tuple[str, str, str]] = set()
+    for task in tasks:
+        if task.component or task.path.is_file() or not packs.is_stored(task.path):
+            yield task
+            continue
+        profile = lookup.model(task.model)
+        architecture = json.dumps([profile.diffusers_class, profile.config], sort_keys=True)
+        key = architecture, task.variant, packs.digest(task.path)
+        if key not in seen:
+            seen.add(key)
+            yield task
 
 
 def _own_tasks(profile: ModelProfile, selection: _VariantSelection) -> list[TapeTask]:

@@ -58,8 +58,8 @@ class Derivation(NamedTuple):
 
 class TapeTask(NamedTuple):
     """A worker's task: record one tape and write it to its file, or compare it with the file. The answer has ``nbytes``
-    (the file's size), ``difference`` (how the file differs, "" when it does not) and ``unclassified`` (operators that
-    `op_table` does not list)."""
+    (the file's size), ``difference`` (what differs in the file, how far its peak is off and the first place; "" when
+    nothing does) and ``unclassified`` (operators that `op_table` does not list)."""
 
     model: str
     variant: str
@@ -69,6 +69,11 @@ class TapeTask(NamedTuple):
     path: Path
     check: bool
     """compares and writes nothing"""
+
+    @property
+    def of(self) -> str:
+        """Whose tape it is: the VAE or text encoder, else the model."""
+        return self.component or self.model
 
     def to_json(self) -> dict[str, Any]:
         """The task as JSON, as the worker reads it."""

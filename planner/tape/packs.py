@@ -86,9 +86,10 @@ class Pack:
         return self._places.keys()
 
     def text(self, name: str) -> bytes:
-        """The JSON text of a recording."""
-        head = as_text({**self._places[name].head, "variant": _stem(name)})
-        return head[:-1] + b"," + self.body(name)[1:]
+        """The JSON text of a recording. A table of parameters, which no library's version changes, is of no variant."""
+        head = self._places[name].head
+        text = as_text({**head, "variant": _stem(name)} if "versions" in head else head)
+        return text[:-1] + b"," + self.body(name)[1:]
 
     def body(self, name: str) -> bytes:
         """The same without what is in `HEAD`."""

@@ -1,10 +1,17 @@
-"""Whether a tape on disk is what is recorded now: the first place where two trees of JSON differ, in words."""
+"""Whether a tape on disk is what is recorded now: what differs, how far the peak moves, and the first place."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+from planner.catalog.components import Component, recorded_lengths
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid, job_for, latent_frames
 from planner.errors import quoted
+from planner.tape.format import Section, Tape
+from planner.tape.program import Part, Program
 
 NOT_COMPARED = ("versions",)
 """Keys of a tape that may differ: another torch may well record the same allocations."""
@@ -31,3 +38,95 @@ def first_difference(stored: Any, recorded: Any, where: str = "") -> str:
             return f"{where} has {len(stored)} entries, recorded {len(recorded)}"
         return ""
     return "" if stored == recorded else f"{where} is {quoted(stored)}, recorded {quoted(recorded)}"
+
+
+def default_shape(profile: ModelProfile, regime: Mapping[str, int]) -> dict[str, int]:
+    """The atoms of a model's default shape: two samples, unless the tape holds another number (``regime``)."""
+    return {**grid(profile, job_for(profile, {"model": profile.name})), "B": 2, **regime}
+
+
+def default_part(profile: ModelProfile, component: Component) -> Part:
+    """One prompt, or one clip of a model's default shape, for the tape of what stands around the model."""
+    for encoder in profile.text_encoders:
+        if encoder.folder == component.name:
+            return Part(component.name, {"B": 1, "T": encoder.max_tokens})
+    job = job_for(profile, {"model": profile.name})
+    frames = latent_frames(profile, job.frames) if profile.vae.takes_clips else 1
+    short = "-".join(["", *component.variant.split("-")[2:]])
+    sides = {"H": job.height // profile.vae.spatial, "W": job.width // profile.vae.spatial}
+    return Part(component.name, {"F": recorded_lengths(profile).get(short, frames), **sides})
+
+
+class Events(NamedTuple):
+    """All pieces of a tape at one shape, one after the other."""
+
+    changes: list[int]
+    """bytes of each allocation; of a free, less than 0"""
+    made_by: list[tuple[str, str]]
+    """category and operator of what each event allocates or frees"""
+
+    @property
+    def peak(self) -> int:
+        """The most that is there at once, bytes."""
+        level = peak = 0
+        for change in self.changes:
+            level += change
+            peak = max(peak, level)
+        return peak
+
+
+class _MadeElsewhere(dict[str, int]):
+    """Named buffers that a tape frees and another allocates: they take nothing here."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
+    def __missing__(self, name: str) -> int:
+        self[name] = self._program.buffer(0, "elsewhere", "")
+        return self[name]
+
+
+def events_of(tape: Tape, shape: Mapping[str, int] | Part) -> Events:
+    """A tape laid out at a shape; ``shape`` is a Part for the tape of what stands around a model."""
+    program, part = Program(), shape if isinstance(shape, Part) else None
+    if part is None:
+        program.named |= {kind: _MadeElsewhere(program) for kind in ("weight", "gradient", "optimizer", "batch")}
+    events = [event for piece in tape.pieces for event in program.unfold(tape, piece, None, part).ops]
+    sizes = program.bytes_of({} if isinstance(shape, Part) else shape)
+    changes = [sizes[event] if event >= 0 else -sizes[~event] for event in events]
+    buffers = [event if event >= 0 else ~event for event in events]
+    return Events(changes, [(program.category[buffer], program.op[buffer]) for buffer in buffers])
+
+
+def what_differs(stored: Tape, recorded: Tape, shape: Mapping[str, int] | Part) -> str:
+    """What differs between two tapes at a shape, and both peaks, as ``order, peak 123 bytes in both``.
+
+    ``sizes`` are other bytes or another number of allocations, ``order`` the same ones in another order, ``operators``
+    other names alone of what allocates them or keeps them, ``work`` what operators compute.
+    """
+    old, new = events_of(stored, shape), events_of(recorded, shape)
+    if old.changes != new.changes:
+        what = "order" if _allocated(old) == _allocated(new) else _sizes(_allocated(old), _allocated(new))
+    elif old.made_by != new.made_by or {*stored.operators} != {*recorded.operators}:
+        what = "operators"
+    elif list(_work(stored)) != list(_work(recorded)):
+        what = "work"
+    else:
+        what = "how it is written"
+    if old.peak == new.peak:
+        return f"{what}, peak {old.peak:,} bytes in both"
+    return f"{what}, peak {old.peak:,} bytes, recorded {new.peak:,} ({new.peak - old.peak:+,})"
+
+
+def _allocated(events: Events) -> Counter[int]:
+    return Counter(change for change in events.changes if change > 0)
+
+
+def _sizes(old: Counter[int], new: Counter[int]) -> str:
+    return f"sizes of {(old - new).total()} allocations, recorded of {(new - old).total()}"
+
+
+def _work(tape: Tape) -> Iterator[object]:
+    sections: list[Section] = [section for piece in tape.pieces.values() for section in piece]
+    return (template.work for section in sections for template in section.templates)

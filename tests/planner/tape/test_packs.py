@@ -61,6 +61,13 @@ def test_every_text_comes_back_and_the_same_texts_are_the_same_bytes(contents: d
     assert {name: json.loads(opened.text(name)) for name in opened.names} == made()
 
 
+def test_a_table_of_parameters_comes_back_as_it_was_without_a_variant(tmp_path: Path) -> None:
+    table = {"format": 1, "model": "tiny", "rows": {"proj.weight": 8}, "fp32": []}
+    path = write_packed(table, tmp_path / "tiny" / "parameters.gz")
+    packs.pack_folder(path.parent)
+    assert json.loads(packs.read_text(path)) == table
+
+
 def test_recordings_are_found_under_the_paths_they_had(folder: Path) -> None:
     assert not folder.exists()
     assert packs.stored(folder) == sorted(folder / f"{variant}.json.gz" for variant in VARIANTS)

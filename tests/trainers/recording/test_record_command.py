@@ -1,4 +1,4 @@
-"""`vplan record`: writes what `--check` accepts, names the first difference, and says what is not installed."""
+"""`vplan record`: writes what `--check` accepts, says what differs in each tape, and says what is not installed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from planner.launch.recorders import CHECKOUT
 from planner.layout.inputs import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
+from planner.tape.format import Monomial, Section, Tape, Template
 from planner.tape.packs import stored, stored_below
 from planner.tape.variants import OWN_CODE
 from tests.trainers.recording.in_process import InProcess
-from trainers.recording.comparison import first_difference
+from trainers.recording.comparison import first_difference, what_differs
 
 MODEL = "wan2.1-t2v-1.3b"
 VARIANT = "optimizer-lora-fp32-adamw-fused"
@@ -81,13 +82,78 @@ def changed(folder: Path, tmp_path: Path, change: Any) -> Result:
     return run(MODEL, "--variant", VARIANT, "--check", "-o", str(tmp_path))
 
 
-def test_check_names_the_first_difference_and_exits_1(folder: Path, tmp_path: Path) -> None:
-    done = changed(folder, tmp_path, lambda data: data["tape"]["sizes"].__setitem__(0, [7, [0] * 6]))
+def lines(done: Result) -> list[str]:
+    """What it said on stderr, without the empty line that the progress bar leaves."""
+    return [line for line in done.stderr.splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda data: data["tape"]["sizes"].__setitem__(0, [7, [0] * 6]), "sizes of "),
+        (lambda data: data["tape"]["ops"].__setitem__(0, "mm"), "operators, peak "),
+        (lambda data: data["operators"].append("aten.mm"), "operators, peak "),
+        (lambda data: data["tape"].update(names=[*data["tape"]["names"], "unused"]), "how it is written, peak "),
+    ],
+)
+def test_check_says_what_differs_and_where_first_and_exits_1(
+    folder: Path, tmp_path: Path, change: Any, what: str
+) -> None:
+    done = changed(folder, tmp_path, change)
     assert done.exit_code == 1
-    said, fix = done.stderr.splitlines()[-2:]
-    assert said.startswith(f"error: tape {VARIANT} of {MODEL} differs from a new recording: ")
-    assert "recording: tape.sizes[0][0] is 7, recorded " in said
+    difference, said, fix = lines(done)[-3:]
+    assert difference.startswith(f"{MODEL} {VARIANT}: {what}") and " bytes" in difference
+    assert ", recorded " in difference or " entries" in difference
+    assert said == f"error: tape {VARIANT} of {MODEL} differs from a new recording"
     assert fix == f"fix: vplan record {MODEL} --variant {VARIANT}"
+
+
+def test_check_names_every_tape_that_would_change(folder: Path, tmp_path: Path) -> None:
+    home, names = tmp_path / MODEL, [VARIANT.replace("fused", "foreach"), VARIANT]
+    home.mkdir()
+    data = json.loads(gzip.decompress((folder / MODEL / f"{VARIANT}.json.gz").read_bytes()))
+    data["tape"]["sizes"][0][0] += 512
+    for name in names:
+        (home / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps({**data, "variant": name}).encode()))
+    words = [word for name in names for word in ("--variant", name)]
+    done = run(MODEL, *words, "--check", "-o", str(tmp_path))
+    assert done.exit_code == 1
+    *differences, said, fix = lines(done)[-4:]
+    assert [line.split(":")[0] for line in differences] == [f"{MODEL} {name}" for name in names]
+    assert said == "error: 2 of 2 tapes differ from a new recording"
+    assert fix == f"fix: vplan record {MODEL} " + " ".join(words)
+
+
+def tape_of(events: list[list[int]], sizes: list[int], ops: list[str]) -> Tape:
+    template = Template(events, [])
+    monomials = tuple(Monomial(size, (0,)) for size in sizes)
+    pieces = {"step": [Section("forward", None, [template])]}
+    return Tape("m", "v", {}, {}, ("B",), {}, monomials, (), (), tuple(ops), pieces)
+
+
+def test_the_same_allocations_in_another_order_move_a_peak() -> None:
+    made, freed = [0, 5, 0, 0, 0], [0, 0, 0, 0]
+    small = [1, 5, 0, 0, 0]
+    first = tape_of([made, freed, small], [1000, 24], ["mm"])
+    assert what_differs(first, tape_of([made, freed, small], [1000, 24], ["mm"]), {"B": 1}).startswith("how")
+    behind = tape_of([made, small, [0, 0, 0, 1]], [1000, 24], ["mm"])
+    assert what_differs(first, behind, {"B": 1}) == "order, peak 1,000 bytes, recorded 1,024 (+24)"
+    more = tape_of([made, freed, small, small], [1000, 24], ["mm"])
+    said = "sizes of 0 allocations, recorded of 1, peak 1,000 bytes in both"
+    assert what_differs(first, more, {"B": 1}) == said
+
+
+def test_a_check_compares_once_what_models_of_one_architecture_share() -> None:
+    wanted = record._VariantSelection((VARIANT, "parameters"), everything=False, check=True)
+    twins = dict.fromkeys(["wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p", MODEL])
+    tasks = record._tasks(twins, wanted, profiles.TAPES)
+    assert len(tasks) == 6
+    once = list(record._each_text_once(tasks))
+    assert {task.model for task in once} == {"wan2.1-i2v-14b-480p", MODEL} and len(once) == 4
+
+
+def test_check_accepts_a_shipped_table_of_parameters() -> None:
+    assert run(MODEL, "--variant", "parameters", "--check").exit_code == 0
 
 
 def test_another_torch_may_record_the_same(folder: Path, tmp_path: Path) -> None:
