@@ -59,12 +59,38 @@ def modulation(run: Run) -> None:
     do in fp32 (simpletuner/helpers/models/wan/transformer.py ``WanTransformerBlock.forward``,
     ``_apply_rotary_emb_anyshape``; diffusers transformer_wan.py). Of a LoRA, whose modulation takes no gradients."""
     model = run.facts.model
-    if not model.trained_with("simpletuner", "blocks-in-16-bits") or run.job.method != "lora" or run.checkpointed:
+    if not model.trained_with("simpletuner", "blocks-in-16-bits") or run.job.method != "lora":
         return
     width = model.config["num_attention_heads"] * model.config["attention_head_dim"]
     numbers = run.grid["B"] * run.grid["F"] * run.grid["H"] * run.grid["W"] * width * model.blocks
     run.work.forward_bytes -= MODULATION_BYTES * numbers
     run.work.backward_bytes -= MODULATION_BYTES * numbers
+
+
+ROTATED_FORWARD_BYTES, ROTATED_BACKWARD_BYTES = 76, 64
+"""Bytes a number of the hidden states that a Qwen-Image block moves more than diffusers' to rotate queries and keys,
+counted from both sources under one recorder: diffusers multiplies complex numbers (20 bytes each of both in forward),
+this one takes fp32 apart and puts it together again (58)."""
+
+ROTATED_FORWARD_LAUNCHES, ROTATED_BACKWARD_LAUNCHES = 20, 16
+"""The operators that it takes more, of both streams."""
+
+
+def rotation_and_mask(run: Run) -> None:
+    """Its Qwen-Image rotates with real numbers, and gives attention a mask of one sample too, which holds nothing back
+    (simpletuner/helpers/models/qwen_image/transformer.py ``apply_rotary_emb_qwen`` with ``precompute_real_rope_qwen``;
+    ``joint_attention_mask``). Samples of a larger batch are attended to one by one, without."""
+    model = run.facts.model
+    if not model.trained_with("simpletuner", "rotates-real-numbers"):
+        return
+    grid, work = run.grid, run.work
+    width = model.config["num_attention_heads"] * model.config["attention_head_dim"]
+    numbers = grid["B"] * (grid["F"] * grid["H"] * grid["W"] + grid["T"]) * width * model.blocks
+    work.forward_bytes += ROTATED_FORWARD_BYTES * numbers
+    work.backward_bytes += ROTATED_BACKWARD_BYTES * numbers
+    work.forward_launches += ROTATED_FORWARD_LAUNCHES * model.blocks
+    work.backward_launches += ROTATED_BACKWARD_LAUNCHES * model.blocks
+    work.attention_masked = grid["B"] == 1
 
 
 def encoders_together(run: Run) -> None:
@@ -104,6 +130,7 @@ TERMS: tuple[Transform, ...] = (
     gradients_zeroed,
     shift,
     modulation,
+    rotation_and_mask,
     encoders_together,
     cache_kept_while_sampling,
 )
