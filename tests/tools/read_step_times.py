@@ -88,9 +88,19 @@ FAMILIES = {
     "LTXVideo2 2.3": Family("ltx23", {"model": "ltx-2"}, 48, left_out="LTX-2.3 is another model than LTX-2"),
     "Lumina2": Family(
         "lumina2",
-        {"model": "lumina-image-2.0", "frames": 1, "height": 512, "width": 512, "batch_size": 2, "lora_rank": 16},
+        {
+            "model": "lumina-image-2.0",
+            "frames": 1,
+            "height": 512,
+            "width": 512,
+            "batch_size": 2,
+            "lora_rank": 16,
+            "text_tokens": 36,
+        },
         26,
-        note="the prompt's padding, 256 tokens with it, is taken out before the main layers; " + NO_DROPOUT,
+        note="the prompt's padding is taken out before the main layers, and the prompt is the pipeline's system prompt, "
+        "<Prompt Start> and a single character: about 36 tokens; the two refiner blocks over the text see 256; "
+        + NO_DROPOUT,
     ),
     "Qwen Image": Family(
         "qwen",
