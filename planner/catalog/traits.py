@@ -97,6 +97,7 @@ TrainerTrait = Literal[
     "own-model",
     "own-code",
     "blocks-in-16-bits",
+    "rotates-real-numbers",
     "feed-forward-not-adapted",
     "attention-output-not-adapted",
     "last-encoder-stays",
@@ -120,6 +121,7 @@ moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantise
 t5-alone-quantised: other text encoders stay in 16 bits.
 own-model: it is what the trainer's own scripts build. own-code: its step is recorded from the trainer's own model
 (`planner.tape.variants.OWN_CODE`). blocks-in-16-bits: they modulate, gate and add so.
+rotates-real-numbers: queries and keys, where diffusers' do so with complex ones.
 feed-forward-not-adapted: its usual LoRA is on attention alone; attention-output-not-adapted: nor on its last layer.
 last-encoder-stays: the last text encoder encodes in the loop, and is on the GPU for it.
 last-encoder-cast: over a base in fp8 it comes in its file's fp16, and is cast on the GPU. experts-without-gradients: a

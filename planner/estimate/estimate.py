@@ -18,8 +18,8 @@ from planner.estimate import cache_flushes, fragmentation, host_ram
 from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
 from planner.estimate.traffic import traffic
-from planner.estimate.work import step_work, total_flops
-from planner.layout import attention_kernel, margin, phases
+from planner.estimate.work import attention_of, step_work, total_flops
+from planner.layout import margin, phases
 from planner.layout.correction import Correction
 from planner.layout.encoders_vae import ComponentPass
 from planner.layout.pipeline import lay_out
@@ -266,7 +266,7 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
         high_bytes=high,
         basis=correction.basis(where),
         lossy=strategy.lossy_fields(job),
-        attention_kernel=attention_kernel.kernel(strategy, machine, facts.gpu, facts.step.ops),
+        attention_kernel=attention_of(run).kernel,
         assumptions=words,
     )
     return facts.measurements.with_proofs(unproved, run.trainer)

@@ -110,9 +110,15 @@ def _as_trained(run: Run, both: dict[Kind, Work], forward: dict[Kind, Work]) -> 
     own = run.work
     if not own.forward_bytes and not own.backward_bytes:
         return both, forward
-    times = 1 if run.strategy.gradient_checkpointing == "none" else 2
-    moved = {("pointwise", 0): Work(0, times * own.forward_bytes + own.backward_bytes)}
-    return add_work(both, moved), add_work(forward, {("pointwise", 0): Work(0, own.forward_bytes)})
+    once = _pointwise(own.forward_launches, own.forward_bytes)
+    again = _pointwise(own.forward_launches, own.forward_bytes, _recomputed_share(run))
+    backward = _pointwise(own.backward_launches, own.backward_bytes)
+    return add_work(add_work(both, once), add_work(again, backward)), add_work(forward, once)
+
+
+def _pointwise(launches: int, nbytes: int, share: float = 1.0) -> dict[Kind, Work]:
+    """The work of that share of so many pointwise operators, which move so many bytes together."""
+    return {("pointwise", 0): Work(0, round(share * nbytes)), (KERNELS, 0): Work(round(share * launches), 0)}
 
 
 def encoding_work(run: Run) -> dict[Kind, Work]:
@@ -146,10 +152,17 @@ def recomputed_launches(run: Run) -> int:
     strategy, facts = run.strategy, run.facts
     if run.samples_only or strategy.gradient_checkpointing == "none":
         return 0
-    share = len(run.checkpointed) / facts.model.blocks if run.checkpointed else 1.0
     tape = facts.checkpointed or facts.step
     found = evaluate_work(_forward_of_blocks(tape, main_piece(tape)), tape.values(run.grid))
-    return round(share * sum(amount.flops for (kind, _), amount in found.items() if kind == KERNELS))
+    launches = sum(amount.flops for (kind, _), amount in found.items() if kind == KERNELS)
+    return round(_recomputed_share(run) * (launches + run.work.forward_launches))
+
+
+def _recomputed_share(run: Run) -> float:
+    """The part of the blocks whose forward one backward runs again."""
+    if run.strategy.gradient_checkpointing == "none":
+        return 0.0
+    return len(run.checkpointed) / run.facts.model.blocks if run.checkpointed else 1.0
 
 
 @recording_cache(maxsize=256)
@@ -161,9 +174,10 @@ def attention_of(run: Run) -> Attention:
     """The attention of a run."""
     machine, gpu = run.machine, run.facts.gpu
     operators = run.facts.step.ops
-    kernel = attention_kernel.kernel(run.strategy, machine, gpu, operators)
+    masked = run.work.attention_masked
+    kernel = attention_kernel.kernel(run.strategy, machine, gpu, operators, masked=masked)
     plain = attention_kernel.plain_kernel(machine, gpu)
-    return Attention(run.facts.model.head_size, kernel, plain, attention_kernel.FLASH not in operators)
+    return Attention(run.facts.model.head_size, kernel, plain, masked or attention_kernel.FLASH not in operators)
 
 
 def passes_work(run: Run) -> Passes:

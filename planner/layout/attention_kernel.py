@@ -21,8 +21,11 @@ from planner.tape.program import Program
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 
 
-def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Collection[str]) -> str:
-    """The kernel of the recorded attention on a card: cudnn, flash or efficient. ``operators``: those of the recording.
+def kernel(
+    strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Collection[str], *, masked: bool = False
+) -> str:
+    """The kernel of the recorded attention on a card: cudnn, flash or efficient. ``operators``: those of the recording;
+    ``masked``: whether a trainer gives it a mask all the same.
 
     torch 2.13 puts cuDNN first on sm90 and sm100, with masks too; Windows wheels are built without flash; older cards
     than Ampere have the memory-efficient kernel only (ATen/native/transformers/cuda/sdp_utils.cpp). All of them want 16
@@ -35,7 +38,7 @@ def kernel(strategy: Strategy, machine: Machine, gpu: GpuProfile, operators: Col
     if strategy.attention != "sdpa":
         return str(strategy.attention)
     plain = plain_kernel(machine, gpu)
-    return "efficient" if plain == "flash" and FLASH not in operators else plain
+    return "efficient" if plain == "flash" and (masked or FLASH not in operators) else plain
 
 
 def plain_kernel(machine: Machine, gpu: GpuProfile) -> str:

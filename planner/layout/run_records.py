@@ -147,6 +147,15 @@ class WorkTerms:
     backward_bytes: int = 0
     """the same of a backward, without what it recomputes"""
 
+    forward_launches: int = 0
+    """operators that a trainer's own blocks launch in one forward beyond those recorded"""
+
+    backward_launches: int = 0
+    """the same of a backward, without what it recomputes"""
+
+    attention_masked: bool = False
+    """whether a trainer gives attention a mask where none is recorded"""
+
 
 class Handover:
     """Values that one transformation leaves for a later one."""

@@ -47,24 +47,72 @@ def shift(run: Run) -> None:
     run.work.optimizer_bytes += STEP_BYTES * sum(states) // HALF
 
 
-MODULATION_BYTES = 52
-"""Bytes a number of the hidden states that a Wan block moves less than diffusers', in forward, and again in backward.
-Forward, diffusers' less theirs: two modulated norms 36 - 28 each, gated sums behind attention 30 - 10 and behind the
-feed-forward 38 - 10, rotated queries and keys 30 - 36 each. Backward: 32 - 28 each, 26 - 4 and 26 - 4; rotations are
-taken alike."""
+BLOCK_FORWARD_BYTES, BLOCK_BACKWARD_BYTES = -66, 111
+"""Bytes a number of the hidden states that a Wan block moves more than diffusers', in forward and in backward, counted
+from both sources under one recorder (1.3B -67 and 110, 14B -66 and 111). It saves in modulating, gating and adding; its
+norms of queries and keys are several operators where diffusers' are torch's fused one."""
+
+BLOCK_FORWARD_LAUNCHES, BLOCK_BACKWARD_LAUNCHES = -7, 20
+"""The operators of a block that it launches more."""
 
 
-def modulation(run: Run) -> None:
-    """Its Wan blocks modulate, gate and add in 16 bits where diffusers' do so in fp32, and rotate in fp64 where those
-    do in fp32 (simpletuner/helpers/models/wan/transformer.py ``WanTransformerBlock.forward``,
-    ``_apply_rotary_emb_anyshape``; diffusers transformer_wan.py). Of a LoRA, whose modulation takes no gradients."""
+def blocks_in_16_bits(run: Run) -> None:
+    """Its Wan blocks modulate, gate and add in 16 bits where diffusers' do so in fp32, rotate in fp64 where those do in
+    fp32, and norm queries and keys by diffusers' ``RMSNorm`` (simpletuner/helpers/models/wan/transformer.py
+    ``WanTransformerBlock.forward``, ``_apply_rotary_emb_anyshape``; diffusers transformer_wan.py). Of a LoRA, whose
+    modulation takes no gradients."""
     model = run.facts.model
-    if not model.trained_with("simpletuner", "blocks-in-16-bits") or run.job.method != "lora" or run.checkpointed:
+    if not model.trained_with("simpletuner", "blocks-in-16-bits") or run.job.method != "lora":
         return
     width = model.config["num_attention_heads"] * model.config["attention_head_dim"]
     numbers = run.grid["B"] * run.grid["F"] * run.grid["H"] * run.grid["W"] * width * model.blocks
-    run.work.forward_bytes -= MODULATION_BYTES * numbers
-    run.work.backward_bytes -= MODULATION_BYTES * numbers
+    run.work.forward_bytes += BLOCK_FORWARD_BYTES * numbers
+    run.work.backward_bytes += BLOCK_BACKWARD_BYTES * numbers
+    run.work.forward_launches += BLOCK_FORWARD_LAUNCHES * model.blocks
+    run.work.backward_launches += BLOCK_BACKWARD_LAUNCHES * model.blocks
+
+
+ROTATED_FORWARD_BYTES, ROTATED_BACKWARD_BYTES = 76, 64
+"""Bytes a number of the hidden states that a Qwen-Image block moves more than diffusers' to rotate queries and keys,
+counted from both sources under one recorder: diffusers multiplies complex numbers (20 bytes each of both in forward),
+this one takes fp32 apart and puts it together again (58)."""
+
+ROTATED_FORWARD_LAUNCHES, ROTATED_BACKWARD_LAUNCHES = 20, 16
+"""The operators that it takes more, of both streams."""
+
+
+def rotation_and_mask(run: Run) -> None:
+    """Its Qwen-Image rotates with real numbers, and gives attention a mask of one sample too, which holds nothing back
+    (simpletuner/helpers/models/qwen_image/transformer.py ``apply_rotary_emb_qwen`` with ``precompute_real_rope_qwen``;
+    ``joint_attention_mask``). Samples of a larger batch, which are recorded with a mask, it attends to one by one."""
+    model = run.facts.model
+    if not model.trained_with("simpletuner", "rotates-real-numbers"):
+        return
+    grid, work = run.grid, run.work
+    width = model.config["num_attention_heads"] * model.config["attention_head_dim"]
+    numbers = grid["B"] * (grid["F"] * grid["H"] * grid["W"] + grid["T"]) * width * model.blocks
+    work.forward_bytes += ROTATED_FORWARD_BYTES * numbers
+    work.backward_bytes += ROTATED_BACKWARD_BYTES * numbers
+    work.forward_launches += ROTATED_FORWARD_LAUNCHES * model.blocks
+    work.backward_launches += ROTATED_BACKWARD_LAUNCHES * model.blocks
+    work.attention_masked = grid["B"] == 1
+
+
+MASK_BYTES, MASK_LAUNCHES = 19, 5
+"""Bytes a pair of tokens and operators a block that a mask over all pairs takes to be made in a Chroma block's forward,
+and made numbers of for attention: the class's own, counted with two samples, which it masks everywhere."""
+
+
+def one_sample_masked(run: Run) -> None:
+    """Its Chroma masks the padding of one sample's prompt too, over all pairs of tokens
+    (simpletuner/helpers/models/chroma/model.py ``model_predict``, chroma/transformer.py ``forward`` of both blocks)."""
+    model, grid = run.facts.model, run.grid
+    if not model.trained_with("simpletuner", "masks-one-sample") or grid["B"] > 1:
+        return
+    tokens = grid["F"] * grid["H"] * grid["W"] + grid["T"]
+    run.work.attention_masked = True
+    run.work.forward_bytes += MASK_BYTES * tokens**2 * model.blocks
+    run.work.forward_launches += MASK_LAUNCHES * model.blocks
 
 
 def encoders_together(run: Run) -> None:
@@ -103,7 +151,9 @@ TERMS: tuple[Transform, ...] = (
     attention_adapted,
     gradients_zeroed,
     shift,
-    modulation,
+    blocks_in_16_bits,
+    rotation_and_mask,
+    one_sample_masked,
     encoders_together,
     cache_kept_while_sampling,
 )

@@ -1,0 +1,82 @@
+"""planner/layout/trainer_terms/simpletuner.py: what its own blocks move and launch beyond diffusers', by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.catalog.lookup import model
+from planner.catalog.shapes import grid, job_for
+from planner.estimate.estimate import estimate
+from planner.estimate.work import KERNELS, StepWork, attention_of, step_work
+from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
+from planner.layout.run import Run
+from planner.spec.configuration import Configuration
+from planner.spec.job import Machine, Strategy
+
+
+def configured(name: str, job: dict[str, Any], gpu: str = "l40s", **strategy: Any) -> Configuration:
+    fields = {"gradient_checkpointing": "none", "adapter_dtype": "bf16", "autocast": "bf16", **strategy}
+    return Configuration.of(job_for(model(name), {"model": name, **job}), Strategy.read(fields), Machine(gpu=gpu))
+
+
+def run_of(trainer: str, *args: Any, **more: Any) -> Run:
+    found = configured(*args, **more)
+    return lay_out(found, load_facts(found), grid(model(found.job.model), found.job), trainer)
+
+
+def beyond_ours(part: str, *args: Any, **more: Any) -> tuple[int, int]:
+    """(bytes, operators) that a step of SimpleTuner's has more than ours, of both passes or of the forward."""
+    theirs, ours = (step_work(run_of(trainer, *args, **more)) for trainer in ("simpletuner", "vplan"))
+    return tuple(_pointwise(theirs, part)[at] - _pointwise(ours, part)[at] for at in (0, 1))  # type: ignore[return-value]
+
+
+def _pointwise(work: StepWork, part: str) -> tuple[int, int]:
+    kinds = getattr(work, part)
+    return kinds["pointwise", 0].nbytes, sum(amount.flops for (kind, _), amount in kinds.items() if kind == KERNELS)
+
+
+IMAGE = {"height": 1024, "width": 1024, "text_tokens": 32}
+TOKENS = 64 * 64 + 32
+
+
+def test_qwen_image_takes_numbers_apart_to_rotate_them() -> None:
+    """Of queries and of keys diffusers casts (6 bytes), multiplies complex numbers (8) and casts back (6). Theirs casts
+    twice (6 each), negates one half (4), stacks (8), multiplies twice (8 each), adds (12) and casts back (6)."""
+    numbers, blocks = TOKENS * 24 * 128, 60
+    more = 2 * (2 * 6 + 4 + 8 + 2 * 8 + 12 + 6 - (6 + 8 + 6)) * numbers * blocks
+    assert beyond_ours("forward", "qwen-image", IMAGE) == (more, 20 * blocks)
+    once = beyond_ours("passes", "qwen-image", IMAGE)
+    again = beyond_ours("passes", "qwen-image", IMAGE, gradient_checkpointing="full")
+    half = beyond_ours("passes", "qwen-image", IMAGE, gradient_checkpointing="partial", checkpointed_blocks=30)
+    assert again[0] - once[0] == 2 * (half[0] - once[0]) == more
+    assert again[1] - once[1] == 2 * (half[1] - once[1]) == 20 * blocks
+
+
+@pytest.mark.parametrize(("gpu", "kernel"), [("l40s", "efficient"), ("h100-80gb", "cudnn")])
+def test_one_sample_of_qwen_image_has_a_mask(gpu: str, kernel: str) -> None:
+    found = attention_of(run_of("simpletuner", "qwen-image", IMAGE, gpu=gpu))
+    assert (found.kernel, found.masked) == (kernel, True)
+    assert not attention_of(run_of("vplan", "qwen-image", IMAGE, gpu=gpu)).masked
+    configuration = configured("qwen-image", IMAGE, gpu=gpu)
+    facts = load_facts(configuration)
+    assert estimate(configuration, facts, "simpletuner").attention_kernel == kernel
+    assert estimate(configuration, facts).attention_kernel == ("cudnn" if gpu == "h100-80gb" else "flash")
+
+
+def test_one_sample_of_chroma_has_a_mask_over_all_pairs() -> None:
+    job = {"height": 512, "width": 512}
+    pairs = (32 * 32 + model("chroma1-hd").shape.text_tokens) ** 2
+    assert attention_of(run_of("simpletuner", "chroma1-hd", job)).kernel == "efficient"
+    assert beyond_ours("forward", "chroma1-hd", job) == (19 * pairs * 57, 5 * 57)
+    assert not attention_of(run_of("vplan", "chroma1-hd", job)).masked
+
+
+@pytest.mark.parametrize(("name", "width", "blocks"), [("wan2.1-t2v-1.3b", 1536, 30), ("wan2.1-t2v-14b", 5120, 40)])
+def test_wan_s_blocks_move_less_forward_and_more_backward(name: str, width: int, blocks: int) -> None:
+    clip = {"frames": 17, "height": 480, "width": 832}
+    numbers = 5 * 30 * 52 * width * blocks
+    assert beyond_ours("forward", name, clip) == (-66 * numbers, -7 * blocks)
+    assert beyond_ours("passes", name, clip) == ((111 - 66) * numbers, (20 - 7) * blocks)
