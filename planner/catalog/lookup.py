@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import profiles
 from planner.catalog import diffusers_folder, user_data
@@ -78,7 +79,20 @@ def model(name: str) -> ModelProfile:
         raise VplanError(f"model {quoted(name)} is ambiguous", "write one of " + ", ".join(variants))
     if profile := _recorded_from(name):  # a folder here, named without a path
         return profile
+    if name.strip() and Path(name).is_dir():
+        raise _no_model_in(name)
     raise VplanError(f"model {quoted(name)} is not known", _near_models(name.strip().lower()))
+
+
+def _no_model_in(folder: str) -> VplanError:
+    """Why a folder is no model: peft and diffusers save an adapter without the config of what it was trained on."""
+    adapters = ("adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+    if any((Path(folder) / name).is_file() for name in adapters):
+        fix = "name the model it was trained on (`vplan models` lists them)"
+        return VplanError(f"{quoted(folder)} holds a LoRA, not a model", fix)
+    return VplanError(
+        f"{quoted(folder)} holds no model", "pass a folder with a config.json, or a name from `vplan models`"
+    )
 
 
 def several(name: str) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan, plan_to_toml
-from planner.units import format_gib
+from planner.units import GIB, format_gib
 
 SLURM = "slurm"
 """A target that is no trainer: a batch script that runs `vplan train`."""
@@ -176,7 +176,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     trainer = _as_written(plan, dialect)
     estimate = priced(plan, trainer)
     if estimate is not None and estimate.verdict == "no":
-        fault = f"it does not fit as {dialect.title} trains it: at least {format_gib(estimate.low_bytes)}"
+        fault = f"it does not fit as {dialect.title} trains it: {_shortage(estimate)}"
         raise VplanError(fault, _that_fits(dialect, plan), 3)
     own = dialects.module(name)
     carried = config_text.fields_by_setting(dialect, settings, getattr(own, "CARRIES", None), fields)
@@ -323,15 +323,34 @@ def _offer(near: Plan, changed: Fields, dialect: Dialect) -> str:
     return f"the nearest plan it supports is with {flags_of(changed)} ({how}): add --nearest to export that"
 
 
+def _shortage(estimate: Estimate) -> str:
+    """What is short, and what the plan takes of it."""
+    host_ram = estimate.configuration.machine.host_ram
+    if estimate.limit == "host" and host_ram is not None:
+        return f"{format_gib(estimate.host_ram_bytes)} of {format_gib(host_ram)} of host RAM"
+    return f"at least {format_gib(estimate.low_bytes)} of {format_gib(estimate.budget_bytes)}"
+
+
 def _that_fits(dialect: Dialect, plan: Plan) -> str:
     better = fitting(dialect, plan)
     if better is None:
-        return f"`vplan suggest {plan.job.model} --gpu {plan.machine.gpu}` finds a smaller plan"
+        return f"`{_search_for(dialect, plan)}` says what fits, or what it takes"
     before, after = fields_of(plan), fields_of(better)
     flags = flags_of({field: after[field] for field in after if after[field] != before[field]})
     estimate = priced(better, dialect.name)
     word = "fits" if estimate and estimate.verdict == "fits" else "is tight"
     return f"it {word} with {flags}: `vplan estimate PLAN.toml {flags} -o PLAN.toml` writes that plan"
+
+
+def _search_for(dialect: Dialect, plan: Plan) -> str:
+    """The command that searches what the trainer can do for a plan's job on its machine."""
+    job, machine = plan.job, plan.machine
+    asked = {"method": job.method, "frames": job.frames, "height": job.height, "width": job.width}
+    asked |= {"batch_size": job.batch_size} if job.batch_size > 1 else {}
+    asked |= {"references": job.references} if job.references > lookup.model(job.model).shape.references else {}
+    asked |= {name: value for name, value in (("gpus", machine.gpus), ("nodes", machine.nodes)) if value > 1}
+    ram = "" if machine.host_ram is None else f" --host-ram {machine.host_ram / GIB:g}GiB"
+    return f"vplan suggest {job.model} --gpu {machine.gpu}{ram} {flags_of(asked)} --for {dialect.name}"
 
 
 # ---- files

@@ -55,6 +55,11 @@ IGNORED, ONLY = (f"{NETWORK}network_kwargs.{name}_if_contains" for name in ("ign
 NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_kwargs.train_low_noise"}
 """Expert -> what says that it is trained; it is unless that says no (diffusion_models/wan22/wan22_14b_model.py)."""
 
+CONTROL_PIXELS = 1024 * 1024
+"""The area of a control image (diffusers pipeline_qwenimage_edit_plus.py ``VAE_IMAGE_SIZE``)."""
+MATCHED = f"{MODEL}model_kwargs.match_target_res"
+"""Whether control images get the sample's area instead."""
+
 
 def model_of(settings: Settings) -> Fields:
     """The fields `model`, `experts` and `inactive_expert` that the settings mean. Raises a VplanError for an unknown
@@ -182,6 +187,46 @@ def shape_of(settings: Settings) -> Fields:
     frames, side = ordered[-1]
     shape = {"frames": frames, "height": side, "width": side, "batch_size": max(batches)}
     return {**shape, "buckets": buckets if len(buckets) > 1 else ()}
+
+
+def references_of(settings: Settings) -> Fields:
+    """The images beside each sample of a model that may take several (Qwen-Image-Edit-2509 and 2511, FLUX.2); None, as
+    many as the model always takes, of the others. They have 1024x1024 pixels each whatever the sample has, FLUX.2's at
+    most, unless ``match_target_res`` is set (qwen_image_edit_plus.py ``control_image_res``, flux2_model.py): a smaller
+    sample has so many more of its own size."""
+    images = max(_control_images(settings, data) for data in datasets_of(settings))
+    if not images or not _takes_several(model_of(settings)["model"], str(settings.get(f"{MODEL}arch") or "")):
+        return {"references": None}
+    if settings.get(MATCHED):
+        return {"references": images}
+    return {"references": math.ceil(images * CONTROL_PIXELS / shape_of(settings)["height"] ** 2)}
+
+
+def write_references(fields: Fields) -> Settings:
+    """The folders of control images, of the samples' size. Raises an InexpressibleError for more than one image of a
+    model that is given one."""
+    model, images = fields["model"], fields["references"]
+    if not _takes_several(model, ARCHES[model][0] if model in ARCHES else ""):
+        if images and images > 1:
+            raise InexpressibleError(UnsupportedValue("references", images, 1, f"it is given one control image ({AT})"))
+        return {}
+    if not images:
+        return {}
+    folders = ["data/my_references", *(f"data/my_references_{n}" for n in range(2, images + 1))]
+    settings: Settings = {f"{DATA}control_path": folders if images > 1 else folders[0]}
+    return settings if fields["height"] ** 2 == CONTROL_PIXELS else {**settings, MATCHED: True}
+
+
+def _takes_several(model: str, arch: str) -> bool:
+    return arch.startswith("qwen_image_edit_plus") or lookup.model(model).shape.takes_references
+
+
+def _control_images(settings: Settings, data: str) -> int:
+    """The folders of control images of a dataset: the three of the UI come before ``control_path``
+    (toolkit/config_modules.py)."""
+    names = ("control_path_1", "control_path_2", "control_path_3")
+    numbered = [name for name in names if settings.get(f"{data}{name}")]
+    return len(numbered) or len([folder for folder in words_of(settings, f"{data}control_path") if folder])
 
 
 def write_shape(fields: Fields) -> Settings:

@@ -20,10 +20,12 @@ from planner.dialects.ai_toolkit.models import (
     datasets_of,
     model_of,
     named_layers,
+    references_of,
     shape_of,
     validation_of,
     version_of,
     write_model,
+    write_references,
     write_shape,
     write_validation,
 )
@@ -289,7 +291,8 @@ TABLE: tuple[Binding | When, ...] = (
     Choice("compile", {"none": {}, "full": {f"{MODEL}compile": True}, "blocks": {
         f"{MODEL}compile": True, f"{MODEL}block_compile": True}}),
     Fixed("attention", "sdpa"),
-    *our_defaults("trainable", "text_tokens", "references", "master_weights", "grad_buckets", "offload_optimizer",
+    _pair(references_of, write_references, (), references="a model's own; as many as control_path has folders"),
+    *our_defaults("trainable", "text_tokens", "master_weights", "grad_buckets", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_dtype", "vae_tiling", "vae_slicing", "group_offload",
            "group_offload_stream", "context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
 )  # fmt: skip
@@ -342,6 +345,8 @@ def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     """What the trainer does that the settings do not say, in words, with the source."""
     yield "resolutions are areas: priced as squares"
+    if references := fields["references"]:
+        yield f"control images are priced as {references} of the sample's size"
     yield from own_model_notes("ai-toolkit", fields)
     if masks := unpriced_masks_note("ai-toolkit", fields):
         yield masks
@@ -412,7 +417,8 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     tree = config_text.tree(settings, "config:")["config"]["process"][0]
     dataset = {"folder_path": "data/my_set", "caption_ext": "txt", **tree["datasets"][0]}
     if plan.job.references:  # config/examples/train_lora_flux_kontext_24gb.yaml
-        dataset = {"folder_path": dataset.pop("folder_path"), "control_path": "data/my_references", **dataset}
+        controls = dataset.pop("control_path", "data/my_references")
+        dataset = {"folder_path": dataset.pop("folder_path"), "control_path": controls, **dataset}
     train = {"steps": 2000, "lr": 1e-4, "noise_scheduler": "flowmatch", **tree["train"]}
     process: Settings = {
         "type": "sd_trainer", "training_folder": "output", "device": "cuda:0",

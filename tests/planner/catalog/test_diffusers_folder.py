@@ -229,6 +229,20 @@ def test_an_own_profile_that_is_damaged_is_named(own_home: Path) -> None:
             lookup.model("mine")
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("adapter_config.json", r"holds a LoRA, not a model; name the model it was trained on"),
+        ("pytorch_lora_weights.safetensors", r"holds a LoRA, not a model"),
+        ("notes.txt", r"holds no model; pass a folder with a config.json"),
+    ],
+)
+def test_a_folder_without_a_model_says_what_it_holds(file: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ValueError, match=said):
+        lookup.model(str(tmp_path))
+
+
 def test_a_folder_that_was_not_recorded_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = wrote(tmp_path / "mine", WAN)
     monkeypatch.chdir(tmp_path)

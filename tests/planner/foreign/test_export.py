@@ -181,6 +181,22 @@ def test_what_does_not_fit_is_exit_3() -> None:
     assert raised.value.exit_code == 3
 
 
+def test_what_is_short_of_host_ram_says_so_and_names_the_trainer_s_own_search() -> None:
+    """ai-toolkit reads FLUX.1 into host RAM whole, 48 GiB, and swaps layers there; the GPU alone would do."""
+    machine = Machine(gpu="12GB", host_ram=26 << 30)
+    strategy = Strategy.read({"gradient_checkpointing": "full", "swap_blocks": 49, "adapter_inputs": "cast"})
+    job = Job(model="flux.1-dev", frames=1, height=1024, width=1024)
+    asked = Plan(job=job, strategy=resolve(job, strategy, machine), machine=machine)
+    with pytest.raises(
+        VplanError, match=r"does not fit as ai-toolkit trains it: \d+\.\d GiB of 26\.0 GiB of host RAM"
+    ) as raised:
+        export(asked, "ai-toolkit", take_nearest=True)
+    command = raised.value.fix.split("`")[1]
+    assert command.endswith("--host-ram 26GiB --method lora --frames 1 --height 1024 --width 1024 --for ai-toolkit")
+    told = CliRunner().invoke(cli, command.split()[1:])
+    assert told.exit_code == 3 and "--host-ram 52GiB instead of 26GiB" in told.stdout
+
+
 def test_what_is_only_tight_is_not_said_to_fit() -> None:
     job = Job(model="wan2.1-t2v-14b", frames=81, height=480, width=832)
     asked = plan(job=job, gpu="rtx4090", gradient_checkpointing="offload", weights_dtype="fp8", swap_blocks=24)
