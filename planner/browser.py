@@ -27,7 +27,7 @@ from planner.commands._shared.rendering.render import VERDICTS
 from planner.commands._shared.verb import verdict_exit_code
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
-from planner.errors import VplanError
+from planner.errors import NoParametersError, VplanError
 from planner.foreign.export import export
 from planner.foreign.oom_cause import render
 from planner.foreign.trainer_search import trainer_of
@@ -95,6 +95,8 @@ class PageQuestion(Record):
             told = {name: value for name, value in self._told().items() if value and self.fill}
             reading = translate(dialect, replace(given, settings={**given.settings, **told}))
             return lookup.model(reading.job["model"]).name
+        except NoParametersError as error:  # the layers that it names are found in the tapes
+            return error.model
         except VplanError:
             return ""
 

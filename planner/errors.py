@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class VplanError(ValueError):
@@ -20,7 +21,7 @@ class VplanError(ValueError):
     def __str__(self) -> str:
         return f"{self.message}; {self.fix}" if self.fix else self.message
 
-    def __reduce__(self) -> tuple[type[VplanError], tuple[str, str, int]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """What it takes to raise it in another process."""
         return type(self), (self.message, self.fix, self.exit_code)
 
@@ -35,6 +36,18 @@ class NotEstimatedError(VplanError):
 
 class NotRecordedError(NotEstimatedError):
     """There is no recording that answers a question: another strategy, model or shape may have one."""
+
+
+class NoParametersError(NotRecordedError):
+    """There is no table of a model's parameters: to read some trainers' commands takes one."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
+        self.model = model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As for `VplanError`."""
+        return type(self), (self.model,)
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 
 import planner
 from planner.commands._shared.flag_aliases import meant
-from planner.commands._shared.verb import Invocation
+from planner.commands._shared.verb import TypedCommand
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.terminal import echo
 
@@ -102,12 +102,12 @@ class Verbs(click.Group):
         **extra: Any,
     ) -> Any:
         """Run one command line; returns the exit code, or ends the process with it in click's standalone mode.
-        ``early``: as for `Invocation`."""
+        ``early``: as for `TypedCommand`."""
         words = list(sys.argv[1:] if args is None else args)
         try:
             if sys.stdout is None:  # `>&-`
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            extra["obj"] = Invocation(tuple(words), early)
+            extra["obj"] = TypedCommand(tuple(words), early)
             code = self._run(words, prog_name or "vplan", complete_var, extra)
             sys.stdout.flush()
         except OSError as error:

@@ -29,13 +29,13 @@ from planner.commands._shared.verb import (
     Verb,
     examples,
     forced,
-    invocation,
     json_option,
     output_option,
     report_option,
     save_plan,
     show,
     starting_with,
+    typed_command,
     verdict_exit_code,
     write_report,
 )
@@ -211,7 +211,7 @@ def _for_one(
 
 def _early(started: float, suggester: Suggester, length: AskedLength | None) -> Callable[[Suggestion], object] | None:
     """Passes the plan on before it is explained, where somebody waits for it."""
-    tell = invocation().early
+    tell = typed_command().early
     if tell is None:
         return None
 

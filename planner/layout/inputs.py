@@ -15,7 +15,7 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import coded_frames, shapeless
-from planner.errors import NotEstimatedError, NotRecordedError
+from planner.errors import NoParametersError, NotEstimatedError, NotRecordedError
 from planner.garbage_collection import recording_cache
 from planner.layout import attention_kernel
 from planner.layout.run import Facts, OwnRecording
@@ -64,10 +64,10 @@ def _read(path: Path, written_ns: int) -> Tape:
 
 
 def parameters(model: str) -> Parameters:
-    """The parameter table of a model, by its name. Raises a NotRecordedError when none was recorded."""
+    """The parameter table of a model, by its name. Raises a NoParametersError when none was recorded."""
     if path := _stored(model, PARAMETERS_FILE):
         return _read_table(path, written_ns(path))
-    raise NotRecordedError(f"no table of {model}'s parameters", f"record it: vplan record {model} --variant parameters")
+    raise NoParametersError(model)
 
 
 @functools.cache

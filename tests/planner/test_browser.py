@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import profiles
 from planner import browser
 from planner.commands import cli
 from planner.layout.inputs import tape
@@ -132,6 +133,15 @@ def test_a_pasted_command_is_checked_and_its_changed_lines_are_marked() -> None:
     old = COMMAND.splitlines()[1]
     assert ("-", old) in map(tuple, change["marked"])
     assert ("+", old.replace("--blocks_to_swap 2", swap)) in map(tuple, change["marked"])
+
+
+def test_tapes_are_asked_for_where_reading_the_command_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VideoX-Fun names layers by parts of their names, which the model's table of parameters tells apart."""
+    monkeypatch.setattr(profiles, "TAPES", tmp_path)
+    words = "accelerate launch scripts/z_image/train_lora.py --pretrained_model_name_or_path=models/Z-Image --rank=6"
+    assert browser.tapes_of(json.dumps({"gpu": "24GB", "paste": words})) == "z-image"
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def report_option(function: Function) -> Function:
     )
 
 
-class Invocation(NamedTuple):
+class TypedCommand(NamedTuple):
     """A command line as it was typed, and who waits for its answer: click's ``obj``."""
 
     words: tuple[str, ...] = ()
@@ -240,15 +240,15 @@ class Invocation(NamedTuple):
     """called with the first part of a JSON answer that takes long: in the page of `vplan site`"""
 
 
-def invocation() -> Invocation:
+def typed_command() -> TypedCommand:
     """The command line that runs now; an empty one where none does."""
     context = click.get_current_context(silent=True)
-    return (context.find_root().obj if context else None) or Invocation()
+    return (context.find_root().obj if context else None) or TypedCommand()
 
 
 def typed_line(*more: str) -> str:
     """The command line as typed, with more words at its end, quoted for a shell."""
-    return shlex.join(["vplan", *invocation().words, *more])
+    return shlex.join(["vplan", *typed_command().words, *more])
 
 
 def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any) -> None:
