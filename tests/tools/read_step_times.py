@@ -108,7 +108,7 @@ FAMILIES = {
         60,
         LION,
         interval="ignored",
-        note="the one prompt is a single character, and is not padded; it is masked all the same",
+        note="the one prompt is a single character, and is not padded",
     ),
     "SD 1.x": Family("sd15", {"model": "sd1.5", "frames": 1, "height": 512, "width": 512, "lora_rank": 16}, 0),
     "SD3": Family(

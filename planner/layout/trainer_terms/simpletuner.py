@@ -81,10 +81,10 @@ ROTATED_FORWARD_LAUNCHES, ROTATED_BACKWARD_LAUNCHES = 20, 16
 """The operators that it takes more, of both streams."""
 
 
-def rotation_and_mask(run: Run) -> None:
-    """Its Qwen-Image rotates with real numbers, and gives attention a mask of one sample too, which holds nothing back
-    (simpletuner/helpers/models/qwen_image/transformer.py ``apply_rotary_emb_qwen`` with ``precompute_real_rope_qwen``;
-    ``joint_attention_mask``). Samples of a larger batch, which are recorded with a mask, it attends to one by one."""
+def real_rotation(run: Run) -> None:
+    """Its Qwen-Image rotates with real numbers (simpletuner/helpers/models/qwen_image/transformer.py
+    ``apply_rotary_emb_qwen`` with ``precompute_real_rope_qwen``). Its joint mask of one sample is not there: since 0.37
+    diffusers' ``QwenImagePipeline.encode_prompt``, which it inherits, gives no mask for a prompt without padding."""
     model = run.facts.model
     if not model.trained_with("simpletuner", "rotates-real-numbers"):
         return
@@ -95,7 +95,6 @@ def rotation_and_mask(run: Run) -> None:
     work.backward_bytes += ROTATED_BACKWARD_BYTES * numbers
     work.forward_launches += ROTATED_FORWARD_LAUNCHES * model.blocks
     work.backward_launches += ROTATED_BACKWARD_LAUNCHES * model.blocks
-    work.attention_masked = grid["B"] == 1
 
 
 MASK_BYTES, MASK_LAUNCHES = 19, 5
@@ -152,7 +151,7 @@ TERMS: tuple[Transform, ...] = (
     gradients_zeroed,
     shift,
     blocks_in_16_bits,
-    rotation_and_mask,
+    real_rotation,
     one_sample_masked,
     encoders_together,
     cache_kept_while_sampling,

@@ -8,7 +8,6 @@ import pytest
 
 from planner.catalog.lookup import model
 from planner.catalog.shapes import grid, job_for
-from planner.estimate.estimate import estimate
 from planner.estimate.work import KERNELS, StepWork, attention_of, step_work
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
@@ -55,15 +54,10 @@ def test_qwen_image_takes_numbers_apart_to_rotate_them() -> None:
     assert again[1] - once[1] == 2 * (half[1] - once[1]) == 20 * blocks
 
 
-@pytest.mark.parametrize(("gpu", "kernel"), [("l40s", "efficient"), ("h100-80gb", "cudnn")])
-def test_one_sample_of_qwen_image_has_a_mask(gpu: str, kernel: str) -> None:
-    found = attention_of(run_of("simpletuner", "qwen-image", IMAGE, gpu=gpu))
-    assert (found.kernel, found.masked) == (kernel, True)
-    assert not attention_of(run_of("vplan", "qwen-image", IMAGE, gpu=gpu)).masked
-    configuration = configured("qwen-image", IMAGE, gpu=gpu)
-    facts = load_facts(configuration)
-    assert estimate(configuration, facts, "simpletuner").attention_kernel == kernel
-    assert estimate(configuration, facts).attention_kernel == ("cudnn" if gpu == "h100-80gb" else "flash")
+def test_a_prompt_of_qwen_image_without_padding_has_no_mask() -> None:
+    """diffusers' pipeline, which encodes it, gives none since 0.37."""
+    for trainer in ("simpletuner", "vplan"):
+        assert not attention_of(run_of(trainer, "qwen-image", IMAGE, gpu="l40s")).masked
 
 
 def test_one_sample_of_chroma_has_a_mask_over_all_pairs() -> None:
