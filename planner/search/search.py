@@ -147,6 +147,7 @@ class Search:
         fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
         tie = itertools.count()
         failed: set[ResolvedStrategy] = set()  # replayed, and short of the verdict
+        most_swapped: dict[ResolvedStrategy, int] = {}  # -> the swapped blocks of a replay that fell short
         infeasible = Infeasible(self.feasibility, self.swap_count, job, verdict)
         queue: list[tuple[tuple[int, int, int], int, ResolvedStrategy, QuickEstimate | None]] = []
 
@@ -165,12 +166,12 @@ class Search:
         # replay taught that the quick estimate promised too much.
         while queue:
             _, _, strategy, quick = heapq.heappop(queue)
-            if quick is not None and self.feasibility.may_reach(quick, verdict):
+            if quick is not None and (quick.strategy in most_swapped or self.feasibility.may_reach(quick, verdict)):
                 if quick.device_bytes >= below() or not self.policy.is_open(job, quick.strategy):
                     continue
                 plan = self.try_estimate(job, quick.strategy)
                 if plan is not None and self.policy.reaches(plan, verdict):
-                    yield plan
+                    yield self._fewest_replayed(job, plan, most_swapped.get(quick.strategy), verdict)
                     continue
                 failed.add(quick.strategy)
             bare = strategy.replace(swap_blocks=start.swap_blocks)
@@ -188,6 +189,8 @@ class Search:
                     continue
                 elif (found := self.swap_count.fewest(job, bare, verdict)) is None:
                     infeasible.add(bare)
+                    if found := self.swap_count.most_despite_replays(job, bare, verdict):
+                        most_swapped.setdefault(found.strategy, strategy.swap_blocks)
             except NotEstimatedError as error:  # known from what it needs once it is laid out
                 self.missing = self.missing or error
                 continue
@@ -196,6 +199,21 @@ class Search:
                     push(found.strategy, found.step_seconds, found)
             elif found is not None:  # with fewer checkpointed blocks it does not fit
                 push(found, self.checkpoint_count.floor_seconds(job, found), None)
+
+    def _fewest_replayed(self, job: Job, plan: Estimate, low: int | None, verdict: str) -> Estimate:
+        """The plan with as few swapped blocks, more than ``low``, as reach the verdict in a replay; the plan itself
+        where that is None."""
+        latest = self._latest
+        while low is not None and plan.configuration.strategy.swap_blocks - low > 1:
+            middle = (plan.configuration.strategy.swap_blocks + low) // 2
+            fewer = plan.configuration.strategy.replace(swap_blocks=middle)
+            other = self.try_estimate(job, fewer) if self.policy.is_open(job, fewer) else None
+            if other is not None and self.policy.reaches(other, verdict):
+                plan, latest = other, self._latest
+            else:
+                low = middle
+        self._latest = latest
+        return plan
 
     def quick_estimate(self, job: Job, strategy: ResolvedStrategy) -> QuickEstimate:
         """Memory and step seconds of a strategy for a job, without a replay."""

@@ -11,7 +11,7 @@ import bisect
 import math
 
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
-from planner.search.feasibility import Feasibility
+from planner.search.feasibility import NEVER, Feasibility
 from planner.search.pruning import Pruning
 from planner.search.screening import QuickEstimate
 from planner.spec.job import Job
@@ -63,6 +63,19 @@ class SwapCount:
         if not high < count <= self.most_in_ram(job, strategy).swap_blocks:
             return None
         return feasibility.quick_estimate(job, strategy.replace(swap_blocks=count))
+
+    def most_despite_replays(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> QuickEstimate | None:
+        """The quick estimate with the most swapped blocks, where it reaches the verdict but for what replays with fewer
+        of them lost to fragmentation: with more they may lose less. None elsewhere."""
+        feasibility = self.feasibility
+        if not 1.0 < feasibility.overhead(strategy) < NEVER:
+            return None
+        most = self.most_in_ram(job, strategy)
+        if most.swap_blocks <= strategy.swap_blocks:
+            return None
+        quick = feasibility.quick_estimate(job, most)
+        too_large = feasibility.exceeds_gpu(quick.device_bytes, most, verdict)
+        return None if quick.outcome is not None or too_large or not feasibility.has_ram(quick) else quick
 
     def _last(self, job: Job, strategy: ResolvedStrategy) -> int:
         """The most blocks that a search may swap, whatever the host's RAM holds."""
