@@ -2,7 +2,8 @@
 
 Every efficiency below is a published measurement of that kind of kernel on that kind of card: sustained, over the data
 sheet's rate, which is at the boost clock. The one constant that is fitted to published step times is `LAUNCH_SECONDS`.
-A step's kernels are slower than those measured alone, see `ROOFLINE_USUAL`; a trainer's data loading is not in here.
+A step's kernels are slower than those measured alone, see `ROOFLINE_USUAL` and `IN_A_STEP`; a trainer's data loading is
+not in here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ ROOFLINE_LEAST, ROOFLINE_USUAL = 0.79, 0.825
 """The part of a real step that its kernels' roofline was, at the least and in the middle: 0.79 to 0.86 over the
 configurations of torchtitan (pytorch/torchtitan#3828)."""
 
-LAUNCH_SECONDS = 34e-6
+GH100 = (9, 0)
+"""Compute capability of H100 and H200."""
+
+IN_A_STEP = {"matmul": 1 / 1.05, "attention": 1 / 1.02, "pointwise": 1 / 1.70}
+"""The same on a GH100 by kind of kernel, in 16 bits; of convolutions too few were seen. Fitted to the kernels of 14
+steps of our trainer on an H200 under torch's profiler (profiles/measurements/own; tests/tools/step_times/kernels.py), no
+published step time among them; docs/accuracy.md has the errors."""
+
+PER_KERNEL_SECONDS = 1.0e-6
+"""What a GH100's kernel takes longer, whatever its size: 5.1 us a matrix product, which one kernel of five is (0.10 to
+0.32). Fitted with `IN_A_STEP`; pointwise kernels and attention showed none."""
+
+LAUNCH_SECONDS = 32e-6
 """CPU time of one operator of a model's forward or backward with all the Python around it. Fitted: to half of the
 published step times (profiles/measurements/step_times, by hash of their id; docs/accuracy.md has both halves). Ours at
 toy width on one core take 22 to 25 us (AMD EPYC) and 42 (2.5 GHz Xeon) (tests/benchmarks/launches.py)."""
@@ -28,6 +41,9 @@ toy width on one core take 22 to 25 us (AMD EPYC) and 42 (2.5 GHz Xeon) (tests/b
 RECOMPUTED_LAUNCHES = 1.7
 """The same of an operator that a checkpoint runs again, over one that it does not: backward's other operators come from
 C++, these from Python inside of it, with autograd on. 1.6 to 2.0 and 1.8 on the two (tests/benchmarks/launches.py)."""
+
+SLOW_KERNELS = ROOFLINE_USUAL / ROOFLINE_LEAST
+"""The slowest kernels over the usual ones."""
 
 SLOW_LAUNCHES = 66 / 42
 """A busy machine's launches over those at its best (tests/benchmarks/launches.py, on the Xeon)."""
@@ -135,17 +151,17 @@ class Seconds(NamedTuple):
     """Parts of a step. `total` is not their sum: what overlaps counts once."""
 
     compute: float
-    """GPU busy"""
+    """GPU busy, usually"""
     launch: float
     """CPU busy launching kernels"""
     transfer: float
     """links busy"""
     total: float
-    """kernels at the usual part of the roofline, launches at their best"""
+    """kernels as usual, launches at their best"""
     host: float = 0.0
     """optimizer in host RAM, drive"""
     high: float = 0.0
-    """kernels at the least part of the roofline seen, every operator as slow to launch as ours, nothing hidden"""
+    """the slowest kernels seen, every operator as slow to launch as ours, nothing hidden"""
 
 
 def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, traffic: Traffic) -> Seconds:
@@ -165,7 +181,8 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
         (backward, again, traffic.host_backward_bytes),
     ):
         kernels = _kernel_seconds(part, gpu, strategy, reached) / strategy.context_parallel
-        kernels += nbytes / (COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9)  # copies take the card's bandwidth too
+        # Copies take the card's bandwidth too.
+        kernels += nbytes / (COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9 * ROOFLINE_USUAL)
         turn = KernelBatch.of(part, strategy, kernels, launch_seconds, extra)
         turns.append(turn._replace(copies=nbytes / host_rate(gpu, machine), beside=traffic.host_beside))
     if work.encoding:  # of what stays on the GPU or comes for each batch
@@ -183,8 +200,8 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
     if traffic.gpu_waiting_bytes:
         waiting += traffic.gpu_waiting_bytes / _waiting_rate(configuration, gpu)
     host = traffic.host_parameters * HOST_ADAM_SECONDS + traffic.disk_bytes / DISK_BYTES_PER_SECOND
-    total = max(_busy_seconds(turns, ROOFLINE_USUAL, 1.0), hidden) + waiting + host
-    slow = _busy_seconds([turn._replace(copies=0.0) for turn in turns], ROOFLINE_LEAST, SLOW_LAUNCHES)
+    total = max(_busy_seconds(turns), hidden) + waiting + host
+    slow = _busy_seconds([turn._replace(copies=0.0) for turn in turns], SLOW_KERNELS, SLOW_LAUNCHES)
     compute, launch = sum(turn.kernels for turn in turns), sum(turn.launches for turn in turns)
     return Seconds(compute, launch, hidden + waiting, total, host, slow + hidden + waiting + host)
 
@@ -218,8 +235,8 @@ def forward_seconds(
     reached = {half: _attention_passes(gpu, attention, half)[0] for half in (0, 1)}
     batch = KernelBatch.of(work, strategy, _kernel_seconds(work, gpu, strategy, reached), host_launch_seconds(gpu))
     copies = nbytes / host_rate(gpu, configuration.machine)
-    usual = _busy_seconds([batch._replace(copies=copies)], ROOFLINE_USUAL, 1.0)
-    return Span(usual, _busy_seconds([batch], ROOFLINE_LEAST, SLOW_LAUNCHES) + copies)
+    usual = _busy_seconds([batch._replace(copies=copies)])
+    return Span(usual, _busy_seconds([batch], SLOW_KERNELS, SLOW_LAUNCHES) + copies)
 
 
 class KernelBatch(NamedTuple):
@@ -248,15 +265,14 @@ class KernelBatch(NamedTuple):
         return cls(kernels, GAP_SECONDS * launches, launch_seconds * (launches + extra))
 
 
-def _busy_seconds(turns: Sequence[KernelBatch], reached: float, slower: float) -> float:
-    """Seconds of turns whose kernels reach that part of their roofline, and whose launches take so many times as long:
-    a turn's kernels begin once its launches do and all kernels before them are done, and end no sooner than its last
-    launch."""
+def _busy_seconds(turns: Sequence[KernelBatch], kernels: float = 1.0, launches: float = 1.0) -> float:
+    """Seconds of turns whose kernels and launches take so many times as long as usual: a turn's kernels begin once its
+    launches do and all kernels before them are done, and end no sooner than its last launch."""
     launched = done = 0.0
     for turn in turns:
         begin = max(launched, done)
-        launched += turn.launches * slower
-        done = max(begin + turn.kernels / reached + turn.gaps, launched)
+        launched += turn.launches * launches
+        done = max(begin + turn.kernels * kernels + turn.gaps, launched)
         done += max(0.0, turn.copies - turn.beside * (done - begin))
     return done
 
@@ -287,18 +303,21 @@ def _waiting_rate(configuration: Configuration, gpu: GpuProfile) -> float:
 def _kernel_seconds(
     work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, attention: Mapping[int, float]
 ) -> float:
-    """``attention``: its efficiency, by whether it computes in 16 bits."""
+    """Usual seconds of kernels in a step. ``attention``: its efficiency, by whether it computes in 16 bits."""
     bandwidth = COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9
+    known = gpu.vendor == "nvidia" and gpu.capability == GH100
     seconds = 0.0
     for (kind, half), amount in work.items():
         if kind == KERNELS:
+            seconds += PER_KERNEL_SECONDS * amount.flops if known else 0.0
             continue
         nbytes: float = amount.nbytes
         if kind == "pointwise":
             nbytes *= _left_by_fusion(work, strategy)
         reached = attention[half] if kind == "attention" else efficiency(gpu, kind, half)
         rate = peak_flops(gpu, strategy, kind, half) * reached
-        seconds += max(amount.flops / rate, nbytes / bandwidth)
+        in_a_step = IN_A_STEP.get(kind) if known and (half or kind == "pointwise") else None
+        seconds += max(amount.flops / rate, nbytes / bandwidth) / (in_a_step or ROOFLINE_USUAL)
     return seconds
 
 

@@ -368,9 +368,9 @@ def _unlisted(value: object, values: tuple[str, ...]) -> bool:
 
 def fill_defaults(implementation: str, job: dict[str, Any], strategy: dict[str, Any]) -> None:
     """Fill in what a published row does not say as its trainer would have done it."""
-    model = str(job.get("model", "")).lower()
+    model, trainer = str(job.get("model", "")).lower(), implementation.partition("@")[0]
     for default in DEFAULTS:
-        if default.implementation in ("", implementation) and model.startswith(default.models):
+        if default.implementation in ("", trainer) and model.startswith(default.models):
             fields = job if default.field in Job.model_fields else strategy
             fields.setdefault(default.field, default.value)
     # These trainers have one "mixed precision" setting: inputs come in the dtype the matrix products run in.

@@ -1,6 +1,6 @@
 """Reads step times of MLPerf Training's image models, into profiles/measurements/step_times/mlperf.jsonl.
 
-    python -m tests.tools.read_mlperf_step_times V5.0 V5.1
+    python -m tests.tools.step_times.mlperf V5.0 V5.1
 
 V5.0 and V5.1 are clones of prishajain1/training_results_v5.0 (a fork of mlcommons') and of
 mlcommons/training_results_v5.1; the rows name their commits. A row is one submission's folder on a card that the
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-OUT = Path(__file__).parents[2] / "profiles" / "measurements" / "step_times" / "mlperf.jsonl"
+OUT = Path(__file__).parents[3] / "profiles" / "measurements" / "step_times" / "mlperf.jsonl"
 
 
 class Benchmark(NamedTuple):

@@ -1,14 +1,14 @@
 """Reads the step times that SimpleTuner prints, into profiles/measurements/step_times/simpletuner.jsonl.
 
-    python -m tests.tools.read_step_times CHECKOUT
+    python -m tests.tools.step_times.simpletuner CHECKOUT
 
 CHECKOUT is a clone of bghira/SimpleTuner; the rows name its commit. Each cell of a family that the catalog knows is a
 row; what the settings of `vplan` cannot express is a row too, with the reason that it is left out.
 
 A cell's own print says neither the shape nor the number of tokens. Shapes follow from the example's configuration and
-the trainer's rounding to 64 pixels (helpers/multiaspect/image.py ``calculate_new_size_by_pixel_area``), and for clips,
-whose dataset has some aspect, from the printed *memory*, never from the seconds: 704x384 gives Wan 2.1 1.3B and 14B
-with checkpointed blocks in host RAM 4.7 and 16.3 GiB, as printed; 640x448 gives 5.0 and 17.3.
+the trainer's rounding to 64 pixels (helpers/multiaspect/image.py ``calculate_new_size_by_pixel_area``). All clips are
+of one dataset, scenes of Steamboat Willie (CogVideo, finetune/README.md), a film of 1928: any aspect from 1.2 to 1.4
+gives 576x448. The printed *memory* says so too, see docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-OUT = Path(__file__).parents[2] / "profiles" / "measurements" / "step_times" / "simpletuner.jsonl"
+OUT = Path(__file__).parents[3] / "profiles" / "measurements" / "step_times" / "simpletuner.jsonl"
 SWEEP, KREA = "documentation/experimental/SEGMENTED_CHECKPOINTING.md", "documentation/quickstart/KREA2.md"
 CARDS = {"H100": "h100-80gb", "L40S": "l40s"}
 
@@ -41,7 +41,7 @@ class Family(NamedTuple):
     note: str | None = None
 
 
-CLIP = {"height": 384, "width": 704, "lora_rank": 16}
+CLIP = {"height": 448, "width": 576, "lora_rank": 16}
 LION = {"optimizer": "lion"}
 FLASH_3 = "its example asks for FlashAttention-3, which is not estimated: cuDNN on an H100"
 STREAMED = "RamTorch streams the weights of all blocks from host RAM, each layer's as it is used"
@@ -100,7 +100,7 @@ FAMILIES = {
         26,
         note="the prompt's padding is taken out before the main layers, and the prompt is the pipeline's system "
         "prompt, <Prompt Start> and a single character: about 36 tokens; two refiner blocks over the text see 256; "
-        "on the H100 the GPU waits for launches, which took 26 us there and not 34",
+        "on the H100 the GPU waits for launches, which took 26 us there and not 32",
     ),
     "Qwen Image": Family(
         "qwen",
@@ -139,8 +139,7 @@ FAMILIES = {
         40,
         {"swap_blocks": 39},
         implementation="simpletuner@ramtorch",
-        note=f"{STREAMED}; {FLASH_3}; its kernels are long: their roofline alone, without what kernels lose in other "
-        "steps, is at +5 % on the H100 and at -1 % on the L40S",
+        note=f"{STREAMED}; {FLASH_3}",
     ),
     "Z-Image Turbo": Family(
         "z-image",
