@@ -192,3 +192,10 @@ def test_each_cost_stands_with_its_option_and_none_is_called_slower_that_is_not(
     assert cost_words(costs_of([free, paid], [("A",), ("B",)]), several=True) == "B (slower, and host RAM)"
     for moves, words, faster, told in (([free], [("A",)], False, "free"), ([paid], [("B",)], True, "host RAM")):
         assert cost_words(costs_of(moves, words, faster), several=False) == told
+
+
+def test_what_is_cached_ends_in_its_own_phase(tmp_path: Path) -> None:
+    """Encoders before the VAE have room there, as the VAE has not; nothing is encoded beside gradients."""
+    case = case_of(tmp_path, "hv_1_5_train_network.py", 4, "--task t2v --vae_sample_size 0", (25, 544, 960), "12GB")
+    found = Pricing(case).outcome(case)
+    assert (found.estimate.verdict, found.phase, found.moment) == ("no", "encode", "encoding prompts and clips")
