@@ -81,7 +81,7 @@ def transforms(trainer: str) -> tuple[Transform, ...]:
     """All transformations that are applied to a recorded run, in order, for a trainer by name."""
     # A trainer's terms correct ours (no ring, no fetching ahead), so they find them done. The workspaces come last:
     # they make the first step one of its own, and what changed the step behind them would miss it.
-    return (*TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_use)
+    return (*trainer_terms.first_terms(trainer), *TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_use)
 
 
 ON_THE_CARD = frozenset({gradient_sums, reduction_workspaces, inputs_as_they_are, workspaces_at_use})
