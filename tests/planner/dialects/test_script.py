@@ -45,6 +45,15 @@ def test_words_are_those_that_a_shell_would_give() -> None:
     assert "UNSET" in variables.unset and variables.values["now"] == ['$(date +"%s")']
 
 
+def test_a_placeholder_is_named_and_no_redirection() -> None:
+    with pytest.raises(VplanError) as refusal:
+        commands("python train.py --dit <CACHE_DIR>/wan.safetensors --data <path to config.toml> --cache <CACHE_DIR>")
+    assert refusal.value.message == "the command has placeholders: <CACHE_DIR>, <path to config.toml>"
+    assert "put your own values" in refusal.value.fix
+    (line,), _ = commands('python train.py --prompt "a <sks> dog" <in.txt >out.txt # <here>')
+    assert line.words == ("python", "train.py", "--prompt", "a <sks> dog")
+
+
 def test_a_loop_is_read_once_and_eval_as_a_shell_reads_it() -> None:
     """`a b` in quotes is one word behind `eval`, and an `eval` of an `eval` stays as it is written."""
     lines, variables = commands(
