@@ -91,15 +91,18 @@ def find_model(*texts: object) -> str | None:
     return None
 
 
-def require_model(settings: Settings, *names: str) -> str:
+def require_model(settings: Settings, *names: str, known: Sequence[str] = ()) -> str:
     """The model that the settings `names` give, or `model` where it is set. Raises a VplanError when none of them names
-    a known one."""
+    a known one. ``known``: all that the trainer is priced with, where they are few."""
     if "model" in settings:  # said to us, because the command does not tell
         return str(settings["model"])
     model = find_model(*(settings.get(name) for name in names))
     if model is None:
-        values = ", ".join(f"{name} {quoted(settings[name])}" for name in names if settings.get(name))
-        fault = f"cannot tell the model from {values or ' or '.join(names)}"
+        typed = {name: name.removeprefix("config:") for name in names}
+        values = ", ".join(f"{typed[name]} {quoted(settings[name])}" for name in names if settings.get(name))
+        fault = f"cannot tell the model from {values or ' or '.join(typed.values())}"
+        if known:
+            raise VplanError(fault, f"add --model {' or --model '.join(known)}: no other is priced with this trainer")
         stem = str(next((settings[name] for name in names if settings.get(name)), "")).partition(":")[0]
         close = nearest(stem.rpartition("/")[2], lookup.model_names())
         like = f", as {' or '.join(close)} if it has that shape" if close else " (`vplan models` lists them)"
