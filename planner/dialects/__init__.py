@@ -85,9 +85,9 @@ def _writes(dialect: Dialect, model: str) -> bool:
 def read_script(script: Script) -> tuple[Dialect, Invocation]:
     """The dialect whose script, config or Python file this is, and its settings. Raises a VplanError that says what it
     is instead, or lists the supported trainers, when it is none of theirs."""
-    from planner.dialects.refusal import refusal, unread_config
+    from planner.dialects.refusal import other_model, refusal, unread_config
 
-    if refused := unread_config(script):
+    if refused := unread_config(script) or other_model(script):
         raise refused
     readers = [dialect for dialect in all_dialects().values() if dialect.read_script is not None]
     for reader in readers:

@@ -179,6 +179,22 @@ def test_another_script_of_a_trainer_names_all_that_are_read() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("script", "title", "nearest"),
+    [
+        ("hidream_o1_train_network.py", "HiDream-O1-Image", "hidream-i1"),
+        ("src/musubi_tuner/fpack_train_network.py", "FramePack", "hunyuan-video"),
+        ("src/musubi_tuner/kandinsky5_train_network.py", "Kandinsky 5.0 Video", "wan2.1-t2v-1.3b"),
+    ],
+)
+def test_a_script_for_a_model_without_a_profile_names_it_and_the_nearest(script: str, title: str, nearest: str) -> None:
+    words = ["check", "--gpu", "24GB", "--json", "--", "accelerate", "launch", script, "--mixed_precision", "bf16"]
+    error = json.loads(CliRunner().invoke(cli, words).stdout)["error"]
+    name = script.rpartition("/")[2]
+    assert error["message"].startswith(f"{name} is musubi-tuner's, for {title}, which has no profile: ")
+    assert error["fix"].startswith(f"the nearest that has one is {nearest}: ")
+
+
 OF_ANOTHER_KIND = {
     "musubi.toml": (
         '[general]\nresolution = [960, 544]\n[[datasets]]\nvideo_directory = "x"\ntarget_frames = [1, 25]\n',
