@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,7 @@ def read_script(script: Script) -> tuple[Dialect, Invocation]:
         assert reader.read_script is not None
         invocation = reader.read_script(script)
         if invocation is not None:
-            return reader, invocation
+            return reader, replace(invocation, config_alone=script.config is not None)
     raise refusal(script, readers)
 
 

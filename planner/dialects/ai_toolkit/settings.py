@@ -44,7 +44,7 @@ from planner.dialects.base.bindings import (
     When,
 )
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, one_of, our_defaults, refused_flags, word_for
+from planner.dialects.base.launchers import ALLOCATOR, EXPANDABLE, one_of, our_defaults, refused_flags, word_for
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
@@ -432,7 +432,10 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     head = "The comment after each line names its plan field. Fill in the folders and prompts."
     lines = ["#!/bin/bash", "set -e"]
     if plan.strategy.expandable_segments:
-        lines += ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+        lines += [f"export {ALLOCATOR}"]
+        # run.py loads the .env of its folder before it imports torch; no key of a config sets a variable.
+        head += f"\nThe plan counts on {ALLOCATOR}, which train.sh sets. Started otherwise, as from"
+        head += "\nthe UI, that line belongs into ai-toolkit's .env."
     script = "\n".join([*lines, "python run.py config.yaml", ""])
     return {"config.yaml": config_text.yaml(config, comments, head), "train.sh": script}
 

@@ -84,6 +84,8 @@ class Invocation:
     notes: tuple[str, ...] = ()
     refused: tuple[Remark, ...] = ()
     """those of `unknown` that the script's argparse refuses: the run ends before it starts"""
+    config_alone: bool = False
+    """whether a config was given without what starts it, and so without its environment"""
 
 
 @dataclass(frozen=True)

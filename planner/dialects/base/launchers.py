@@ -49,6 +49,8 @@ NODES = Value("nodes", "nodes", 1, int)
 EXPANDABLE = Choice("expandable_segments", {False: {}, True: {"env:expandable_segments": True}})
 """torch.cuda: off unless PYTORCH_CUDA_ALLOC_CONF asks for it."""
 
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""What a plan with expandable segments has in its environment."""
 ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -323,7 +325,7 @@ def command_settings(settings: Settings) -> Settings:
 
 def script_head(plan: Plan) -> str:
     """The first lines of a shell script, with PyTorch's allocator settings where the plan needs them."""
-    allocator = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" if plan.strategy.expandable_segments else ""
+    allocator = f"export {ALLOCATOR}\n" if plan.strategy.expandable_segments else ""
     return f"#!/bin/bash\nset -e\n{allocator}"
 
 
