@@ -328,13 +328,22 @@ def read_script(script: Script) -> Invocation | None:
     return Invocation("ai-toolkit", settings, tuple(unknown), (), tuple(notes), refused)
 
 
+MISPLACED = ("only_if_contains", "ignore_if_contains")
+"""Keys of ``network.network_kwargs`` (toolkit/config_modules.py ``NetworkConfig``) that people write one level up."""
+
+
 def _is_read(key: str) -> bool:
-    """Whether a key stands in one of the tables whose keys we know."""
+    """Whether a key stands in one of the tables whose keys we know, and no remark says more of it."""
+    if key.startswith(tuple(f"{NETWORK.partition(':')[2]}{name}" for name in MISPLACED)):
+        return False
     return any(f"].{table}" in key for table in ("model.", "train.", "network.", "datasets[", "sample.", "save."))
 
 
 def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     """The given settings that have no effect, or no longer have one, each with the reason."""
+    for name in MISPLACED:
+        if any(key.startswith(f"{NETWORK}{name}") for key in settings):
+            yield Remark(f"network.{name}", f"it is read as network.network_kwargs.{name} alone")
     if f"{MODEL}auto_memory" in settings:
         yield Remark("model.auto_memory", f"it is layer_offloading now ({AT} toolkit/config_modules.py)")
     single = lookup.model(fields["model"]).experts == 1  # of two it moves the one that does not run
