@@ -3,6 +3,7 @@ never steers it: no title, no colour, no line written over, no text turned aroun
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
+
+
+_LINE_END = re.compile(r" +\n")
 
 
 def plain(text: str) -> str:
@@ -38,12 +42,24 @@ def console(*, stderr: bool = False, width: int | None = None, **more: Any) -> C
     from rich.console import Console
 
     class Plain(Console):
-        """Leaves the end of a pipe to `planner.commands`, which ends every command the same way."""
+        """Leaves the end of a pipe to `planner.commands`, which ends every command the same way. No line ends in a
+        blank, as rich's wrapped lines and rows of tables do."""
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            held: list[Segment] = []  # the latest that may end in blanks, and blanks behind it
             for segment in super().render(renderable, options):
-                is_text = not segment.control and not segment.text.isprintable()
-                yield segment._replace(text=plain(segment.text)) if is_text else segment
+                if not segment.control and not segment.text.isprintable():
+                    segment = segment._replace(text=_LINE_END.sub("\n", plain(segment.text)))
+                if segment.text.startswith("\n"):
+                    held = [each._replace(text=each.text.rstrip(" ")) for each in held]
+                if segment.text.strip(" ") or segment.control:
+                    yield from held
+                    held = []
+                if segment.control:
+                    yield segment
+                else:
+                    held.append(segment)
+            yield from held
 
         def on_broken_pipe(self) -> None:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from planner.errors import VplanError, quoted
+from planner.errors import VplanError, nearest, quoted
 
 KIB = 2**10
 MIB = 2**20
@@ -66,7 +66,9 @@ def parse_bytes(text: str, what: str = "size") -> int:
         raise VplanError(f"{what} {quoted(text)} is not a size", fix)
     number, unit = parts
     if unit not in UNITS:
-        fault = f"has no unit {quoted(unit)} we know" if unit else "has no unit"
+        if unit and (meant := nearest(unit, UNITS.keys() - {"b"}, 1)):
+            fix = f"did you mean {number}{UNITS[meant[0]]}?"
+        fault = "has an unknown unit" if unit else "has no unit"
         raise VplanError(f"{what} {quoted(text)} {fault}", fix)
     # Whole numbers stay integers: a float is exact only up to 2**53.
     value = int(number) if number.lstrip("+-").isdigit() else float(number)

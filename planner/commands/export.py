@@ -10,6 +10,7 @@ from click.shell_completion import CompletionItem
 
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import Verb, examples, json_option, show, starting_with
+from planner.dialects.base.launchers import ALLOCATOR
 from planner.errors import VplanError
 from planner.foreign.export import export, flags_of, targets, write_files
 from planner.foreign.trainer_search import suggest_for, trainer_of
@@ -94,7 +95,8 @@ def command(asked: TypedQuestion, name: str, output: str, nearest: bool, force: 
             say(f"As {name} does it: {estimate.verdict}, {peak} of {budget} at {estimate.peak.moment}")
         if done.left_out:
             say("Your script must do: " + ", ".join(f"{field} {value}" for field, value in done.left_out.items()))
-        say(f"Start it in {output}: {done.start}")
+        counts_on = f" (it sets {ALLOCATOR}, on which the estimate counts)" if done.sets_allocator else ""
+        say(f"Start it in {output}: {done.start}{counts_on}")
 
     show(answer, as_json, render)
     return 0

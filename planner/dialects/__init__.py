@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -85,16 +86,16 @@ def _writes(dialect: Dialect, model: str) -> bool:
 def read_script(script: Script) -> tuple[Dialect, Invocation]:
     """The dialect whose script, config or Python file this is, and its settings. Raises a VplanError that says what it
     is instead, or lists the supported trainers, when it is none of theirs."""
-    from planner.dialects.refusal import refusal, unread_config
+    from planner.dialects.refusal import other_model, refusal, unread_config
 
-    if refused := unread_config(script):
+    if refused := unread_config(script) or other_model(script):
         raise refused
     readers = [dialect for dialect in all_dialects().values() if dialect.read_script is not None]
     for reader in readers:
         assert reader.read_script is not None
         invocation = reader.read_script(script)
         if invocation is not None:
-            return reader, invocation
+            return reader, replace(invocation, config_alone=script.config is not None)
     raise refusal(script, readers)
 
 

@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import profiles
+from planner.catalog.names import other_models
 from planner.dialects.base import flags
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, quoted
@@ -41,6 +42,25 @@ SIGNS = (
 """Trainers that people use and whose commands are not read, so that the refusal can name them."""
 
 
+class ModelScript(NamedTuple):
+    """A script of a trainer that is read, for a model that has no profile."""
+
+    trainer: str
+    model: str
+    """as `profiles/other_models.toml` names it"""
+    nearest: str
+    """ours that is most like it"""
+
+
+MODEL_SCRIPTS = {
+    "hidream_o1_train_network.py": ModelScript("musubi-tuner", "hidream-o1", "hidream-i1"),
+    "hidream_o1_train.py": ModelScript("musubi-tuner", "hidream-o1", "hidream-i1"),
+    "fpack_train_network.py": ModelScript("musubi-tuner", "framepack", "hunyuan-video"),
+    "kandinsky5_train_network.py": ModelScript("musubi-tuner", "kandinsky5", "wan2.1-t2v-1.3b"),
+}
+"""Its name -> what it trains (musubi-tuner docs/hidream_o1.md at 30c658c)."""
+
+
 UNREAD_CONFIGS: tuple[tuple[str, frozenset[str]], ...] = (
     ("FlyMyAI's lora-trainer", frozenset({"data_config", "pretrained_model_name_or_path"})),
     ("CogVideo's SAT finetuning", frozenset({"args", "model", "data"})),
@@ -54,6 +74,18 @@ UNREAD_CONFIGS: tuple[tuple[str, frozenset[str]], ...] = (
 
 ALIKE = 0.8
 """Share of a config's keys that a file of a trainer has, at which it is said to be such a file."""
+
+
+def other_model(script: Script) -> VplanError | None:
+    """The refusal of a trainer's script for a model that has no profile; None for any other."""
+    for program in script.programs:
+        name = PurePosixPath(program.script).name
+        if (own := MODEL_SCRIPTS.get(name)) is None or (model := other_models.find(own.model)) is None:
+            continue
+        fault = f"{name} is {own.trainer}'s, for {model.title}, which has no profile: {model.missing}"
+        near = f"the nearest that has one is {own.nearest}: `vplan suggest {own.nearest} --gpu 24GB`"
+        return VplanError(fault, f"{near}; docs/trainers.md lists the models of {own.trainer} that do")
+    return None
 
 
 def unread_config(script: Script) -> VplanError | None:

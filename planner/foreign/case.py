@@ -124,10 +124,13 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     except NotRecordedError as error:
         raise _with_mixed_precision(dialect, configuration, error) from None
     if not strategy.expandable_segments:
-        notes.append("default CUDA allocator (PYTORCH_CUDA_ALLOC_CONF not set)")
+        notes.append(f"default CUDA allocator ({NOT_IN_A_CONFIG if invocation.config_alone else NOT_SET})")
     words = (*reading.notes, *notes)
     return Case(dialect, invocation, reading, job, strategy, where, profile, card, words, reading.version)
 
+
+NOT_SET = "PYTORCH_CUDA_ALLOC_CONF not set"
+NOT_IN_A_CONFIG = "a config alone does not say PYTORCH_CUDA_ALLOC_CONF: if the script that starts it does, check that"
 
 _ASKED = re.compile(r"(leave out |without )?--(no-)?([a-z][a-z-]*)(?: ([a-z0-9-]+))?")
 

@@ -16,6 +16,7 @@ from planner.catalog.shapes import check_blocks, check_job
 from planner.dialects.base import config_text
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.dialect import Dialect, nearest_fields, settings_for
+from planner.dialects.base.launchers import ALLOCATOR
 from planner.errors import NotEstimatedError, VplanError, did_you_mean, quoted
 from planner.estimate.estimate import assess
 from planner.file_writing import write_file
@@ -55,6 +56,11 @@ class Exported:
     changed: dict[str, Any] = field(default_factory=dict)
     """field -> value of the nearest plan, where the plan itself could not be said"""
     notes: tuple[str, ...] = ()
+
+    @property
+    def sets_allocator(self) -> bool:
+        """Whether what starts it sets torch's allocator, which no other file of it says."""
+        return f"export {ALLOCATOR}" in list(self.files.values())[-1]
 
     @property
     def start(self) -> str:

@@ -127,6 +127,10 @@ BY_CAUSE: dict[Cause, tuple[str, ...]] = {
 """What helps against a cause wherever it struck."""
 
 
+WHOLE = "paste the message to its end, which says what tensors, PyTorch's cache and other processes held"
+"""Where the numbers behind the request are missing."""
+
+
 def explain(message: OomMessage, played: Sequence[ReplayedStage] | None = None) -> Explanation:
     """What a message means; with the stages of its job replayed (`planner.estimate.stages.replay_stages`), which
     tensor it was."""
@@ -142,6 +146,10 @@ def explain(message: OomMessage, played: Sequence[ReplayedStage] | None = None) 
         advice.append("empty the cache between phases (torch.cuda.empty_cache), as sizes differ from phase to phase")
     if cause == "others":
         advice.append("end the other processes on this card (`nvidia-smi` lists them), or use another card")
+    if cause == "unknown":
+        advice.append(
+            WHOLE if played is not None else f"{WHOLE}; or add the command and --gpu, for the tensor that asked"
+        )
     advice += BY_CAUSE.get(cause, ())
     if message.form == "MPS":
         advice.append("close other programs, which share the RAM: PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 swaps instead")
@@ -175,7 +183,7 @@ def _cause(message: OomMessage) -> tuple[Cause, str]:
     if card is not None and wanted > card:
         return "large", f"{message.requested_text} in one piece is more than the {format_gib(card)} there are in all"
     if held is None and free is None:
-        return "unknown", "the message does not say how much was free"
+        return "unknown", f"it had no {message.requested_text} left, and the message does not say what held the rest"
     room, gaps, share = free or 0, held or 0, (card or (message.allocated_bytes or 0) + (held or 0))
     if room >= wanted:
         why = f"the driver refused {message.requested_text} while {format_gib(room)} were free"
@@ -237,16 +245,20 @@ OPENINGS: dict[Cause, str] = {
     "commit": "Windows' commit limit",
     "shared": "Shared memory",
     "kernel": "Not the card's memory",
-    "unknown": "Cause unknown",
+    "unknown": "The card was full",
 }
 """How a line names the cause."""
+
+
+def _without_size(form: str) -> str:
+    return {"killed": "The process was killed", "1 EB": "The request was too large"}.get(form, f"{form} ran out")
 
 
 def render(explanation: Explanation) -> list[str]:
     """The explanation as lines of text for the terminal."""
     message = explanation.message
     card = "" if message.gpu is None else f"GPU {message.gpu}: "
-    what = f"{message.requested_text} could not be allocated" if message.requested_text else f"{message.form} ran out"
+    what = f"{message.requested_text} could not be allocated" if message.requested_text else _without_size(message.form)
     lines = [f"{card}{what}."]
     parts = (
         ("capacity", message.capacity_bytes),

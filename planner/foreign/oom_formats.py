@@ -118,11 +118,14 @@ FORMATS: tuple[Format, ...] = (
             "another attention or quantisation backend, or a kernel tuned for this card"),
     _format("killed", r"DataLoader worker \(pid \d+\) is killed by signal: Killed"
             r"|(?:exit ?code:?|exited with code|return code|exits with return code =)\s*\(?-9\b|exitcode\s*:\s*-9\b"
-            r"|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|received signal: 9|exit(?:ed with)? code 137"
-            r"|Out of memory: Killed process|oom-kill(?:er)?\b|OOMKilled"
+            r"|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|received signal: 9"
+            r"|exit(?:ed)?(?: with)?(?: code| status)?:? 137\b|^137$"
+            r"|Out of memory: Killed process|oom[-_]kill(?:er)?\b|OOMKilled"
             r"|^(?:\S+: line \d+:\s+\d+ |zsh: )?Killed\b", "host",
-            "the system ended the process (signal 9), nearly always because host RAM was used up, or what its container"
-            " or job may have", RAM, SWAP_LESS, "`dmesg | grep -i kill` names the process and what it held"),
+            "the kernel ended the process (signal 9, exit code 137), nearly always because host RAM was used up, or"
+            " what its container or job may have; the card's memory had no part in it", RAM, SWAP_LESS,
+            "more RAM for it: swap space, the container's `--memory`, Slurm's `--mem`",
+            "`dmesg | grep -i kill` names the process and what it held"),
     _format("python", r"^MemoryError\s*$|\bstd::bad_alloc\b|Cannot allocate memory", "host",
             "this process's host RAM ran out", RAM, SWAP_LESS),
 )  # fmt: skip

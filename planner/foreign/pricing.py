@@ -99,8 +99,9 @@ class Pricing:
             return CheckedEstimate(estimate, _phase(estimate.peak.phase, estimate.peak.moment), estimate.peak.moment)
         moment = describe_moment(ended, estimate.strategy)
         phase = _phase(ended.phase, moment)
-        first = next(entry for entry in played if entry.phase == phase) if phase == "encode" else ended
-        if first is not ended:  # it had room before there were gradients and states beside it
+        # What is cached before training is encoded apart; what stays on the GPU encodes each batch.
+        beside = [entry for entry in played if entry.phase == "encode" and not entry.run.encoding_only.peak_bytes]
+        if any(entry is ended for entry in beside[1:]):  # it had room before there were gradients and states beside it
             return CheckedEstimate(estimate, "train", "encoding the next batch beside gradients and optimizer states")
         return CheckedEstimate(estimate, phase, moment)
 

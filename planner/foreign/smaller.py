@@ -19,9 +19,9 @@ from planner.foreign.change_words import changed_words, cost_words, costs_of, mo
 from planner.foreign.check import Checked
 from planner.foreign.pricing import CheckedEstimate, Pricing
 from planner.foreign.smallest_change import Fix, moves_of
-from planner.foreign.trainer_search import suggest_for
+from planner.foreign.trainer_search import fitting_for
 from planner.search import objectives
-from planner.search.question import Question, Suggestion
+from planner.search.question import Question
 from planner.search.suggester import Suggester
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate
@@ -54,16 +54,22 @@ def as_lora(found: Checked) -> tuple[str, Estimate] | None:
     question = Question(wanted, Strategy(), case.machine, case.model, case.gpu)
     frames = f"--frames {job.frames} " if case.model.kind == "video" else ""
     size = f"{frames}--resolution {job.height}x{job.width}"
-    searches: dict[str, Callable[[], Suggestion]] = {
-        f" --for {case.dialect.name}": lambda: suggest_for(question, case.dialect.name)[1],
-        "": lambda: Suggester().suggest(question),
+    searches: dict[str, Callable[[], Estimate | None]] = {
+        f" --for {case.dialect.name}": lambda: fitting_for(question, case.dialect.name),
+        "": lambda: _fitting(question),
     }
     for words, search in searches.items():
         with contextlib.suppress(VplanError):  # that trainer does not, or nothing writes its files
-            plan = search().plan
-            if plan.verdict == "fits":
+            plan = search()
+            if plan is not None and plan.verdict == "fits":
                 return f"vplan suggest {job.model} --gpu {case.machine.gpu} {size}{words}", plan
     return None
+
+
+def _fitting(question: Question) -> Estimate | None:
+    suggester = Suggester()
+    found = suggester.best(suggester.search(question), explain=False)
+    return found.plan if found else None
 
 
 def larger_card(found: Checked) -> CheckedEstimate | None:

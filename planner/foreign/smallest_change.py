@@ -40,19 +40,22 @@ def smallest_changes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tup
     """Changes that are enough, smallest first; and single ones that help where it ends and are not enough.
 
     Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
+    What nobody trains without (`Move.always`) is part of all of them, alone where that is enough.
     """
-    moves = moves_of(case)
+    known = moves_of(case)
+    always, moves = [move for move in known if move.always], [move for move in known if not move.always]
     enough: dict[frozenset[int], Fix] = {}
     tight: dict[frozenset[int], Fix] = {}
     helps: list[Fix] = []
-    for size in range(1, MOST_PARTS + 1):
+    first = 0 if always else 1
+    for size in range(first, MOST_PARTS + 1):
         for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
             if any(done <= chosen for done in enough):  # a part of it does
                 continue
-            fix = _tried(case, base, [moves[at] for at in sorted(chosen)], pricing)
+            fix = _tried(case, base, [*always, *(moves[at] for at in sorted(chosen))], pricing)
             verdict = fix.outcome.estimate.verdict if fix else ""
             if fix is None or verdict == "no":
-                helps += [fix] if fix and size == 1 and _saved(base, fix) >= WORTH else []
+                helps += [fix] if fix and size == first and _saved(base, fix) >= WORTH else []
             elif verdict == "fits":
                 enough[chosen] = fix
             elif base.estimate.verdict == "no" and not any(done <= chosen for done in tight):

@@ -123,12 +123,9 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
     asked, found = _searched(question, dialect, prefer)
     if found.plan.verdict != "no" or "weights_dtype" in question.fixed or question.job.method != "lora":
         return asked, found
-    # What else a trainer does may follow from a quantised base, so that is asked for as if it were typed.
     for dtype in QUANTISED:
-        strategy = question.strategy.replace(weights_dtype=dtype)
-        quantised = question._replace(strategy=strategy, fixed=question.fixed | {"weights_dtype"})
         with contextlib.suppress(VplanError):
-            smaller, other = _searched(quantised, dialect, prefer)
+            smaller, other = _searched(_quantised(question, dtype), dialect, prefer)
             if other.plan.verdict != "no":
                 told = Switch("weights_dtype", question.strategy.weights(question.job.method), dtype, 0, 0.0)
                 return smaller._replace(fixed=question.fixed), other._replace(switches=(told, *other.switches))
@@ -137,6 +134,38 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
                 asked = smaller._replace(fixed=question.fixed)
                 found = other._replace(relaxed=(*lossless, *(wish for wish in other.relaxed if wish.plan.lossy)))
     return asked, found
+
+
+def fitting_for(question: Question, name: str) -> Estimate | None:
+    """The plan alone that `suggest_for` has where one fits or is tight, without what explains it, which takes most of
+    the time; None where there is none. Raises a VplanError as `suggest_for` does."""
+    dialect = dialects.writer(check_target(name), question.job.model)
+    found = _fitting(question, dialect)
+    if found is not None or "weights_dtype" in question.fixed or question.job.method != "lora":
+        return found
+    for dtype in QUANTISED:
+        with contextlib.suppress(VplanError):
+            if (found := _fitting(_quantised(question, dtype), dialect)) is not None:
+                return found
+    return None
+
+
+def _fitting(question: Question, dialect: Dialect) -> Estimate | None:
+    trained = _as_trained(question, dialect)
+    suggester = _suggester(TrainerPolicy(trained, dialect), "speed")
+    found = suggester.best(suggester.search(trained), explain=False)
+    if found is None:
+        return None
+    plan = _exportable(found, dialect).plan
+    if plan.verdict == "no":  # one beside the best may be exportable: only an explained answer has them
+        plan = _searched(question, dialect, "speed")[1].plan
+    return None if plan.verdict == "no" else plan
+
+
+def _quantised(question: Question, dtype: str) -> Question:
+    """The question with another format of the base as if it were typed: what else a trainer does may follow from it."""
+    strategy = question.strategy.replace(weights_dtype=dtype)
+    return question._replace(strategy=strategy, fixed=question.fixed | {"weights_dtype"})
 
 
 def _needs_less(other: Estimate, found: Estimate) -> bool:
@@ -155,12 +184,7 @@ QUANTISED = ("fp8", "int8", "nf4")
 def _searched(question: Question, dialect: Dialect, prefer: str) -> tuple[Question, Suggestion]:
     question = _as_trained(question, dialect)
     policy = TrainerPolicy(question, dialect)
-
-    def with_measurements(asked: Question) -> TrainerPolicy:
-        policy.question = asked
-        return policy
-
-    suggester = Suggester(dialect.name, prefer, with_measurements)
+    suggester = _suggester(policy, prefer)
     try:
         found = suggester.suggest(question)
         least = _exportable(found, dialect)
@@ -173,6 +197,16 @@ def _searched(question: Question, dialect: Dialect, prefer: str) -> tuple[Questi
         ((why, _),) = policy.unsaid.most_common(1)
         fix = "ask for a smaller size or a shorter clip, or a larger card"
         raise VplanError(f"{dialect.title} cannot do what this needs here: {why}", fix) from None
+
+
+def _suggester(policy: TrainerPolicy, prefer: str) -> Suggester:
+    """A suggester of a trainer's plans, whose policy has the question with what measurements say."""
+
+    def with_measurements(asked: Question) -> TrainerPolicy:
+        policy.question = asked
+        return policy
+
+    return Suggester(policy.dialect.name, prefer, with_measurements)
 
 
 def _exportable(found: Suggestion, dialect: Dialect) -> Suggestion:

@@ -70,10 +70,10 @@ def adapters_as_named(run: Run) -> None:
         fault = f"no layer of {run.facts.model.name} is called {', '.join(unknown)}"
         raise VplanError(fault, f"--lora-targets takes the ends of names like {example}")
     layers = linear_layers(run)
-    _leave_out(run, recorded - wanted)
     lacking = [layers[name] for name in wanted - recorded if name in layers]
     added = run.job.lora_rank * sum(layer.rows + layer.columns for layer in lacking)
-    add_adapters(run, added)
+    add_adapters(run, added)  # by what is recorded, of which nothing may be left
+    _leave_out(run, recorded - wanted)
     compute_adapters(run, lacking)
     not_added = TRAINED_BYTES * added if run.strategy.sharding in SPLIT else 0
     run.device.kept_for_adapters = (

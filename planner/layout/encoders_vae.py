@@ -108,7 +108,7 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
     if strategy.vae == residence and not run.samples_only:
         clip = _clip(run, run.grid, batch)
         tape = _vae_tape(run.facts, "encode", clip["F"])
-        components.append(vae_component(model.vae, tape, "encode", strategy, clip))
+        components.append(vae_component(model.vae, tape, "encode", strategy, clip, run.device.vae_tile))
     return components
 
 
@@ -151,7 +151,7 @@ def decoder(run: Run, shape: Mapping[str, int], batch: int) -> ComponentPass:
     model = run.facts.model
     clip = _clip(run, shape, batch)
     tape = _vae_tape(run.facts, "decode", clip["F"])
-    return vae_component(model.vae, tape, "decode", run.strategy, clip)
+    return vae_component(model.vae, tape, "decode", run.strategy, clip, run.device.vae_tile)
 
 
 def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, batch: int) -> ComponentPass:
@@ -163,9 +163,15 @@ def text_component(encoder: TextEncoder, tape: Tape | None, strategy: Strategy, 
 
 
 def vae_component(
-    vae: Vae, tape: Tape | None, piece: str, strategy: Strategy, clip: Mapping[str, int]
+    vae: Vae,
+    tape: Tape | None,
+    piece: str,
+    strategy: Strategy,
+    clip: Mapping[str, int],
+    own_tile: tuple[int, ...] = (),
 ) -> ComponentPass:
-    """The VAE for ``clip``: latent frames F, rows H, columns W, batch B."""
+    """The VAE for ``clip``: latent frames F, rows H, columns W, batch B. ``own_tile``: a trainer's
+    (`planner.layout.run_records.DeviceTerms.vae_tile`)."""
     name = vae.folder
     frames, rows, columns, batch = clip["F"], clip["H"], clip["W"], clip["B"]
     if not vae.takes_clips:
@@ -173,7 +179,7 @@ def vae_component(
     passes, area = 1, rows * columns
     if strategy.vae_slicing:
         passes, batch = batch, 1
-    tile = tape.tile if tape else ()
+    tile = own_tile or (tape.tile if tape else ())
     tiles: tuple[tuple[int, int], ...] = ((rows, columns),)
     if strategy.vae_tiling and tile and (rows * vae.spatial > tile[0] or columns * vae.spatial > tile[1]):
         sides = [

@@ -35,10 +35,11 @@ from planner.layout.single_gpu import (
 )
 from planner.layout.stored_positions import stored_positions, stored_positions_in_validation
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
-from planner.layout.unpriced import refuse_unpriced
+from planner.layout.unpriced import refuse_unpriced, refuse_whole_scores
 from planner.spec.configuration import Configuration
 
 TRANSFORMS: tuple[Transform, ...] = (
+    refuse_whole_scores,
     # First what the recorded step itself is: what comes later copies it, or weaves into it, as it stands by then.
     stored_positions,
     context_parallel,
@@ -81,7 +82,7 @@ def transforms(trainer: str) -> tuple[Transform, ...]:
     """All transformations that are applied to a recorded run, in order, for a trainer by name."""
     # A trainer's terms correct ours (no ring, no fetching ahead), so they find them done. The workspaces come last:
     # they make the first step one of its own, and what changed the step behind them would miss it.
-    return (*TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_use)
+    return (*trainer_terms.first_terms(trainer), *TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_use)
 
 
 ON_THE_CARD = frozenset({gradient_sums, reduction_workspaces, inputs_as_they_are, workspaces_at_use})

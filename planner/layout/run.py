@@ -447,7 +447,7 @@ class Run:
         gradients, shares = self.named("gradient"), self.shared(_recorded_shares)
         sizes = list(map(self.sizes.__getitem__, gradients.values()))
         recorded_bytes = sum(map(operator.mul, sizes, map(shares.__getitem__, gradients)))
-        return sum(sizes) / recorded_bytes if sizes else 1.0
+        return sum(sizes) / recorded_bytes if recorded_bytes else 1.0  # none of those that are recorded may train
 
     @property
     def swapped_blocks(self) -> dict[Block, list[int]]:

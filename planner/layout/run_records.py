@@ -94,6 +94,10 @@ class DeviceTerms:
     encoders_whole: bool = False
     """whether a trainer puts a text encoder on the GPU whole, where ours brings one that is larger layer by layer"""
 
+    vae_tile: tuple[int, ...] = ()
+    """rows and columns of a tile of the VAE and of the stride between tiles, pixels, of a trainer whose tiles are not
+    those of the recording"""
+
     encoders_on_cpu: bool = False
     """whether text encoders that are cached encode on the CPU"""
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from planner.catalog.shapes import grids
 from planner.errors import NotEstimatedError
-from planner.layout import attention_kernel
-from planner.layout.run import Facts
+from planner.layout import attention_kernel, trainer_terms
+from planner.layout.run import Facts, Run
 from planner.layout.sharding import context_parallel
+from planner.layout.trainer_terms.sd_scripts.whole_scores import whole_scores
 from planner.spec.combinations.combination import first_refusal
 from planner.spec.combinations.estimate_gaps import ESTIMATE_GAPS
 from planner.spec.configuration import Configuration
@@ -19,6 +20,12 @@ def refuse_unpriced(configuration: Configuration) -> None:
     """Raises a NotEstimatedError for what would be left out of the answer without a word."""
     if refusal := first_refusal(ESTIMATE_GAPS, configuration):
         raise NotEstimatedError(*refusal)
+
+
+def refuse_whole_scores(run: Run) -> None:
+    """Raises a NotEstimatedError for attention with whole scores, but of a trainer whose terms price them."""
+    if run.strategy.attention == "math" and whole_scores not in trainer_terms.terms(run.trainer):
+        raise NotEstimatedError("attention math is not estimated yet", "use --attention sdpa")
 
 
 def refuse_untaken(configuration: Configuration, facts: Facts) -> None:

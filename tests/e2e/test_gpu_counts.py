@@ -77,3 +77,12 @@ def test_typed_gpus_are_the_only_ones_asked_about() -> None:
 )
 def test_limits_that_mean_nothing_are_refused(words: tuple[str, ...], fault: str) -> None:
     assert fault in run(*words, code=2).stderr
+
+
+def test_a_count_whose_plan_gives_up_quality_says_so() -> None:
+    long = ("suggest", "wan2.1-t2v-14b", "--gpu", "24GB", "--steps", "2000", "--max-hours", "60")
+    found = answer(*long)
+    (one,) = (row for row in found["gpu_counts"] if row["gpus"] == 1)
+    assert one["lossy"] == found["plan"]["lossy"] == ["weights_dtype"]
+    rows = [line for line in run(*long).stdout.splitlines() if line.lstrip().startswith("1 ") and " to " in line]
+    assert rows and "fits (lossy)" in rows[0]

@@ -120,3 +120,19 @@ def test_an_answer_outside_a_terminal_is_shown_as_text_too() -> None:
     shown.print(HOSTILE)
     for text in (file.getvalue(), shown.export_html()):
         assert "owned" in text and not any(part in text for part in (TITLE, "\x07", "\x9b", "\u202e"))
+
+
+def test_no_line_ends_in_a_blank() -> None:
+    from rich.table import Table
+
+    stream = io.StringIO()
+    shown = console(file=stream, width=20)
+    shown.print("assumed: a card; 81 frames; LoRA rank 16", style="dim")
+    rows = Table(box=None)
+    for name in ("plan", "GiB"):
+        rows.add_column(name, width=9)
+    rows.add_row("two words of it", "1")
+    shown.print(rows)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) > 4 and not [line for line in lines if line.endswith(" ")]
+    assert " ".join(lines[:2]).startswith("assumed: a card; 81 frames;")

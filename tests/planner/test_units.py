@@ -39,7 +39,7 @@ def test_sizes_as_people_write_them(text: str, size_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("24XB", "has no unit 'xb' we know"),
+        ("24XB", "'24XB' has an unknown unit"),
         ("24", "has no unit"),
         ("", "is not a size"),
         ("GiB", "is not a size"),
@@ -124,3 +124,11 @@ def test_the_nearest_names() -> None:
 
 def test_a_count_has_its_noun_in_the_right_number() -> None:
     assert [plural(count, "block") for count in (0, 1, 2)] == ["0 blocks", "1 block", "2 blocks"]
+
+
+@pytest.mark.parametrize(("text", "fix"), [("32GBs", "did you mean 32GB?"), ("1.5parsec", "write a number with a unit"),
+                                           ("24 GIBI", "did you mean 24GiB?")])  # fmt: skip
+def test_a_unit_that_is_mistyped_has_the_nearest(text: str, fix: str) -> None:
+    with pytest.raises(VplanError, match="has an unknown unit") as caught:
+        parse_bytes(text)
+    assert caught.value.fix.startswith(fix)

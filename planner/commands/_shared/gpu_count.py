@@ -112,6 +112,7 @@ class CountedGpus(NamedTuple):
             "nodes": row.question.machine.nodes,
             "context_parallel": row.question.strategy.context_parallel,
             "verdict": plan.verdict if plan else "no",
+            "lossy": list(plan.lossy) if plan else [],
             "step_seconds": plan.step_seconds if plan else None,
             "step_seconds_high": plan.step_seconds_high if plan else None,
             "hours": hours.low if hours else None,
@@ -142,7 +143,8 @@ class CountedGpus(NamedTuple):
             return gpus, "no", "-", *(("-", "-") if self.chosen.whole else ()), within
         spans = [Span(plan.step_seconds, plan.step_seconds_high)]
         spans += [hours, hours.times(row.gpus)] if hours else []
-        return gpus, plan.verdict, *(f"{span.low:.3g} to {span.high:.3g}" for span in spans), within
+        verdict = plan.verdict + (" (lossy)" if plan.lossy else "")
+        return gpus, verdict, *(f"{span.low:.3g} to {span.high:.3g}" for span in spans), within
 
 
 def count_gpus(asked: TypedQuestion, limits: TimeLimits, best: Plan, whole: Whole) -> CountedGpus:

@@ -14,7 +14,7 @@ from planner.errors import VplanError
 from planner.estimate.estimate import replay
 from planner.foreign.case import settle
 from planner.foreign.oom_cause import Explanation, explain
-from planner.foreign.oom_formats import ON_HOST
+from planner.foreign.oom_formats import ON_HOST, find
 from planner.foreign.oom_message import LONGEST, parse
 from planner.layout.inputs import load_facts
 from planner.units import GIB
@@ -26,11 +26,11 @@ def _piped() -> str:
 
 
 def _message(said: str) -> str:
-    """The text of a message: what is piped in, a file, or what was typed, which is no file and has more than one
-    word."""
+    """The text of a message: what is piped in, a file, or what was typed, which is no file and has more than one word
+    or is an error itself, as `Killed`."""
     if said == "-":
         return _piped()
-    typed = len(said.split()) > 1 and not os.path.isfile(said)
+    typed = not os.path.isfile(said) and (len(said.split()) > 1 or find(said) is not None)
     return said if typed else read_text(Path(said), LONGEST)
 
 

@@ -8,7 +8,7 @@ import re
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.launchers import find_model
-from planner.dialects.base.layer_names import chosen_layers
+from planner.dialects.base.layer_names import chosen_layers, layer_names
 from planner.dialects.base.values import as_list, integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
@@ -101,19 +101,28 @@ def version_of(settings: Settings, fields: Fields) -> str:
 
 def named_layers(settings: Settings) -> tuple[str, ...] | None:
     """`lora_targets` where two lists of words choose among the linear layers of the blocks (toolkit/lora_special.py
-    ``clean_name``); None where they do not. Experts that are left out alone are a version of the memory terms."""
+    ``clean_name``, ``lora_name``); None where they do not. Experts that are left out alone are a version of the memory
+    terms. Raises a VplanError where they leave none."""
     profile = lookup.model(model_of(settings)["model"])
     only, ignored = words_of(settings, ONLY), words_of(settings, IGNORED)
     if not only and all(map(_names_experts, ignored)):
         return None
     starts = tuple(f"{stack.list}." for stack in profile.stacks)
+    layers = [layer for layer in layer_names(profile) if layer.startswith(starts)]
 
     def is_adapted(layer: str) -> bool:
         name = f"transformer.{layer}"
-        left = layer.startswith(starts) and not any(word in name for word in ignored)
-        return left and (not only or any(word in name for word in only))
+        words = (name, name.replace(".", "$$"))  # as its adapters are called
+        left = not any(word in name for word in ignored)
+        return left and (not only or any(word in each for word in only for each in words))
 
-    return chosen_layers(profile, is_adapted) or profile.lora.targets
+    chosen = set(filter(is_adapted, layers))
+    if not chosen:
+        listed = {"only_if_contains": only, "ignore_if_contains": ignored}
+        said = "; ".join(f"{key} {', '.join(words)}" for key, words in listed.items() if words)
+        fault = f"network_kwargs leave no layer of {profile.title} to train: {quoted(said)}"
+        raise VplanError(fault, f"layers are called like transformer.{layers[0]}")
+    return chosen_layers(profile, chosen.__contains__) or profile.lora.targets
 
 
 def words_of(settings: Settings, key: str) -> list[str]:

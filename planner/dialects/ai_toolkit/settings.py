@@ -44,7 +44,7 @@ from planner.dialects.base.bindings import (
     When,
 )
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, one_of, our_defaults, refused_flags, word_for
+from planner.dialects.base.launchers import ALLOCATOR, EXPANDABLE, one_of, our_defaults, refused_flags, word_for
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
@@ -328,13 +328,22 @@ def read_script(script: Script) -> Invocation | None:
     return Invocation("ai-toolkit", settings, tuple(unknown), (), tuple(notes), refused)
 
 
+MISPLACED = ("only_if_contains", "ignore_if_contains")
+"""Keys of ``network.network_kwargs`` (toolkit/config_modules.py ``NetworkConfig``) that people write one level up."""
+
+
 def _is_read(key: str) -> bool:
-    """Whether a key stands in one of the tables whose keys we know."""
+    """Whether a key stands in one of the tables whose keys we know, and no remark says more of it."""
+    if key.startswith(tuple(f"{NETWORK.partition(':')[2]}{name}" for name in MISPLACED)):
+        return False
     return any(f"].{table}" in key for table in ("model.", "train.", "network.", "datasets[", "sample.", "save."))
 
 
 def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     """The given settings that have no effect, or no longer have one, each with the reason."""
+    for name in MISPLACED:
+        if any(key.startswith(f"{NETWORK}{name}") for key in settings):
+            yield Remark(f"network.{name}", f"it is read as network.network_kwargs.{name} alone")
     if f"{MODEL}auto_memory" in settings:
         yield Remark("model.auto_memory", f"it is layer_offloading now ({AT} toolkit/config_modules.py)")
     single = lookup.model(fields["model"]).experts == 1  # of two it moves the one that does not run
@@ -432,7 +441,10 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
     head = "The comment after each line names its plan field. Fill in the folders and prompts."
     lines = ["#!/bin/bash", "set -e"]
     if plan.strategy.expandable_segments:
-        lines += ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+        lines += [f"export {ALLOCATOR}"]
+        # run.py loads the .env of its folder before it imports torch; no key of a config sets a variable.
+        head += f"\nThe plan counts on {ALLOCATOR}, which train.sh sets. Started otherwise, as from"
+        head += "\nthe UI, that line belongs into ai-toolkit's .env."
     script = "\n".join([*lines, "python run.py config.yaml", ""])
     return {"config.yaml": config_text.yaml(config, comments, head), "train.sh": script}
 

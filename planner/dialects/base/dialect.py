@@ -55,6 +55,8 @@ class Move:
     """whether it can be done at all, by what is now"""
     lossy: bool = False
     """whether it rounds numbers, where no field of the strategy says so"""
+    always: bool = False
+    """whether nobody trains without it who knows of it: it saves memory and time and costs nothing"""
 
     @property
     def counts(self) -> bool:
@@ -82,6 +84,8 @@ class Invocation:
     notes: tuple[str, ...] = ()
     refused: tuple[Remark, ...] = ()
     """those of `unknown` that the script's argparse refuses: the run ends before it starts"""
+    config_alone: bool = False
+    """whether a config was given without what starts it, and so without its environment"""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ NODES = Value("nodes", "nodes", 1, int)
 EXPANDABLE = Choice("expandable_segments", {False: {}, True: {"env:expandable_segments": True}})
 """torch.cuda: off unless PYTORCH_CUDA_ALLOC_CONF asks for it."""
 
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""What a plan with expandable segments has in its environment."""
 ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -91,15 +93,18 @@ def find_model(*texts: object) -> str | None:
     return None
 
 
-def require_model(settings: Settings, *names: str) -> str:
+def require_model(settings: Settings, *names: str, known: Sequence[str] = ()) -> str:
     """The model that the settings `names` give, or `model` where it is set. Raises a VplanError when none of them names
-    a known one."""
+    a known one. ``known``: all that the trainer is priced with, where they are few."""
     if "model" in settings:  # said to us, because the command does not tell
         return str(settings["model"])
     model = find_model(*(settings.get(name) for name in names))
     if model is None:
-        values = ", ".join(f"{name} {quoted(settings[name])}" for name in names if settings.get(name))
-        fault = f"cannot tell the model from {values or ' or '.join(names)}"
+        typed = {name: name.removeprefix("config:") for name in names}
+        values = ", ".join(f"{typed[name]} {quoted(settings[name])}" for name in names if settings.get(name))
+        fault = f"cannot tell the model from {values or ' or '.join(typed.values())}"
+        if known:
+            raise VplanError(fault, f"add --model {' or --model '.join(known)}: no other is priced with this trainer")
         stem = str(next((settings[name] for name in names if settings.get(name)), "")).partition(":")[0]
         close = nearest(stem.rpartition("/")[2], lookup.model_names())
         like = f", as {' or '.join(close)} if it has that shape" if close else " (`vplan models` lists them)"
@@ -320,7 +325,7 @@ def command_settings(settings: Settings) -> Settings:
 
 def script_head(plan: Plan) -> str:
     """The first lines of a shell script, with PyTorch's allocator settings where the plan needs them."""
-    allocator = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" if plan.strategy.expandable_segments else ""
+    allocator = f"export {ALLOCATOR}\n" if plan.strategy.expandable_segments else ""
     return f"#!/bin/bash\nset -e\n{allocator}"
 
 

@@ -40,13 +40,18 @@ _NORM = re.compile(r"(^|[._])(layer)?norm\d*(_[a-z_]+)?$")
 _IN_BLOCK = re.compile(r"^\w+\.\d+\.")
 
 
+def layer_names(profile: ModelProfile) -> list[str]:
+    """The full names in diffusers of all layers of a model but norms."""
+    table = parameters(profile.name)
+    layers = [name.removesuffix(".weight") for name in table.rows if name.endswith(".weight")]
+    return [layer for layer in layers if not _NORM.search(layer)]
+
+
 def chosen_layers(profile: ModelProfile, is_adapted: Callable[[str], bool]) -> tuple[str, ...] | None:
     """`lora_targets` of a trainer that puts adapters on the layers for which `is_adapted`, which is given full names in
     diffusers, holds; None for the model's usual layers, and where it holds for none. Layers of a block are named by
     their place in it, as far as that means no others."""
-    table = parameters(profile.name)
-    layers = [name.removesuffix(".weight") for name in table.rows if name.endswith(".weight")]
-    layers = [layer for layer in layers if not _NORM.search(layer)]
+    layers = layer_names(profile)
     chosen = {layer for layer in layers if is_adapted(layer)}
     recorded = [targets for targets in (profile.lora.targets, profile.lora.wide) if targets]
     for targets in recorded:

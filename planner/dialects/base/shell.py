@@ -24,6 +24,11 @@ _ASSIGNMENT = re.compile(rf"({NAME})(\+?)=")
 _VARIABLE = re.compile(rf"\$(?:({NAME})|\{{({NAME})(\[[@*]\])?(?::?-([^}}]*))?\}})")
 _HERE_DOCUMENT = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1(.*)")
 """Where a text given to a command begins: none of its lines, up to the end word, is a command."""
+_PLACEHOLDER = re.compile(
+    r"'[^']*'|\"(?:\\.|[^\"\\])*\"|(?:^|(?<=\s))#.*|(?<!<)(<[A-Za-z](?:[\w ./|-]*\w)?>)(?![\w>&])", re.MULTILINE
+)
+"""What is quoted and comments, which are passed over; else group 1, `<path_to_model>`, which a shell takes for two
+redirections."""
 _ASSIGNS = frozenset({"export", "declare", "typeset", "local", "readonly"})
 
 _KEYWORDS = frozenset({"if", "then", "else", "elif", "fi", "do", "done", "while", "until", "{", "}", "!", "time"})
@@ -62,10 +67,15 @@ class Line(NamedTuple):
 def commands(text: str) -> tuple[list[Line], Variables]:
     """Every simple command of a script in order, and what the script assigned.
 
-    Raises a VplanError for a quote or a bracket that is never closed.
+    Raises a VplanError for a quote or a bracket that is never closed, and for a placeholder.
     """
     variables = Variables()
-    return list(_commands(_without_here_documents(text.replace("\r\n", "\n")), variables)), variables
+    plain = _without_here_documents(text.replace("\r\n", "\n"))
+    if placeholders := tuple(dict.fromkeys(filter(None, _PLACEHOLDER.findall(plain)))):
+        several = len(placeholders) > 1
+        fault = f"the command has {'placeholders' if several else 'a placeholder'}: {', '.join(placeholders)}"
+        raise VplanError(fault, f"put your own {'values in their places' if several else 'value in its place'}")
+    return list(_commands(plain, variables)), variables
 
 
 def _commands(text: str, variables: Variables, evaluated: bool = False) -> Iterator[Line]:

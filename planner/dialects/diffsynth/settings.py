@@ -387,6 +387,13 @@ def _several_gpus(fields: Fields) -> bool:
     return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
+def _is_full(fields: Fields) -> bool:
+    return bool(fields["method"] == "full")
+
+
+ON_HOST = {"offload_optimizer": "cpu", "offload_gradients": "cpu"}
+
+
 def _split_words(settings: Settings) -> list[str]:
     """The two-command split with the user's own files."""
     encoders = [path for path in _listed(settings) if _kind(path) != "weights"]
@@ -474,6 +481,14 @@ DIALECT = Dialect(
             {"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=_several_gpus
         ),
         Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several_gpus),
+        # As examples/*/model_training have them, for one GPU too: accelerate_config_zero2offload.yaml,
+        # special/low_vram_training/deepspeed_zero3_cpuoffload.yaml.
+        Move({"sharding": "zero-2", **ON_HOST, **DEEPSPEED}, "the optimizer steps in host RAM", when=_is_full),
+        Move(
+            {"sharding": "zero-3", **ON_HOST, "offload_params": "cpu", **DEEPSPEED},
+            "weights come from host RAM for every block, and the optimizer steps there",
+            when=_is_full,
+        ),
     ),
     files=files,
     version=lambda settings, fields: MODEL_OFFLOAD if settings.get("--enable_model_cpu_offload") else "",

@@ -29,6 +29,8 @@ CONFIG = "config:"
 SIGNS = frozenset({"training_strategy", "model", "optimization"})
 OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw-8bit"}
 USUAL = frozenset({"to_q", "to_k", "to_v", "to_out.0"})
+RECORDED = ("ltx-2.3", "ltx-2.5")
+"""What is recorded of its own model (`planner.layout.trainer_terms.ltx_trainer`)."""
 BASES = {"int8-quanto": "int8", "fp8-quanto": "int8", "fp8uz-quanto": "int8"}
 """Its quantised bases -> ours: float8 has the bytes of 8-bit integers, and its scales (optimum-quanto 0.2.7)."""
 
@@ -62,11 +64,13 @@ def _of(settings: Settings, name: str) -> Any:
 
 def _job(settings: Settings) -> Fields:
     """Only what is recorded of its own model is priced: diffusers' has one time step a clip, and takes less."""
-    model = lookup.model(require_model(settings, f"{CONFIG}model.model_path"))
     method = str(_of(settings, "model.training_mode"))
-    if not model.trained_with("ltx-trainer", "own-code") or method != "lora":
-        what = "full training" if method != "lora" else model.title
-        raise VplanError(f"{what} in ltx-trainer is not recorded", "LoRA of LTX-2.3 and LTX-2.5 is")
+    if method != "lora":
+        raise VplanError("full training in ltx-trainer is not recorded", "LoRA of LTX-2.3 and LTX-2.5 is")
+    model = lookup.model(require_model(settings, f"{CONFIG}model.model_path", known=RECORDED))
+    if not model.trained_with("ltx-trainer", "own-code"):
+        fix = f"priced with this trainer: --model {', --model '.join(RECORDED)}"
+        raise VplanError(f"{model.title} in ltx-trainer is not recorded", fix)
     return {"model": model.name, "method": method}
 
 

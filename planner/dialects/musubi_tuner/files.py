@@ -98,6 +98,8 @@ def _script(plan: Plan, settings: Settings) -> str:
         latents["--i2v"] = True
     if "--vae_dtype" in flags and family not in OWN_VAE_DTYPE:
         latents["--vae_dtype"] = flags["--vae_dtype"]
+    if "--vae_sample_size" in flags:
+        latents["--vae_sample_size"] = flags["--vae_sample_size"]
     prompts: Settings = {"script": caching.format("text_encoder_outputs"), **version, **fp8}
     launcher = ["accelerate", "launch", "--num_cpu_threads_per_process 1", f"--num_processes {plan.machine.world}"]
     launcher += ["--multi_gpu"] if plan.machine.world > 1 else []

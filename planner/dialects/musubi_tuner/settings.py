@@ -59,7 +59,7 @@ from planner.dialects.musubi_tuner.models import (
     write_shape,
 )
 from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
-from planner.layout.trainer_terms.musubi_tuner import ONE_TIME
+from planner.layout.trainer_terms.musubi_tuner import ONE_TIME, TILE_256, TILE_SIZE
 from planner.spec.plan import Plan
 from planner.untrusted import flat
 
@@ -223,6 +223,31 @@ def _write_vae(fields: Fields) -> Settings:
     return {} if word == usual else {"--vae_dtype": word}
 
 
+def _tiling_of(settings: Settings) -> Fields:
+    """HunyuanVideo 1.5's VAE works in tiles unless ``--vae_sample_size`` is 0 (hv_1_5_cache_latents.py:151); the flag
+    of training, which is that of its samples, is taken for the same of the script that caches."""
+    tiles = is_script_of("hv_1_5", settings) and integer(settings.get(TILES, TILE_SIZE), TILES) != 0
+    return {"vae_tiling": tiles}
+
+
+def _write_tiling(fields: Fields) -> Settings:
+    if family_of(fields["model"]) == "hv_1_5":
+        return {} if fields["vae_tiling"] else {TILES: 0}
+    if fields["vae_tiling"]:
+        why = f"latents are cached whole ({AT}); of HunyuanVideo 1.5 alone in tiles"
+        raise InexpressibleError(UnsupportedValue("vae_tiling", True, False, why))
+    return {}
+
+
+def _version(settings: Settings, fields: Fields) -> str:
+    if settings.get("--force_v2_1_time_embedding"):
+        return ONE_TIME
+    return TILE_256 if fields["vae_tiling"] and settings.get(TILES) == 256 else ""
+
+
+TILES = "--vae_sample_size"
+
+
 def _samples_of(settings: Settings) -> Fields:
     return {"validation_mode": "on" if settings.get("--sample_prompts") else "off"}
 
@@ -315,13 +340,14 @@ TABLE: tuple[Binding | When, ...] = (
     Fixed("vae", "cached", "latents are cached by a script of their own before"),
     _pair(_encoder_of, _write_encoder, _ENCODER_FLAGS, text_encoder_dtype="bf16, or fp8 by a flag"),
     _pair(_vae_of, _write_vae, ("--vae_dtype",), vae_dtype="--vae_dtype"),
+    _pair(_tiling_of, _write_tiling, (TILES,), vae_tiling="of HunyuanVideo 1.5, unless --vae_sample_size is 0"),
     _pair(_samples_of, _write_samples, ("--sample_prompts", "--sample_every_n_epochs"),
              validation_mode="off, on by --sample_prompts"),
     _pair(_attention_of, _write_attention, ATTENTION, attention="--sdpa, --flash_attn; --xformers read as efficient"),
     Choice("compile", {"none": {}, "blocks": {"--compile": True}}, "--compile compiles each block"),
     _pair(unpriced_settings.references_of, lambda fields: {}, (), references="a model's own; 1 by control_directory"),
     *our_defaults("trainable", "text_tokens", "validation", "master_weights", "ema", "offload_optimizer",
-           "offload_gradients", "offload_params", "vae_tiling", "vae_slicing", "group_offload", "group_offload_stream",
+           "offload_gradients", "offload_params", "vae_slicing", "group_offload", "group_offload_stream",
            "context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
 )  # fmt: skip
 
@@ -381,7 +407,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     narrow = "--network_args" in settings and family_of(fields["model"]) == "wan"
     if lora and not narrow and (note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])):
         yield note
-    yield f"latents and prompts are cached before training ({AT})"
+    tiles = f", latents in tiles of {settings.get(TILES, TILE_SIZE)} pixels ({TILES})" if fields["vae_tiling"] else ""
+    yield f"latents and prompts are cached before training ({AT}){tiles}"
     if lora and not settings.get("--network_dim"):
         yield "LoRA rank 4, the default of --network_dim"
     if fields["validation_mode"] == "on":
@@ -409,6 +436,11 @@ MOVES = (
         by_fields=block_swap.steps("musubi-tuner", (8, 16, 20, 26, 32, 36, 39)),
     ),
     Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
+    Move(
+        {"vae_tiling": True},
+        "latents are cached in tiles, which are blended where they meet",
+        when=lambda fields: family_of(fields["model"]) == "hv_1_5",
+    ),
     Move({"optimizer": "adamw-8bit"}),
     Move(
         {"optimizer": "adafactor", "optimizer_step": "backward"},
@@ -434,6 +466,6 @@ DIALECT: Dialect = Dialect(
     remarks=remarks,
     notes=notes,
     moves=MOVES,
-    version=lambda settings, fields: ONE_TIME if settings.get("--force_v2_1_time_embedding") else "",
+    version=_version,
     files=_files,
 )

@@ -81,6 +81,8 @@ as the tokenizer takes."""
 
 PARTS_SINCE = 11
 """The first ``__version`` that says per part what is checkpointed and offloaded."""
+WEIGHTS_BY_PART_SINCE = 10
+"""The first without a format for all parts."""
 OLD_CHECKPOINTS = f"{CONFIG}gradient_checkpointing"
 BLOCKS = frozenset({"transformer_block", "transformer_blocks", "layers"})
 """Its filters that take the blocks whole (``LAYER_PRESETS`` of modules/modelSetup)."""
@@ -213,13 +215,23 @@ def _format(value: Any, name: str) -> str:
 def _formats(settings: Settings) -> Fields:
     """Computed under autocast in ``train_dtype`` (modules/util/dtype_util.py ``create_autocast_context``)."""
     train = _format(_of(settings, "train_dtype", "FLOAT_16"), "train_dtype")
-    weights = _format(_part(settings, "weight_dtype", _of(settings, "weight_dtype", "FLOAT_32")), "weight_dtype")
+    part = next((part for part in PARTS if _of(settings, f"{part}.weight_dtype") is not None), PARTS[0])
+    weights = _weights(settings, part, _of(settings, "weight_dtype", "FLOAT_32"))
     adapter = _format(_of(settings, "lora_weight_dtype", "FLOAT_32"), "lora_weight_dtype")
     return {
         "weights_dtype": weights,
         "adapter_dtype": adapter,
         "autocast": train if train in ("bf16", "fp16") else "none",
     }
+
+
+def _weights(settings: Settings, part: str, default: str = "FLOAT_32") -> str:
+    """The format of a part; that of the whole config where it says NONE, before version 10
+    (``TrainConfig.__migration_9``)."""
+    value = _of(settings, f"{part}.weight_dtype", default)
+    if value == "NONE" and int(_of(settings, "__version", 0)) < WEIGHTS_BY_PART_SINCE:
+        value = _of(settings, "weight_dtype", value)
+    return _format(value, f"{part}.weight_dtype")
 
 
 def _is_old(settings: Settings) -> bool:
@@ -314,9 +326,8 @@ def _largest_encoder(settings: Settings) -> str:
 def _caches(settings: Settings) -> Fields:
     """What is not trained is cached with the latents, unless ``latent_caching`` is off."""
     where = "cached" if _of(settings, "latent_caching", True) else "resident"
-    vae = _format(_of(settings, "vae.weight_dtype", "FLOAT_32"), "vae.weight_dtype")
-    name = _largest_encoder(settings)
-    encoder = _format(_of(settings, f"{name}.weight_dtype", "FLOAT_32"), f"{name}.weight_dtype")
+    vae = _weights(settings, "vae")
+    encoder = _weights(settings, _largest_encoder(settings))
     known = ("fp32", "bf16", "fp16")
     return {
         "text_encoder": where,

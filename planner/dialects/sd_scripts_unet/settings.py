@@ -325,6 +325,22 @@ def _write_vae_slicing(fields: Fields) -> Settings:
     return {}
 
 
+ATTENTION = ("--mem_eff_attn", "--xformers", "--sdpa")
+
+
+def _attention(settings: Settings) -> Fields:
+    """Without any of them the scores of all heads are held whole (library/train_util.py ``replace_unet_modules``;
+    library/sdxl_original_unet.py ``CrossAttention.forward``)."""
+    return {"attention": "sdpa" if any(settings.get(flag) for flag in ATTENTION) else "math"}
+
+
+def _write_attention(fields: Fields) -> Settings:
+    if fields["attention"] not in ("sdpa", "math"):
+        why = "--sdpa, or scores that are held whole"
+        raise InexpressibleError(UnsupportedValue("attention", fields["attention"], "sdpa", why))
+    return {"--sdpa": True} if fields["attention"] == "sdpa" else {}
+
+
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     if settings.get("--highvram"):
         yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
@@ -346,8 +362,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "its own U-Net checkpoints a whole transformer, priced with the block in it: up to 8 % too high"
     if fields["vae"] == "resident":
         yield "the VAE stays on the GPU: --cache_latents is not given"
-    if not settings.get("--sdpa") and not settings.get("--xformers") and not settings.get("--mem_eff_attn"):
-        yield "no attention is chosen (--sdpa, --xformers): scores of all heads are held whole, which is not priced"
+    if fields["attention"] == "math":
+        yield f"no attention is chosen: the scores of all heads are held whole ({AT}); --sdpa is faster and needs less"
     if any("enable_bucket" in name and value for name, value in settings.items()) or settings.get("--enable_bucket"):
         yield "buckets have at most the pixels of the resolution: priced at that"
     if fields["method"] == "lora" and inside(settings, "class_tokens"):
@@ -356,7 +372,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
 
 def _flags(plan: Plan) -> ModelFlags:
     """docs/sdxl_train_network.md, docs/train_network.md."""
-    return ModelFlags(plan.job.model, {"--sdpa": True}, {"--network_module": "networks.lora"})
+    return ModelFlags(plan.job.model, {}, {"--network_module": "networks.lora"})
 
 
 DIALECT = Dialect(
@@ -427,7 +443,8 @@ DIALECT = Dialect(
         *our_defaults("experts", "trainable", "buckets", "references", "validation", "compute_dtype"),
         *our_defaults("checkpointed_blocks", "ema", "swap_blocks", "vae_tiling", "inactive_expert", "group_offload"),
         COMPILE,
-        *our_defaults("group_offload_stream", "attention", "context_parallel", "adapter_inputs"),
+        FunctionPair(("attention",), ATTENTION, _attention, _write_attention, {"attention": "sdpa (--sdpa)"}),
+        *our_defaults("group_offload_stream", "context_parallel", "adapter_inputs"),
         *our_defaults("nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,
@@ -435,6 +452,7 @@ DIALECT = Dialect(
     notes=_notes,
     version=_version,
     moves=(
+        Move({"attention": "sdpa"}, "free", always=True),
         Move({"expandable_segments": True}, "free"),
         Move({"vae": "cached"}, "images are no longer changed at random"),
         Move(

@@ -247,6 +247,30 @@ def _write_layers(fields: Fields) -> Settings:
     return {}
 
 
+TILING = "vae_enable_tiling"
+TILED = ("hidream", "wan")
+"""Families whose VAE always works in tiles (``vae_enable_tiling = True`` in helpers/models/{hidream,wan}/model.py
+``check_user_config``)."""
+
+NO_TILES = ("ideogram",)
+"""Families whose VAE has no tiles (helpers/models/ideogram/model.py AUTOENCODER_CLASS)."""
+
+
+def _tiling(settings: Settings) -> Fields:
+    """Of what it encodes before training, and of each batch where the VAE stays (``load_vae`` in
+    helpers/models/common.py and helpers/models/hunyuanvideo/model.py)."""
+    family = family_of(settings)
+    return {"vae_tiling": family in TILED or (family not in NO_TILES and of(settings, TILING) in (True, "true"))}
+
+
+def _write_tiling(fields: Fields) -> Settings:
+    family, tiles = write_model(fields)[f"{CONFIG}model_family"], fields["vae_tiling"]
+    if tiles != (family in TILED) and family in (*TILED, *NO_TILES):
+        why = "its VAE has no tiles" if tiles else "its VAE always works in tiles"
+        raise InexpressibleError(UnsupportedValue("vae_tiling", tiles, not tiles, why))
+    return {f"{CONFIG}{TILING}": True} if tiles and family not in TILED else {}
+
+
 T5_TOKENS = {"sd3": 154}
 """``model_family`` -> the most tokens that T5 gives, and its default, where that is not our model's usual length
 (``check_user_config`` in helpers/models/sd3/model.py); prompts are padded to it."""
@@ -474,6 +498,7 @@ TABLE: tuple[Binding | When, ...] = (
         encoders_of,
         write_encoders,
     ),
+    _pair({"vae_tiling": TILING}, (f"{CONFIG}{TILING}",), _tiling, _write_tiling),
     _pair({"references": "conditioning_data"}, (REFERENCE_SETS,), references_of, write_references),
     *(EXPANDABLE, GPUS, NODES),
     _pair({"sharding": "none on one GPU, ddp on several"}, (), _sharding, _write_sharding),
@@ -522,6 +547,7 @@ DIALECT: Dialect = Dialect(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"gradient_checkpointing": "offload"}, "checkpoints go to host RAM and come back"),
+        Move({"vae_tiling": True}, "the VAE's tiles are blended where they meet"),
         _in_host_ram(QUANTISED_WHOLE, ""),
         _in_host_ram(TORCHAO_WHOLE, ""),
         _in_host_ram(QUANTO_WHOLE, QUANTO),

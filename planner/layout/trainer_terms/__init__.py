@@ -1,8 +1,8 @@
 """How other trainers hold memory where they differ from ours: one file a trainer, each a tuple of terms on a Run.
 
 A file's ``TERMS`` are applied after our own transformations and ``encoders_whole``, in order, when a plan names that
-trainer; its ``OLDER`` adds to them for the versions that measurements are of. A trainer without a file here is priced
-like ours.
+trainer; its ``OLDER`` adds to them for the versions that measurements are of. Its ``FIRST`` come before ours, which
+look at what they set. A trainer without a file here is priced like ours.
 """
 
 from __future__ import annotations
@@ -35,14 +35,27 @@ def terms(trainer: str) -> tuple[Transform, ...]:
     name, _, version = trainer.partition("@")
     if name not in NAMES:
         return ()
-    today: tuple[Transform, ...] = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").TERMS
+    today: tuple[Transform, ...] = importlib.import_module(_module_of(name)).TERMS
     return (encoders_whole, *today, *versions(name).get(version, ()))
+
+
+def first_terms(trainer: str) -> tuple[Transform, ...]:
+    """The terms of a trainer that our own transformations look at, and that are applied before them."""
+    name = trainer.partition("@")[0]
+    if name not in NAMES:
+        return ()
+    first: tuple[Transform, ...] = getattr(importlib.import_module(_module_of(name)), "FIRST", ())
+    return first
+
+
+def _module_of(name: str) -> str:
+    return f"{__name__}.{name.replace('-', '_')}"
 
 
 def versions(name: str) -> dict[str, tuple[Transform, ...]]:
     """The additional transformations of a trainer's earlier versions, by version; empty for a trainer without any."""
     if name not in NAMES:
         return {}
-    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    module = importlib.import_module(_module_of(name))
     older: dict[str, tuple[Transform, ...]] = getattr(module, "OLDER", {})
     return older

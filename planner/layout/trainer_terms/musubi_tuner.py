@@ -82,6 +82,22 @@ def modulation_in_16_bits(run: Run) -> None:
                 run.resize(buffer, 2 * run.sizes[buffer])
 
 
+TILE_MODEL = "hunyuan-video-1.5"
+TILE_SIZE = 128
+TILE_256 = "vae-tile-256"
+"""The version of memory terms with ``--vae_sample_size 256``."""
+
+
+def vae_tiles(run: Run) -> None:
+    """Tiles of HunyuanVideo 1.5's VAE have 128 pixels a side and overlap by a quarter, or those of
+    ``--vae_sample_size`` (hv_1_5_cache_latents.py:151, hv_1_5_train_network.py:481;
+    hunyuan_video_1_5/hunyuan_video_1_5_vae.py ``spatial_tiled_encode``), where diffusers' have 256."""
+    if run.facts.model.name == TILE_MODEL:
+        side = 256 if run.trainer.partition("@")[2] == TILE_256 else TILE_SIZE
+        run.device.vae_tile = (side, side, side * 3 // 4, side * 3 // 4)
+
+
+FIRST: tuple[Transform, ...] = (vae_tiles,)
 TERMS: tuple[Transform, ...] = (
     *(
         prompts_cached_apart,
@@ -101,5 +117,5 @@ TERMS: tuple[Transform, ...] = (
 """``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
 utils/model_utils.py ``to_cpu``."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {"36f3a98": (modulation_in_16_bits,), ONE_TIME: ()}
-"""36f3a98: 2025-08-10, of the table of VRAM in docs/qwen_image.md; and a flag that no field of a plan says."""
+OLDER: dict[str, tuple[Transform, ...]] = {"36f3a98": (modulation_in_16_bits,), ONE_TIME: (), TILE_256: ()}
+"""36f3a98: 2025-08-10, of the table of VRAM in docs/qwen_image.md; and two flags that no field of a plan says."""

@@ -179,7 +179,7 @@ def test_long_clips_are_remarked() -> None:
         ([WAN, "--gpu", "24GB", "--zero-stage", "4"], 1, "--zero-stage 4"),
         ([WAN, "--gpu", "24GB", "--optimizer", "adamx"], 1, "'adamx'"),
         ([WAN, "--gpu", "24GB", "--swap-blocks", "99"], 1, "swap_blocks 99"),
-        ([WAN, "--gpu", "24GB", "--host-ram", "64XB"], 1, "has no unit"),
+        ([WAN, "--gpu", "24GB", "--host-ram", "64XB"], 1, "has an unknown unit"),
         ([WAN, "--gpu", "24GB", "--lora-dropout", "much"], 1, "not a number"),
         ([WAN, "--gpu", "24GB", "--buckets", "81x480"], 1, "not a shape"),
         ([WAN, "--gpu", "24GB", "--buckets", "81x480x832", "--frames", "33"], 1, "so --frames has no effect"),

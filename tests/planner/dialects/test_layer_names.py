@@ -10,10 +10,15 @@ import pytest
 
 from planner import dialects
 from planner.catalog import lookup
+from planner.catalog.shapes import grid
 from planner.dialects.base.layer_names import chosen_layers, in_wan
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 from planner.foreign.case import Case, settle
+from planner.foreign.pricing import Pricing
+from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
+from planner.units import GIB
 
 WAN = "--pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B --config_path config/wan2.1/wan_civitai.yaml"
 FLUX = "--pretrained_model_name_or_path black-forest-labs/FLUX.1-dev"
@@ -112,8 +117,46 @@ def test_ai_toolkit_trains_the_layers_that_two_lists_leave(tmp_path: Path) -> No
     two = [f"transformer.single_transformer_blocks.{number}.proj_out" for number in (7, 20)]
     only = targets("flux", only_if_contains=two)
     assert set(only or ()) == {"single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"}
+    assert targets("flux", only_if_contains=["single_transformer_blocks$$7$$proj_out"]) == (
+        "single_transformer_blocks.7.proj_out",
+    ), "as its adapters are called"
+    with pytest.raises(VplanError, match=r"leave no layer of FLUX.1 dev to train: 'only_if_contains nonsense'"):
+        targets("flux", only_if_contains=["nonsense"])
     left = targets("qwen_image", ignore_if_contains=["img_mod", "txt_mod"])
     assert left == lookup.model("qwen-image").lora.wide
+
+
+LAST_BEN = """job: extension
+config:
+  name: x
+  process:
+    - type: sd_trainer
+      network: {type: lora, linear: 128, %s}
+      datasets: [{folder_path: x, resolution: [1024], cache_latents_to_disk: true}]
+      train: {dtype: bf16, optimizer: adamw8bit, gradient_checkpointing: true, cache_text_embeddings: true}
+      model: {name_or_path: black-forest-labs/FLUX.1-dev, is_flux: true, quantize: true, low_vram: true}
+"""
+TWO = '["transformer.single_transformer_blocks.7.proj_out", "transformer.single_transformer_blocks.20.proj_out"]'
+
+
+def test_two_layers_of_ai_toolkits_page_are_priced(tmp_path: Path) -> None:
+    """README.md, Training Specific Layers. Neither is among the layers that are recorded over a base in 8 bits."""
+    few = case(tmp_path, "train.yaml", LAST_BEN % f"network_kwargs: {{only_if_contains: {TWO}}}")
+    assert few.job.lora_targets is not None and len(few.job.lora_targets) == 2
+    run = lay_out(few.configuration, load_facts(few.configuration), grid(few.model, few.job), few.trainer)
+    added = [run.sizes[at] for at, op in enumerate(run.program.op) if op == "adapters on more layers"]
+    assert added == [4 * 2 * 128 * (3072 + 15360)]
+    usual = case(tmp_path, "train.yaml", LAST_BEN % "linear_alpha: 128")
+    ends = [Pricing(each).outcome(each).estimate.phases["save"].allocated_bytes for each in (few, usual)]
+    assert ends[0] < ends[1] - 2 * GIB
+
+
+def test_a_list_one_level_up_does_nothing_and_is_told_so(tmp_path: Path) -> None:
+    found = case(tmp_path, "train.yaml", LAST_BEN % f"only_if_contains: {TWO}")
+    assert found.job.lora_targets is None and not found.given.unknown
+    assert ("network.only_if_contains", "it is read as network.network_kwargs.only_if_contains alone") in (
+        found.reading.ineffective
+    )
 
 
 def test_dropout_of_adapters_is_priced_where_it_is_recorded(tmp_path: Path) -> None:

@@ -109,6 +109,13 @@ def test_what_is_not_priced_is_refused_by_name(changes: dict[str, Any], fault: s
         dialect.version(given.settings, {})
 
 
+def test_a_config_that_does_not_tell_its_model_is_told_the_priced_ones(tmp_path: Path) -> None:
+    with pytest.raises(VplanError) as refusal:
+        read(tmp_path, model={"model_path": "path/to/ltx-2-model.safetensors"})
+    assert refusal.value.message == "cannot tell the model from model.model_path 'path/to/ltx-2-model.safetensors'"
+    assert refusal.value.fix == "add --model ltx-2.3 or --model ltx-2.5: no other is priced with this trainer"
+
+
 def test_fsdp_under_a_lora_is_refused(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
     command = "accelerate launch --config_file fsdp.yaml scripts/train.py run.yaml"

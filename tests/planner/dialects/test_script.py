@@ -45,6 +45,15 @@ def test_words_are_those_that_a_shell_would_give() -> None:
     assert "UNSET" in variables.unset and variables.values["now"] == ['$(date +"%s")']
 
 
+def test_a_placeholder_is_named_and_no_redirection() -> None:
+    with pytest.raises(VplanError) as refusal:
+        commands("python train.py --dit <CACHE_DIR>/wan.safetensors --data <path to config.toml> --cache <CACHE_DIR>")
+    assert refusal.value.message == "the command has placeholders: <CACHE_DIR>, <path to config.toml>"
+    assert "put your own values" in refusal.value.fix
+    (line,), _ = commands('python train.py --prompt "a <sks> dog" <in.txt >out.txt # <here>')
+    assert line.words == ("python", "train.py", "--prompt", "a <sks> dog")
+
+
 def test_a_loop_is_read_once_and_eval_as_a_shell_reads_it() -> None:
     """`a b` in quotes is one word behind `eval`, and an `eval` of an `eval` stays as it is written."""
     lines, variables = commands(
@@ -168,6 +177,22 @@ def test_another_script_of_a_trainer_names_all_that_are_read() -> None:
     assert named == scripts | {
         *("lumina_train_network.py", "hunyuan_image_train_network.py", "sd3_train.py", "sd3_train_network.py")
     }
+
+
+@pytest.mark.parametrize(
+    ("script", "title", "nearest"),
+    [
+        ("hidream_o1_train_network.py", "HiDream-O1-Image", "hidream-i1"),
+        ("src/musubi_tuner/fpack_train_network.py", "FramePack", "hunyuan-video"),
+        ("src/musubi_tuner/kandinsky5_train_network.py", "Kandinsky 5.0 Video", "wan2.1-t2v-1.3b"),
+    ],
+)
+def test_a_script_for_a_model_without_a_profile_names_it_and_the_nearest(script: str, title: str, nearest: str) -> None:
+    words = ["check", "--gpu", "24GB", "--json", "--", "accelerate", "launch", script, "--mixed_precision", "bf16"]
+    error = json.loads(CliRunner().invoke(cli, words).stdout)["error"]
+    name = script.rpartition("/")[2]
+    assert error["message"].startswith(f"{name} is musubi-tuner's, for {title}, which has no profile: ")
+    assert error["fix"].startswith(f"the nearest that has one is {nearest}: ")
 
 
 OF_ANOTHER_KIND = {

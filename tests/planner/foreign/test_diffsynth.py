@@ -11,6 +11,8 @@ from planner.catalog import lookup
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
+from planner.foreign.case import settle
+from planner.foreign.check import check_case
 from planner.foreign.export import export
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
@@ -115,3 +117,15 @@ def test_unet_is_a_part_beside_the_models_that_have_a_dit(tmp_path: Path) -> Non
     (tmp_path / "train.sh").write_text(IMAGES.format("ernie_image", ERNIE, "--trainable_models unet"))
     with pytest.raises(VplanError, match="--trainable_models unet: parts beside"):
         translate(*dialects.read_script(from_file(tmp_path / "train.sh")))
+
+
+def test_deepspeed_from_host_ram_is_tried_on_one_gpu_too(tmp_path: Path) -> None:
+    files = f"{WAN}:diffusion_pytorch_model*.safetensors,{REST.format(WAN)}"
+    (tmp_path / "a.sh").write_text(COMMAND.format(files, "--trainable_models dit"))
+    case = settle(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "h100-80gb"})
+    fixes = check_case(case).fixes
+    changes = [words for fix in fixes for words in fix.change if "--zero_stage 3" in words]
+    assert changes and all("--offload_optimizer_device cpu --offload_param_device cpu" in words for words in changes)
+    assert any(not fix.lossy for fix in fixes)
+    short = settle(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "h100-80gb", "host_ram": 128 << 30})
+    assert not check_case(short).fixes, "it takes 350 GiB of host RAM"

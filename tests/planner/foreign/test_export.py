@@ -324,3 +324,25 @@ def test_a_trainer_of_another_method_names_the_option_to_change() -> None:
         export(asked, "ai-toolkit")
     assert raised.value.fix.startswith("use --method lora; --to accelerate, ")
     assert "ai-toolkit" not in raised.value.fix and "diffusion-pipe" in raised.value.fix
+
+
+def test_an_export_says_that_its_script_sets_the_allocator(tmp_path: Path) -> None:
+    words = ["export", "sdxl", "--gpu", "12GB", "--to", "ai-toolkit", "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli, words)
+    asked = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert done.exit_code == 0, done.output
+    assert done.output.rstrip().endswith(f"bash train.sh (it sets {asked}, on which the estimate counts)")
+    config = (tmp_path / "out/config.yaml").read_text()
+    assert f"# The plan counts on {asked}, which train.sh sets." in config and ".env" in config
+    notes = {
+        name: json.loads(
+            CliRunner().invoke(cli, ["check", str(tmp_path / "out" / name), "--gpu", "12GB", "--json"]).stdout
+        )
+        for name in ("config.yaml", "train.sh")
+    }
+    told = [
+        any("a config alone does not say" in note for note in each["estimate"]["assumptions"])
+        for each in notes.values()
+    ]
+    assert told == [True, False]
+    assert [each["strategy"]["expandable_segments"] for each in notes.values()] == [False, True]

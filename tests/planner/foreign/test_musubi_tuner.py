@@ -17,6 +17,7 @@ from planner.foreign.pricing import Pricing
 from planner.foreign.smallest_change import moves_of
 from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
+from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.layout.trainer_terms import kohya_lora
@@ -192,3 +193,29 @@ def test_each_cost_stands_with_its_option_and_none_is_called_slower_that_is_not(
     assert cost_words(costs_of([free, paid], [("A",), ("B",)]), several=True) == "B (slower, and host RAM)"
     for moves, words, faster, told in (([free], [("A",)], False, "free"), ([paid], [("B",)], True, "host RAM")):
         assert cost_words(costs_of(moves, words, faster), several=False) == told
+
+
+TILES = {
+    "": ((128, 128, 96, 96), 3.1),
+    "--vae_sample_size 256": ((256, 256, 192, 192), 5.2),
+    "--vae_sample_size 0": ((), 24.3),
+}
+"""What sets a tile of HunyuanVideo 1.5's VAE -> its rows, columns and strides, and GiB allocated while 25 frames of
+544x960 are cached: 2.3 of weights, and four times as much beside them for tiles of four times the area."""
+
+
+@pytest.mark.parametrize("flag", TILES)
+def test_latents_of_hunyuan_video_1_5_are_cached_in_its_tiles(flag: str, tmp_path: Path) -> None:
+    case = case_of(tmp_path, "hv_1_5_train_network.py", 4, f"--task t2v {flag}", (25, 544, 960))
+    tile, gib = TILES[flag]
+    assert case.strategy.vae_tiling == bool(tile)
+    assert not tile or run_of(case).device.vae_tile == tile
+    (vae,) = (each for each in encodings(run_of(case)) if each.components[0].name == case.model.vae.folder)
+    assert vae.only.peak_bytes / GIB == pytest.approx(gib, abs=0.1)
+
+
+def test_what_is_cached_ends_in_its_own_phase(tmp_path: Path) -> None:
+    """Encoders before the VAE have room there, as the VAE has not; nothing is encoded beside gradients."""
+    case = case_of(tmp_path, "hv_1_5_train_network.py", 4, "--task t2v --vae_sample_size 0", (25, 544, 960), "12GB")
+    found = Pricing(case).outcome(case)
+    assert (found.estimate.verdict, found.phase, found.moment) == ("no", "encode", "encoding prompts and clips")

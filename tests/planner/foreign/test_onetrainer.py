@@ -55,3 +55,17 @@ def test_what_does_nothing_is_silent(tmp_path: Path) -> None:
     assert read(tmp_path, **same, quantization={"svd_dtype": "NONE"}).notes == plain
     assert any("svd_dtype" in note for note in read(tmp_path, quantization={"svd_dtype": "BFLOAT_16"}).notes)
     assert any("masked_prior" in note for note in read(tmp_path, masked_prior_preservation_weight=0.5).notes)
+
+
+@pytest.mark.parametrize(
+    ("said", "weights", "encoder"),
+    [("NONE", "bf16", "bf16"), ("FLOAT_8", "fp8", "bf16"), ("BFLOAT_16", "bf16", "bf16")],
+)
+def test_parts_that_say_none_have_the_format_of_all(said: str, weights: str, encoder: str, tmp_path: Path) -> None:
+    """Until version 10, and as its presets have it, which say no version."""
+    parts = {"transformer": {"weight_dtype": said}, "text_encoder": {"train": False, "weight_dtype": "NONE"}}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **parts, "weight_dtype": "BFLOAT_16", "__version": 9}))
+    dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
+    strategy = translate(dialect, given).strategy
+    assert not given.unknown
+    assert (strategy["weights_dtype"], strategy["text_encoder_dtype"]) == (weights, encoder)

@@ -228,3 +228,21 @@ def test_the_request_that_ended_latentsync_is_the_decoded_frames_in_fp32() -> No
     found = explain(message, replay_stages(run))
     assert found.asked and found.asked[0].phase == "decode" and found.asked[0].nbytes == 16 * 256 * 256 * 256 * 4
     assert "slicing" in " ".join(found.advice)
+
+
+@pytest.mark.parametrize("text", ["Killed", "137", "exit 137", "train.sh: line 3:  4242 Killed   python train.py",
+                                  "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch"])  # fmt: skip
+def test_a_process_that_the_kernel_ended_lacked_host_ram(text: str) -> None:
+    answer = CliRunner().invoke(cli, ["check", "--error", text])
+    assert answer.exit_code == 0, answer.output
+    first, why, *helps = answer.output.splitlines()
+    assert first == "The process was killed." and why.startswith("Host RAM:") and "exit code 137" in why
+    assert any("--mem" in line for line in helps)
+
+
+def test_a_message_that_was_cut_says_what_its_end_would() -> None:
+    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    lines = render(explain(parse(text)))
+    assert "The card was full: it had no 2.00 GiB left, and the message does not say what held the rest." in lines
+    assert any("paste the message to its end" in line and "add the command" in line for line in lines)
+    assert not any("unknown" in line for line in lines)

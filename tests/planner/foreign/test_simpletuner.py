@@ -29,7 +29,9 @@ LORA = {"adapter_dtype": "bf16", "optimizer_step": "loop", "gradient_checkpointi
 def plan(model: str, job: dict[str, Any] | None = None, strategy: dict[str, Any] | None = None, **world: int) -> Plan:
     wanted = job_for(lookup.model(model), {"method": "lora", **(job or {})})
     machine = Machine(gpu="900GiB", host_ram=8 << 40, **world)
-    return Plan(job=wanted, strategy=resolve(wanted, Strategy.read(LORA | (strategy or {})), machine), machine=machine)
+    tiled = {"vae_tiling": model.startswith(("wan", "hidream"))}
+    own = Strategy.read(LORA | tiled | (strategy or {}))
+    return Plan(job=wanted, strategy=resolve(wanted, own, machine), machine=machine)
 
 
 def written(folder: Path, asked: Plan) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -289,3 +291,21 @@ def test_what_is_typed_behind_the_command_goes_over_the_config(tmp_path: Path, m
 def test_a_family_without_a_flavour_is_its_weights_or_its_default(more: dict[str, str], model: str) -> None:
     settings = {f"{CONFIG}{name}": value for name, value in {"model_family": "flux2", **more}.items()}
     assert model_of(settings)["model"] == model
+
+
+@pytest.mark.parametrize(
+    ("model", "tiled", "nearest"),
+    [("hunyuan-video-1.5", True, None), ("hunyuan-video-1.5", False, None), ("wan2.1-t2v-14b", True, None),
+     ("wan2.1-t2v-14b", False, True), ("hidream-i1", False, True), ("ideogram-4", True, False)],
+)  # fmt: skip
+def test_the_vae_works_in_tiles_where_it_is_told_and_of_some_families_always(
+    model: str, tiled: bool, nearest: bool | None, tmp_path: Path
+) -> None:
+    asked = plan(model, strategy={"vae_tiling": tiled})
+    if nearest is not None:
+        assert refused(asked)["vae_tiling"] == (tiled, nearest)
+        return
+    config, _ = written(tmp_path, asked)
+    assert config.get("vae_enable_tiling") == (True if tiled and model == "hunyuan-video-1.5" else None)
+    dialect, given = dialects.read_script(from_file(tmp_path / "config/config.json"))
+    assert translate(dialect, given).strategy["vae_tiling"] == tiled

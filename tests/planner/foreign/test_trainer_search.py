@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 
 import vplan
+from planner.catalog import card_lookup, lookup
+from planner.catalog.shapes import job_for
+from planner.foreign.trainer_search import fitting_for, suggest_for
+from planner.search.question import Question
+from planner.spec.job import Machine, Strategy
 
 
 def run(*words: str, code: int = 0) -> Any:
@@ -83,12 +88,15 @@ def test_export_of_a_model_plans_first(tmp_path: Path) -> None:
     [
         (["flux.1-dev", "--for", "musubi-tuner"], "musubi-tuner cannot do this: model 'flux.1-dev'"),
         (["wan2.1-t2v-14b", "--for", "musubi-tuner", "--ema", "gpu"], "musubi-tuner cannot do --ema gpu"),
-        (["hunyuan-video-1.5", "--for", "musubi-tuner"], "musubi-tuner cannot do what this needs here: vae_tiling"),
+        (
+            ["hunyuan-video", "--for", "diffusion-pipe", "--gpu", "8GB"],
+            "diffusion-pipe cannot do what this needs here: vae_tiling",
+        ),
         (["wan2.1-t2v-14b", "--for", "musuby"], "there is no export to 'musuby'"),
     ],
 )
 def test_what_a_trainer_cannot_do_is_one_sentence(words: list[str], message: str) -> None:
-    error = run("suggest", *words, "--gpu", "24GB", code=1)["error"]
+    error = run("suggest", "--gpu", "24GB", *words, code=1)["error"]
     assert message in error["message"] and error["fix"]
 
 
@@ -145,3 +153,19 @@ def test_one_more_swapped_block_is_tried_where_the_holes_of_fewer_are_too_large(
     plan = found.estimate
     assert (plan.verdict, plan.configuration.strategy.swap_blocks) == ("fits", 29)
     assert plan.configuration.strategy.gradient_checkpointing == "offload"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "trainer"),
+    [("sdxl", "24GB", "diffusers"), ("hunyuan-video", "16GB", "musubi-tuner"), ("hidream-i1", "12GB", "ai-toolkit")],
+)
+def test_the_plan_alone_is_that_of_the_explained_answer(model: str, gpu: str, trainer: str) -> None:
+    profile, (_, card) = lookup.model(model), card_lookup.parse_gpus(gpu)
+    job = job_for(profile, {"method": "lora"})
+    question = Question(job, Strategy(), Machine(gpu=gpu), profile, card)
+    explained = suggest_for(question, trainer)[1].plan
+    alone = fitting_for(question, trainer)
+    if explained.verdict == "no":
+        assert alone is None
+    else:
+        assert alone is not None and (alone.peak, alone.strategy) == (explained.peak, explained.strategy)

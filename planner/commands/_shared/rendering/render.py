@@ -284,7 +284,7 @@ def _print_relaxed(console: Console, found: Suggestion) -> None:
     console.print(f"this is the smallest plan found{_short_of(plan, relax)}")
     if (missing := found.unrecorded) is not None:
         flags = _flag(missing.field, missing.value)
-        console.print(f"not recorded, so not searched, and may need less: {flags} ({missing.record}, and add it)")
+        console.print(f"not recorded, so not searched, and may need less: {flags}; to record it: {missing.record}")
     if not relax:
         console.print("no single change makes it fit", style="bold")
         for line in _beyond(found):

@@ -14,6 +14,7 @@ from planner.layout.adapters import adapted_layers
 from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
+from planner.layout.trainer_terms.sd_scripts.whole_scores import whole_scores
 from planner.layout.trainer_terms.trained_text_encoders import (
     adapters_on_text_encoders,
     keep_beside,
@@ -109,7 +110,7 @@ def _kept_by_block(configuration: Configuration, shape: tuple[tuple[str, int], .
     return kept
 
 
-UNET: tuple[Transform, ...] = (checkpoints_reentrant, latents_with_gradient)
+UNET: tuple[Transform, ...] = (whole_scores, checkpoints_reentrant, latents_with_gradient)
 
 VERSIONS: dict[str, tuple[Transform, ...]] = {
     "unet": UNET,
