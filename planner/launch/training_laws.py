@@ -13,7 +13,6 @@ from typing import Any
 from planner.catalog.noise_density import TOKEN_DENSITIES
 from planner.catalog.profiles import ModelProfile, Training
 from planner.errors import VplanError, quoted
-from planner.schema import refused_values
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Plan
 from planner.spec.training import (
@@ -266,12 +265,12 @@ def _of_law(settings: TrainingSettings, profile: ModelProfile) -> Iterator[tuple
 
 
 def _of_adapter(settings: TrainingSettings, job: Job) -> Iterator[tuple[str, str]]:
-    if settings.adapter in refused_values(TrainingSettings, "adapter"):
-        reason = f"--adapter {settings.adapter} is not supported: what its layers allocate has not been recorded"
-        yield reason, "train with lora, whose memory is estimated"
     if job.method == "lora":
+        init = settings.lora_init
+        if job.adapter == "dora" and init is not None and init not in NAMED_INITS:
+            yield "--lora-init with a file: a DoRA's magnitudes are not read from one", "use gaussian or kaiming"
         return
-    for name in ("adapter", "lora_alpha", "lora_init"):
+    for name in ("lora_alpha", "lora_init"):
         if getattr(settings, name) is not None:
             yield f"--{name.replace('_', '-')} has no effect in full training", "leave it out, or use --method lora"
 

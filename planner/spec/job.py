@@ -24,6 +24,7 @@ BatchSize = Annotated[int, Field(strict=True, ge=1, le=1_000)]
 Rank = Annotated[int, Field(strict=True, ge=1, le=8_192)]
 
 Method = Literal["lora", "full", "sample"]
+Adapter = Literal["lora", "dora", "lokr", "loha"]
 WeightsDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8", "nf4", "int4"]
 FloatDtype = Literal["fp32", "bf16", "fp16"]
 Optimizer = Literal["adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"]
@@ -80,6 +81,9 @@ class Job(Record):
     """lora trains small adapters, full trains the weights, sample only generates (no gradients)"""
     trainable: tuple[str, ...] = ()
     """weights to train in full training, by parts of their names (attn1, blocks.0, *norm*); all by default"""
+    adapter: Annotated[Adapter, Refused(frozenset({"lokr", "loha"}))] = "lora"
+    """kind of adapter that method lora trains: dora also trains how long each row of a weight is; lokr and loha are
+    refused: what they allocate has not been recorded"""
     lora_rank: Rank = 16
     """rank of the LoRA adapters"""
     lora_targets: tuple[str, ...] | None = None
@@ -104,6 +108,11 @@ class Job(Record):
     """which experts of a two-expert model to train (high or low noise)"""
     validation: ValidationShape | None = None
     """shape of the validation sample; the job's by default. With method sample, only its guidance is used"""
+
+    @property
+    def trains(self) -> str:
+        """What is trained, in a word: the kind of adapter, or else the method."""
+        return self.adapter if self.method == "lora" else self.method
 
     @property
     def guided(self) -> bool:

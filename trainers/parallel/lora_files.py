@@ -3,6 +3,10 @@
 Both hold the same adapter. ComfyUI's models have some of diffusers' layers as one (q, k and v, often with the MLP's
 first layer): their adapters become one with as many times the rank, whose up-weights are block-diagonal, so that the
 change of the weights is the same to the last bit of a product.
+
+A DoRA has diffusers' file alone. ComfyUI divides its magnitudes by the lengths of the rows of the frozen weight
+(v0.3.77, comfy/weight_adapter/base.py, ``weight_decompose``), peft by those of the changed one: the same numbers would
+be another adapter there.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from planner.launch.checkpoints import COMFYUI_LORA, DIFFUSERS_LORA
 from planner.spec.job import Job
 from planner.spec.training import NAMED_INITS, TrainingSettings
 from trainers.step.experts import PARTS
+from trainers.step.weights import MAGNITUDE
 
 _BLOCK = re.compile(r"\.(\d+)\.")
 
@@ -55,7 +60,8 @@ class LoraFiles:
         self.profile, self.job, self.training, self.samples = profile, job, training, samples
         self.scale = (training.lora_alpha or job.lora_rank) / job.lora_rank
         one = model.get_submodule(PARTS["high"]) if job.experts == "both" else model
-        self.places = comfyui_places(profile, one) if has_comfyui_model(profile) else None
+        written_for_comfyui = job.adapter == "lora" and has_comfyui_model(profile)
+        self.places = comfyui_places(profile, one) if written_for_comfyui else None
         if self.places is not None:
             layers = {_layer(name) for name, _ in one.named_parameters() if ".lora_" in name}
             if unnamed := sorted(layers - self.places.keys()):
@@ -97,21 +103,28 @@ class LoraFiles:
             "vplan_version": __version__,
             "vplan_training_law": json.dumps(law, sort_keys=True),
             "ss_base_model_version": self.profile.name,
-            "ss_network_module": "networks.lora",
             "ss_network_dim": str(self.job.lora_rank),
             "ss_network_alpha": f"{self.scale * self.job.lora_rank:g}",
             "ss_num_train_items": str(self.samples),
             "ss_steps": str(steps),
-        } | ({"vplan_expert": self.job.experts} if self.job.experts else {})
+            **({"ss_network_module": "networks.lora"} if self.job.adapter == "lora" else {}),
+            **({"vplan_expert": self.job.experts} if self.job.experts else {}),
+        }
 
 
 def diffusers_tensors(trained: Mapping[str, Tensor], part: str, scale: float) -> dict[str, Tensor]:
-    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``.
+    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``, and of
+    a DoRA ``transformer.blocks.0.attn1.to_q.lora_magnitude_vector`` (peft utils/save_and_load.py).
 
     A file without alphas says that each is the rank, to whatever reads it. So the up-weights have the scale in them.
     """
     scaled = trained if scale == 1 else {name: _with_scale(name, tensor, scale) for name, tensor in trained.items()}
-    return {f"{part}.{name.replace('.default.', '.')}": tensor for name, tensor in scaled.items()}
+    return {f"{part}.{_saved_name(name)}": tensor for name, tensor in scaled.items()}
+
+
+def _saved_name(name: str) -> str:
+    layer, magnitude, _ = name.partition(MAGNITUDE)
+    return layer + magnitude.removesuffix(".") if magnitude else name.replace(".default.", ".")
 
 
 def _with_scale(name: str, tensor: Tensor, scale: float) -> Tensor:

@@ -157,7 +157,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | None = None) -> None:
-    """Adds a peft LoRA on ``job.lora_targets`` in ``strategy.adapter_dtype``.
+    """Adds a peft LoRA, or DoRA, on ``job.lora_targets`` in ``strategy.adapter_dtype``.
 
     Alpha is the rank where none is set, as in diffusers' examples. The scale is a number that the forward multiplies
     by, so it takes no memory.
@@ -172,6 +172,7 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | N
         lora_dropout=job.lora_dropout,
         target_modules=list(job.lora_targets),
         init_lora_weights="gaussian",
+        use_dora=job.adapter == "dora",
     )
     with init_empty_weights(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # it cannot merge; nothing here merges

@@ -132,6 +132,8 @@ def load(
     def fill(name: str, weight: Tensor) -> None:
         if trained and name in kept:
             trained.fill(name, weight)
+        elif MAGNITUDE in name:
+            _fill_magnitude(name, weight, model, weights)
         elif "lora_" in name:
             begin(name, weight)
         else:
@@ -145,6 +147,22 @@ def load(
         raise VplanError(f"the checkpoint has {_some(strange)}, which the model lacks", "start over with --resume no")
     if swapped:
         swap.BlockSwap([block for _, block in swapped], device)
+
+
+MAGNITUDE = ".lora_magnitude_vector."
+"""In the name of what DoRA trains beside an adapter (peft tuners/lora/dora.py): a number for each row of a layer."""
+
+
+@torch.no_grad()
+def _fill_magnitude(name: str, magnitude: Tensor, model: nn.Module, weights: Weights) -> None:
+    """Begins a DoRA's magnitudes as the lengths of the rows of the published weight, as peft does (``update_layer``;
+    an adapter begins at zero): computed in host RAM, in fp32."""
+    base = f"{name.partition(MAGNITUDE)[0]}.base_layer.weight"
+    frozen = model.get_parameter(base)
+    whole = torch.empty(frozen.shape, dtype=frozen.dtype)
+    weights.fill(_published(base), whole)
+    lengths = torch.linalg.vector_norm(whole.float().flatten(1), dim=1)
+    magnitude.copy_(lengths.reshape(magnitude.shape))
 
 
 def fresh(seed: int, init: str = "gaussian") -> Begin:

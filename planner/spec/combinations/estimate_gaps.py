@@ -86,6 +86,30 @@ _IN_HOST_RAM = (
     ),
 )
 
+
+def _dora(applies: Callable[[Configuration], bool], what: str, fix: str) -> Combination[Configuration]:
+    """A row of DoRA in what it was not recorded in, or compared."""
+    return _row(lambda s: s.job.trains == "dora" and applies(s), f"dora {what} is not estimated", fix)
+
+
+_DORA = (
+    _dora(
+        lambda s: s.splits,
+        "under {0.strategy.sharding}, with which it was not compared,",
+        "use --sharding ddp, or --adapter lora",
+    ),
+    _dora(
+        lambda s: s.strategy.context_parallel > 1,
+        "under context_parallel",
+        "use --context-parallel 1, or --adapter lora",
+    ),
+    _dora(
+        lambda s: s.strategy.compile != "none",
+        "in compiled blocks",
+        "use --compile none, or --adapter lora",
+    ),
+)
+
 ESTIMATE_GAPS = (
     _row(
         lambda s: s.strategy.attention in _UNPRICED_ATTENTION,
@@ -93,6 +117,7 @@ ESTIMATE_GAPS = (
         "use --attention sdpa",
     ),
     *_SPLIT_BASES,
+    *_DORA,
     _row(
         lambda s: s.strategy.nested_checkpointing and s.strategy.gradient_checkpointing == "partial",
         "nested_checkpointing of the first blocks only is not estimated",
