@@ -113,7 +113,8 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
         fix = _its_words(dialect, fields, error.fix) or f"in vplan's terms: {error.fix}"
         raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
-    if job.lora_dropout and (not dialect.drops_inputs or not _is_recorded(configuration)):
+    only_masks = job.adapter == "lora"  # a DoRA's layer computes its own product once more
+    if job.lora_dropout and only_masks and (not dialect.drops_inputs or not _is_recorded(configuration)):
         small = "is behind an adapter's first matrix: its masks, of rank numbers a token, are not counted"
         why = "is not recorded: estimated without its masks" if dialect.drops_inputs else small
         notes.append(f"LoRA dropout {job.lora_dropout} {why}")

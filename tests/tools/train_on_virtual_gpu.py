@@ -49,6 +49,12 @@ def _lora(variant: str = "", gpus: int = 1, **strategy: Any) -> Case:
     return Case(strategy, gpus=gpus, variants=(variant,) if variant else ())
 
 
+def _dora(recording: str, gpus: int = 1, **strategy: Any) -> Case:
+    """DoRA; ``recording``: what the one of its step is called."""
+    variants = (f"step-dora-half-fp32-autocast-{recording}", "optimizer-dora-fp32-adamw-foreach")
+    return Case(strategy, {"adapter": "dora"}, gpus, variants)
+
+
 def _full(gpus: int = 1, **strategy: Any) -> Case:
     """Full training in fp32, whose recordings are there."""
     return Case(strategy, {"method": "full"}, gpus)
@@ -80,6 +86,8 @@ CASES = {
     "lora-ema-on-host": _lora(ema="cpu"),
     "lora-prodigy": _lora("optimizer-lora-fp32-prodigy-foreach", optimizer="prodigy"),
     "lora-ddp": _lora(gpus=2, sharding="ddp"),
+    "dora-swap": _dora("full-one", gradient_checkpointing="full", swap_blocks=1),
+    "dora-ddp": _dora("none-one", gpus=2, sharding="ddp"),
     "full": _full(),
     "full-fused": _full(optimizer_step="fused")._replace(variants=("optimizer-full-fp32-adamw-fused",)),
     "full-bf16-8bit": _full_bf16("adamw-8bit-foreach", optimizer="adamw-8bit"),

@@ -147,8 +147,9 @@ class Dialect:
             return self.table
         bound = {field for entry in self.table for field in _binding(entry).fields}
         unbound = (field for field in Strategy.model_fields if field not in bound)
-        rest = [Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound]
-        return (*self.table, *rest, *([] if "adapter" in bound else [Fixed("adapter", "lora", OWN_ADAPTERS)]))
+        adapter = [] if "adapter" in bound else [Fixed("adapter", "lora", OWN_ADAPTERS)]
+        rest = (Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound)
+        return (*self.table, *adapter, *rest)
 
     @property
     def bindings(self) -> list[Binding]:

@@ -87,4 +87,5 @@ def test_what_it_trained_is_what_diffusers_loads(place: runs.Place, plan: Plan, 
     assert sum(MAGNITUDE in name for name, _ in plain.named_parameters()) == len(magnitudes)
     with torch.no_grad():
         loaded, wanted = (model(**inputs, return_dict=False)[0] for model in (plain, trained))
-    assert torch.equal(loaded, wanted) and not torch.allclose(before, wanted, atol=1e-3)
+    torch.testing.assert_close(loaded, wanted)
+    assert not torch.allclose(before, wanted, atol=1e-3)
