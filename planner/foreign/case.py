@@ -113,8 +113,7 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
         fix = _its_words(dialect, fields, error.fix) or f"in vplan's terms: {error.fix}"
         raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
-    only_masks = job.adapter == "lora"  # a DoRA's layer computes its own product once more
-    if job.lora_dropout and only_masks and (not dialect.drops_inputs or not _is_recorded(configuration)):
+    if _is_without_masks(dialect, configuration):
         small = "is behind an adapter's first matrix: its masks, of rank numbers a token, are not counted"
         why = "is not recorded: estimated without its masks" if dialect.drops_inputs else small
         notes.append(f"LoRA dropout {job.lora_dropout} {why}")
@@ -128,6 +127,14 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         notes.append("default CUDA allocator (PYTORCH_CUDA_ALLOC_CONF not set)")
     words = (*reading.notes, *notes)
     return Case(dialect, invocation, reading, job, strategy, where, profile, card, words, reading.version)
+
+
+def _is_without_masks(dialect: Dialect, configuration: Configuration) -> bool:
+    """Whether dropout is left out of the estimate: of LoRA, where it is behind the first matrix, or not recorded. That
+    of DoRA is more than masks: its layer computes its own product once more."""
+    if not configuration.job.lora_dropout or configuration.job.adapter != "lora":
+        return False
+    return not dialect.drops_inputs or not _is_recorded(configuration)
 
 
 _ASKED = re.compile(r"(leave out |without )?--(no-)?([a-z][a-z-]*)(?: ([a-z0-9-]+))?")

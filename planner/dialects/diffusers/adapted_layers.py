@@ -75,7 +75,9 @@ def _write_adapter(fields: Fields) -> Settings:
     if fields["adapter"] == "lora" or fields["method"] != "lora":
         return {}
     if not _has(fields, DORA):
-        raise InexpressibleError(UnsupportedValue("adapter", fields["adapter"], "lora", "its example has no --use_dora"))
+        raise InexpressibleError(
+            UnsupportedValue("adapter", fields["adapter"], "lora", "its example has no --use_dora")
+        )
     return {DORA: True}
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from planner.errors import ContradictionError
+from planner.schema import refused_values
 from planner.spec.combinations.combination import Combination, Refusal, refusals
 from planner.spec.configuration import Configuration
-from planner.schema import refused_values
 from planner.spec.job import QUANTISED, Job
 
 

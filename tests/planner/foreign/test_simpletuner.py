@@ -47,7 +47,7 @@ def refused(asked: Plan) -> dict[str, tuple[object, object]]:
 
 
 def test_dora_is_peft_s_where_it_is_on_the_layers_that_are_recorded(tmp_path: Path) -> None:
-    config, data = written(tmp_path, plan("z-image", {"adapter": "dora"}))
+    config, _ = written(tmp_path, plan("z-image", {"adapter": "dora"}))
     assert config["use_dora"] is True and "use_dora" not in written(tmp_path / "lora", plan("z-image"))[0]
     (tmp_path / "config/config.json").write_text(json.dumps(config))
     read = translate(*dialects.read_script(from_file(tmp_path / "config/config.json")))
