@@ -299,6 +299,7 @@ class TrainingRun:
             "experts": job.experts,
             "method": job.method,
             "adapter": job.adapter,
+            "lokr_factor": job.lokr_factor if job.trains == "lokr" else None,
             "lora_rank": job.lora_rank if job.method == "lora" else None,
             "lora_targets": list(job.lora_targets or ()) if job.method == "lora" else None,
             "trainable": list(job.trainable),

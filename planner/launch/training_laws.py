@@ -85,7 +85,7 @@ def complete(settings: TrainingSettings, profile: ModelProfile, job: Job, strate
         raise VplanError(reason, fix)
     arguments = optimizer_arguments(strategy.optimizer, settings)
     rate = 1.0 if strategy.optimizer == "prodigy" else settings.learning_rate or RATES[job.method]
-    adapters = job.method == "lora"
+    adapters = job.trains in ("lora", "dora")
     acting = _acting_law(_law(settings, profile), profile)
     acting |= {
         "caption_dropout": settings.caption_dropout or 0.0,
@@ -269,6 +269,10 @@ def _of_adapter(settings: TrainingSettings, job: Job) -> Iterator[tuple[str, str
         init = settings.lora_init
         if job.adapter == "dora" and init is not None and init not in NAMED_INITS:
             yield "--lora-init with a file: a DoRA's magnitudes are not read from one", "use gaussian or kaiming"
+        if job.adapter == "lokr" and init is not None:
+            yield "--lora-init has no effect on lokr, which begins as peft begins it", "leave it out"
+        if job.adapter == "lokr" and settings.lora_alpha is not None:
+            yield "--lora-alpha has no effect on lokr, whose matrices are whole", "leave it out"
         return
     for name in ("lora_alpha", "lora_init"):
         if getattr(settings, name) is not None:

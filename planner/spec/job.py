@@ -23,6 +23,8 @@ Side = Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
 BatchSize = Annotated[int, Field(strict=True, ge=1, le=1_000)]
 Rank = Annotated[int, Field(strict=True, ge=1, le=8_192)]
 
+LokrFactor = Annotated[int, Field(strict=True, ge=0, le=1_024)]
+
 Method = Literal["lora", "full", "sample"]
 Adapter = Literal["lora", "dora", "lokr", "loha"]
 WeightsDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8", "nf4", "int4"]
@@ -81,9 +83,12 @@ class Job(Record):
     """lora trains small adapters, full trains the weights, sample only generates (no gradients)"""
     trainable: tuple[str, ...] = ()
     """weights to train in full training, by parts of their names (attn1, blocks.0, *norm*); all by default"""
-    adapter: Annotated[Adapter, Refused(frozenset({"lokr", "loha"}))] = "lora"
-    """kind of adapter that method lora trains: dora also trains how long each row of a weight is; lokr and loha are
-    refused: what they allocate has not been recorded"""
+    adapter: Annotated[Adapter, Refused(frozenset({"loha"}))] = "lora"
+    """kind of adapter that method lora trains: dora also trains how long each row of a weight is, lokr trains two small
+    whole matrices whose Kronecker product is added; loha is refused: what it allocates has not been recorded"""
+    lokr_factor: LokrFactor = 16
+    """what LoKr divides each side of a weight by (LyCORIS' factor): 0 (LyCORIS' -1), 4, 8, 16 or 32; 0 comes nearest to
+    the square root"""
     lora_rank: Rank = 16
     """rank of the LoRA adapters"""
     lora_targets: tuple[str, ...] | None = None
@@ -113,6 +118,13 @@ class Job(Record):
     def trains(self) -> str:
         """What is trained, in a word: the kind of adapter, or else the method."""
         return self.adapter if self.method == "lora" else self.method
+
+    @property
+    def adapter_size(self) -> str:
+        """What an adapter's size goes by, in words behind its kind: " rank 16"; empty where none is trained."""
+        if self.method != "lora":
+            return ""
+        return f" factor {self.lokr_factor}" if self.adapter == "lokr" else f" rank {self.lora_rank}"
 
     @property
     def guided(self) -> bool:

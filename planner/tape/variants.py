@@ -127,9 +127,11 @@ trainers.memory.quantise)."""
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.catalog.profiles.LoraDefaults`."""
 
-DORA = "dora"
-"""LoRA that also trains the length of each row of a layer's weight, on the usual layers; `DORA_WIDE` on more."""
-DORA_WIDE = "dora-wide"
+ON_MORE = "-wide"
+"""What ends the name of a method whose adapters are on those."""
+
+LOKR_FACTORS = (0, 4, 8, 16, 32)
+"""What LoKr is recorded with: ai-toolkit's page offers these, and SimpleTuner's example has 16."""
 
 SHARED = "-shared"
 """What names a tape whose adapters read their layer's input itself."""
@@ -165,9 +167,10 @@ def methods(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def on_request_methods(profile: ModelProfile) -> tuple[str, ...]:
-    """The methods of a model that are recorded only when somebody names one of their variants: DoRA, on the layers that
-    LoRA is recorded on."""
-    return (DORA, DORA_WIDE) if profile.lora.wide else (DORA,)
+    """The methods of a model that are recorded only when somebody names one of their variants: DoRA and LoKr, on the
+    layers that LoRA is recorded on."""
+    kinds = ("dora", *(f"lokr{factor}" for factor in LOKR_FACTORS))
+    return kinds + tuple(f"{kind}{ON_MORE}" for kind in kinds) if profile.lora.wide else kinds
 
 
 def has_adapters(method: str) -> bool:
@@ -180,13 +183,13 @@ def recorded_method(profile: ModelProfile, job: Job, strategy: Strategy) -> str:
     the nearest: the fewest layers that hold all of its, else the most of them (`planner.layout.adapters`)."""
     if job.method != "lora":
         return job.method
-    usual, wide = (DORA, DORA_WIDE) if job.adapter == "dora" else ("lora", WIDE)
+    usual = f"lokr{job.lokr_factor}" if job.adapter == "lokr" else job.adapter
     if not job.lora_targets:
         return usual
     targets = frozenset(job.lora_targets)
     choices = [usual]
     if profile.lora.wide and strategy.weights_dtype not in QUANTISED:
-        choices.append(wide)
+        choices.append(f"{usual}{ON_MORE}")
 
     def nearness(method: str) -> tuple[bool, int, int]:
         layers = recorded_layers(profile, method)
@@ -197,13 +200,25 @@ def recorded_method(profile: ModelProfile, job: Job, strategy: Strategy) -> str:
 
 def recorded_layers(profile: ModelProfile, method: str) -> frozenset[str]:
     """The names of the layers that a recorded LoRA has adapters on."""
-    return frozenset(profile.lora.wide if method in (WIDE, DORA_WIDE) else profile.lora.targets)
+    return frozenset(profile.lora.wide if method.endswith(ON_MORE) else profile.lora.targets)
 
 
 def on_recorded_layers(profile: ModelProfile, job: Job, strategy: Strategy) -> bool:
     """Whether the layers with adapters are those of the recording that answers."""
     layers = recorded_layers(profile, recorded_method(profile, job, strategy))
     return job.method != "lora" or not job.lora_targets or frozenset(job.lora_targets) == layers
+
+
+def _refuse_other_adapters(profile: ModelProfile, job: Job, strategy: Strategy) -> None:
+    """Raises a NotRecordedError for DoRA and LoKr that no recording is of and none can be: what LoRA takes on other
+    layers is worked out (`planner.layout.adapters`), theirs is not."""
+    if job.trains == "lokr" and job.lokr_factor not in LOKR_FACTORS:
+        listed = ", ".join(map(str, LOKR_FACTORS))
+        raise NotRecordedError(f"lokr_factor {job.lokr_factor} is not recorded", f"use a --lokr-factor of {listed}")
+    if job.trains in ("dora", "lokr") and not on_recorded_layers(profile, job, strategy):
+        layers = " and ".join(sorted(recorded_layers(profile, recorded_method(profile, job, strategy))))
+        fault = f"{job.adapter} of {profile.name} is recorded on {layers} alone"
+        raise NotRecordedError(fault, "leave out --lora-targets, or use --adapter lora")
 
 
 def _holds(layers: Collection[str], target: str) -> bool:
@@ -287,16 +302,19 @@ def ages(profile: ModelProfile, precision: Precision) -> tuple[bool, ...]:
 
 
 def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
+    kind = method.removesuffix(ON_MORE)
+    adapter = kind.rstrip("0123456789") if has_adapters(method) else "lora"
     height, width = profile.shape.resolutions[0]
     job = Job.read(
         {
             "model": profile.name,
             "method": "lora" if has_adapters(method) else "full",
-            "adapter": "dora" if method in (DORA, DORA_WIDE) else "lora",
+            "adapter": adapter,
+            **({"lokr_factor": int(kind.removeprefix(adapter))} if adapter == "lokr" else {}),
             "frames": profile.shape.default_frames,
             "height": height,
             "width": width,
-            "lora_targets": profile.lora.wide if method in (WIDE, DORA_WIDE) else profile.lora.targets,
+            "lora_targets": profile.lora.wide if method.endswith(ON_MORE) else profile.lora.targets,
         }
     )
     fields = {
@@ -362,11 +380,7 @@ class StepVariant(NamedTuple):
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
         method = recorded_method(profile, job, strategy)
-        if job.trains == "dora" and not on_recorded_layers(profile, job, strategy):
-            fault = (
-                f"dora of {profile.name} is recorded on {' and '.join(sorted(recorded_layers(profile, method)))} alone"
-            )
-            raise NotRecordedError(fault, "leave out --lora-targets, or use --adapter lora")
+        _refuse_other_adapters(profile, job, strategy)
         known = precisions(profile, method)
         if precision not in known:
             fault = f"{job.trains} of {profile.name} is not recorded with {' '.join(precision.flags)}"
@@ -402,17 +416,17 @@ class StepVariant(NamedTuple):
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
-        """Variants that are recorded only when somebody names them: DoRA; dropout, shipped of LoRA where a published
-        row needs it; adapters that share their layer's input, shipped on the usual layers over a base in 16 bits; and
-        nested checkpoints, shipped with those."""
-        dora = tuple(cls._of_methods(profile, on_request_methods(profile)))
-        yield from dora
-        dropping = (known for known in (*cls.all(profile), *dora) if has_adapters(known.method))
+        """Variants that are recorded only when somebody names them: DoRA and LoKr; dropout, shipped of LoRA where a
+        published row needs it; adapters that share their layer's input, shipped on the usual layers over a base in 16
+        bits; and nested checkpoints, shipped with those."""
+        others = tuple(cls._of_methods(profile, on_request_methods(profile)))
+        yield from others
+        dropping = (known for known in (*cls.all(profile), *others) if known.method.startswith(("lora", "dora")))
         yield from (known._replace(dropout=True) for known in dropping)
         shared = [known._replace(shared=True) for known in cls.all(profile) if known.precision.casts_inputs]
         yield from shared
         if not profile.traits.stages:
-            checkpointed = (known for known in (*cls.all(profile), *shared, *dora) if known.checkpointing == "full")
+            checkpointed = (known for known in (*cls.all(profile), *shared, *others) if known.checkpointing == "full")
             yield from (known._replace(checkpointing=NESTED) for known in checkpointed)
         yield from cls.in_own_code(profile)
 
@@ -508,7 +522,7 @@ class SampleVariant(NamedTuple):
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
-        """As a step's: DoRA, and adapters that share their layer's input."""
+        """As a step's: DoRA and LoKr, and adapters that share their layer's input."""
         yield from cls._of_methods(profile, on_request_methods(profile))
         yield from (known._replace(shared=True) for known in cls.all(profile) if known.precision.casts_inputs)
 
@@ -564,7 +578,7 @@ class OptimizerVariant(NamedTuple):
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
-        """Of DoRA; and of what only a trainer's own model leaves without a gradient, which are shipped."""
+        """Of DoRA and LoKr; and of what only a trainer's own model leaves without a gradient, which are shipped."""
         yield from cls._of_methods(on_request_methods(profile))
         ways = (("adamw", "foreach"), ("adamw", "fused"), ("adamw-8bit", "foreach"))
         own = {(step.method, step.precision.trained, step.code): None for step in StepVariant.in_own_code(profile)}

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
+from planner.layout.optimizer.zero_starts import ZERO_MATRIX
 from planner.spec.job import Job
+from planner.tape.parameter_table import is_of_adapter
 from planner.untrusted import MAX_INDEX_BYTES, read_bytes
 from trainers.families.common.random_draws import sample_seed
 from trainers.memory import swap
@@ -125,7 +127,7 @@ def load(
     weights, by the names of what trains; ``begin`` gives a new adapter its values.
     """
     kept = trained.names if trained else frozenset()
-    wanted = {_published(name) for name, _ in model.named_parameters() if "lora_" not in name}
+    wanted = {_published(name) for name, _ in model.named_parameters() if not is_of_adapter(name)}
     wanted |= saved_buffers(model).keys()
     _check_names(model, weights, wanted)
 
@@ -134,7 +136,7 @@ def load(
             trained.fill(name, weight)
         elif MAGNITUDE in name:
             _fill_magnitude(name, weight, model, weights)
-        elif "lora_" in name:
+        elif is_of_adapter(name):
             begin(name, weight)
         else:
             weights.fill(_published(name), weight)
@@ -167,17 +169,18 @@ def _fill_magnitude(name: str, magnitude: Tensor, model: nn.Module, weights: Wei
 
 def fresh(seed: int, init: str = "gaussian") -> Begin:
     """New adapters that leave the model as it was, the same on every rank: B is zero, and A normal with a deviation of
-    1 / rank (``gaussian``) or uniform as linear layers begin (``kaiming``), as in peft tuners/lora/layer.py."""
+    1 / rank (``gaussian``) or uniform as linear layers begin (``kaiming``), as in peft tuners/lora/layer.py. Of a LoKr
+    the first matrix is zero, and the second uniform (tuners/lokr/layer.py)."""
 
     @torch.no_grad()
     def begin(name: str, weight: Tensor) -> None:
-        if "lora_B" in name:
+        if ZERO_MATRIX.search(name):
             weight.zero_()
             return
-        assert "lora_A" in name, name
+        assert ".lora_A." in name or ".lokr_w2." in name, name
         generator = torch.Generator().manual_seed(sample_seed(seed, name))
         values = torch.empty(weight.shape, dtype=torch.float32)
-        if init == "gaussian":
+        if init == "gaussian" and ".lora_A." in name:
             values.normal_(0.0, 1.0 / weight.shape[0], generator=generator)
         else:
             nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)

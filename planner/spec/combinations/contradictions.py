@@ -153,11 +153,16 @@ def _dora(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Co
     return _row(lambda s: s.job.trains == "dora" and applies(s), reason, fix)
 
 
+def _lokr(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
+    """A row of LoKr, of two whole matrices (peft 0.21.2, tuners/lokr/layer.py)."""
+    return _row(lambda s: s.job.trains == "lokr" and applies(s), reason, fix)
+
+
 _KINDS_OF_ADAPTERS = (
     _row(
         lambda s: s.job.adapter in _UNRECORDED_ADAPTERS,
         "adapter {0.job.adapter} is not supported: what its layers allocate has not been recorded",
-        "use --adapter lora or dora",
+        "use --adapter lora, dora or lokr",
     ),
     _row(
         lambda s: s.job.method != "lora" and s.job.adapter != "lora",
@@ -174,10 +179,35 @@ _KINDS_OF_ADAPTERS = (
         "dora adds to the base's weights as they are stored, and torch adds no numbers in fp8",
         "use --weights-dtype bf16, or --adapter lora",
     ),
-    _dora(
-        lambda s: s.strategy.sharding == "zero-3",
-        "dora reads a weight after its layer has run, when zero-3 has sent it away again",
+    _row(  # of LoKr its shape, which is then that of nothing
+        lambda s: s.job.trains in ("dora", "lokr") and s.strategy.sharding == "zero-3",
+        "{0.job.adapter} reads a weight after its layer has run, when zero-3 has sent it away again",
         "use --sharding ddp, or --adapter lora",
+    ),
+    _row(
+        lambda s: s.job.trains != "lokr" and s.job.lokr_factor != Job.model_fields["lokr_factor"].default,
+        "lokr_factor has no effect without adapter lokr",
+        "leave out --lokr-factor, or use --adapter lokr",
+    ),
+    _lokr(
+        lambda s: s.job.lora_rank != Job.model_fields["lora_rank"].default,
+        "lora_rank has no effect with adapter lokr, whose matrices are whole",
+        "leave out --lora-rank; --lokr-factor says how large they are",
+    ),
+    _lokr(
+        lambda s: s.job.lora_dropout > 0,
+        "lora_dropout has no effect with adapter lokr: peft's drops ranks or layers, and no inputs",
+        "leave out --lora-dropout",
+    ),
+    _lokr(
+        lambda s: s.strategy.adapter_inputs == "shared",
+        "adapter_inputs shared of lokr is not recorded",
+        "leave out --adapter-inputs",
+    ),
+    _lokr(  # `get_delta_weight`
+        lambda s: s.weights == "nf4",
+        "lokr gives its product the shape of the base's weight as it is stored, and nf4 is packed",
+        "use --weights-dtype bf16, or --adapter lora",
     ),
 )
 

@@ -70,16 +70,18 @@ _EXPERTS_IN_TURN = (
 )
 
 
-def _dora(applies: Callable[[TrainerConfiguration], bool], what: str, fix: str) -> Combination[TrainerConfiguration]:
-    """A row of DoRA, whose magnitudes begin as lengths of the rows in the weights' files."""
-    return _row(lambda s: s.job.trains == "dora" and applies(s), f"dora {what}", fix)
+def _not_lora(
+    applies: Callable[[TrainerConfiguration], bool], what: str, fix: str
+) -> Combination[TrainerConfiguration]:
+    """A row of DoRA, whose magnitudes begin as lengths of the rows in the weights' files, and of LoKr."""
+    return _row(lambda s: s.job.trains in ("dora", "lokr") and applies(s), f"{{0.job.adapter}} {what}", fix)
 
 
-_DORA = (
-    _dora(lambda s: s.weights in ("int8", "nf4"), "over a base in {0.weights}", "use --weights-dtype bf16"),
-    _dora(lambda s: s.splits, "under {0.strategy.sharding}", "use --sharding ddp"),
-    _dora(lambda s: s.strategy.context_parallel > 1, "under context_parallel", "use --context-parallel 1"),
-    _dora(lambda s: s.strategy.compile != "none", "in compiled blocks", "use --compile none"),
+_NOT_LORA = (
+    _not_lora(lambda s: s.weights in QUANTISED, "over a base in {0.weights}", "use --weights-dtype bf16"),
+    _not_lora(lambda s: s.splits, "under {0.strategy.sharding}", "use --sharding ddp"),
+    _not_lora(lambda s: s.strategy.context_parallel > 1, "under context_parallel", "use --context-parallel 1"),
+    _not_lora(lambda s: s.strategy.compile != "none", "in compiled blocks", "use --compile none"),
 )
 
 _COMPILED = (
@@ -136,7 +138,7 @@ _NOBODY = (
         "write ema = none, or swap_blocks = 0",
     ),
     *_COMPILED,
-    *_DORA,
+    *_NOT_LORA,
     *_SINGLE_VALUES,
 )
 
