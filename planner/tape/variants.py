@@ -211,11 +211,22 @@ def on_recorded_layers(profile: ModelProfile, job: Job, strategy: Strategy) -> b
 
 def _refuse_other_adapters(profile: ModelProfile, job: Job, strategy: Strategy) -> None:
     """Raises a NotRecordedError for DoRA and LoKr that no recording is of and none can be: what LoRA takes on other
-    layers is worked out (`planner.layout.adapters`), theirs is not."""
+    layers is worked out (`planner.layout.adapters`), theirs is not; nor were they compared with an engine."""
+    if job.trains not in ("dora", "lokr"):
+        return
+    beside = {
+        f"under {strategy.sharding}": ("--sharding ddp", strategy.sharding in SPLIT),
+        "under context_parallel": ("--context-parallel 1", strategy.context_parallel > 1),
+        "in compiled blocks": ("--compile none", strategy.compile != "none"),
+    }
+    for where, (instead, is_so) in beside.items():
+        if is_so:
+            fault = f"{job.adapter} {where} is not estimated: it was not compared with a run"
+            raise NotRecordedError(fault, f"use {instead}, or --adapter lora")
     if job.trains == "lokr" and job.lokr_factor not in LOKR_FACTORS:
         listed = ", ".join(map(str, LOKR_FACTORS))
         raise NotRecordedError(f"lokr_factor {job.lokr_factor} is not recorded", f"use a --lokr-factor of {listed}")
-    if job.trains in ("dora", "lokr") and not on_recorded_layers(profile, job, strategy):
+    if not on_recorded_layers(profile, job, strategy):
         layers = " and ".join(sorted(recorded_layers(profile, recorded_method(profile, job, strategy))))
         fault = f"{job.adapter} of {profile.name} is recorded on {layers} alone"
         raise NotRecordedError(fault, "leave out --lora-targets, or use --adapter lora")

@@ -86,32 +86,6 @@ _IN_HOST_RAM = (
     ),
 )
 
-
-def _not_lora(applies: Callable[[Configuration], bool], what: str, fix: str) -> Combination[Configuration]:
-    """A row of DoRA and LoKr in what they were not recorded in, or compared."""
-    return _row(
-        lambda s: s.job.trains in ("dora", "lokr") and applies(s), f"{{0.job.adapter}} {what} is not estimated", fix
-    )
-
-
-_NOT_LORA = (
-    _not_lora(
-        lambda s: s.splits,
-        "under {0.strategy.sharding}, with which it was not compared,",
-        "use --sharding ddp, or --adapter lora",
-    ),
-    _not_lora(
-        lambda s: s.strategy.context_parallel > 1,
-        "under context_parallel",
-        "use --context-parallel 1, or --adapter lora",
-    ),
-    _not_lora(
-        lambda s: s.strategy.compile != "none",
-        "in compiled blocks",
-        "use --compile none, or --adapter lora",
-    ),
-)
-
 ESTIMATE_GAPS = (
     _row(
         lambda s: s.strategy.attention in _UNPRICED_ATTENTION,
@@ -119,7 +93,6 @@ ESTIMATE_GAPS = (
         "use --attention sdpa",
     ),
     *_SPLIT_BASES,
-    *_NOT_LORA,
     _row(
         lambda s: s.strategy.nested_checkpointing and s.strategy.gradient_checkpointing == "partial",
         "nested_checkpointing of the first blocks only is not estimated",
