@@ -84,11 +84,11 @@ class Job(Record):
     trainable: tuple[str, ...] = ()
     """weights to train in full training, by parts of their names (attn1, blocks.0, *norm*); all by default"""
     adapter: Annotated[Adapter, Refused(frozenset({"loha"}))] = "lora"
-    """kind of adapter that method lora trains: dora also trains how long each row of a weight is, lokr trains two small
-    whole matrices whose Kronecker product is added; loha is refused: what it allocates has not been recorded"""
+    """kind of adapter: lora, dora (also trains the lengths of a weight's rows) or lokr (a Kronecker product of two
+    matrices); loha is refused: it has not been recorded"""
     lokr_factor: LokrFactor = 16
-    """what LoKr divides each side of a weight by (LyCORIS' factor): 0 (LyCORIS' -1), 4, 8, 16 or 32; 0 comes nearest to
-    the square root"""
+    """LyCORIS' factor, which LoKr divides the sides of a weight by: 4, 8, 16, 32, or 0 for the one nearest to the
+    square root (LyCORIS' -1)"""
     lora_rank: Rank = 16
     """rank of the LoRA adapters"""
     lora_targets: tuple[str, ...] | None = None
