@@ -294,8 +294,7 @@ def _judged(found: Estimate) -> Shown:
 
 def _job(found: Estimate) -> str:
     job, model = found.job, lookup.model(found.job.model)
-    rank = f" rank {job.lora_rank}" if job.method == "lora" else ""
-    return f"{model.title}, {job.method}{rank}, {in_words(model, job)}"
+    return f"{model.title}, {job.trains}{job.adapter_size}, {in_words(model, job)}"
 
 
 def _worded(fields: Iterable[str]) -> str:

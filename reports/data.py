@@ -382,9 +382,8 @@ def verdict(title: str, gpu: GpuProfile, answer: Estimate) -> str:
 def title(model: str, answer: Estimate) -> str:
     """What is trained, in a few words."""
     job = answer.job
-    method = (
-        f"LoRA rank {job.lora_rank}" if job.method == "lora" else {"full": "full", "sample": "sampling"}[job.method]
-    )
+    words = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "full": "full", "sample": "sampling"}
+    method = words[job.trains] + job.adapter_size
     shape = f"{job.frames} frames of {job.height}x{job.width}" if job.frames > 1 else f"{job.height}x{job.width}"
     return f"{model}, {method}, {shape}" + (f", batch {job.batch_size}" if job.batch_size > 1 else "")
 

@@ -281,8 +281,9 @@ class TrainingRun:
         if manifest["format"] == 1 and not self._is_replicated():
             fault = "the checkpoint is of an older vplan, whose states of several ranks this one does not read"
             raise VplanError(fault, "finish the run with the vplan that began it, or start over with --resume no")
+        layout = {"adapter": "lora", **manifest["layout"]}  # older checkpoints have no other kind
         for name, now in self._layout().items():
-            then = manifest["layout"].get(name, now)  # older checkpoints do not say which experts
+            then = layout.get(name, now)  # older checkpoints do not say which experts
             if then != now:
                 fault = f"the checkpoint was written with {name} {then}, but the plan has {now}"
                 raise VplanError(fault, f"set {name} back to {then}, or start over with --resume no")
@@ -297,6 +298,8 @@ class TrainingRun:
             "model": job.model,
             "experts": job.experts,
             "method": job.method,
+            "adapter": job.adapter,
+            "lokr_factor": job.lokr_factor if job.trains == "lokr" else None,
             "lora_rank": job.lora_rank if job.method == "lora" else None,
             "lora_targets": list(job.lora_targets or ()) if job.method == "lora" else None,
             "trainable": list(job.trainable),

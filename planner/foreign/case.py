@@ -113,7 +113,7 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
         fix = _its_words(dialect, fields, error.fix) or f"in vplan's terms: {error.fix}"
         raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
-    if job.lora_dropout and (not dialect.drops_inputs or not _is_recorded(configuration)):
+    if _is_without_masks(dialect, configuration):
         small = "is behind an adapter's first matrix: its masks, of rank numbers a token, are not counted"
         why = "is not recorded: estimated without its masks" if dialect.drops_inputs else small
         notes.append(f"LoRA dropout {job.lora_dropout} {why}")
@@ -131,6 +131,15 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
 
 NOT_SET = "PYTORCH_CUDA_ALLOC_CONF not set"
 NOT_IN_A_CONFIG = "a config alone does not say PYTORCH_CUDA_ALLOC_CONF: if the script that starts it does, check that"
+
+
+def _is_without_masks(dialect: Dialect, configuration: Configuration) -> bool:
+    """Whether dropout is left out of the estimate: of LoRA, where it is behind the first matrix, or not recorded. That
+    of DoRA is more than masks: its layer computes its own product once more."""
+    if not configuration.job.lora_dropout or configuration.job.adapter != "lora":
+        return False
+    return not dialect.drops_inputs or not _is_recorded(configuration)
+
 
 _ASKED = re.compile(r"(leave out |without )?--(no-)?([a-z][a-z-]*)(?: ([a-z0-9-]+))?")
 

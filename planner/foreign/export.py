@@ -101,7 +101,7 @@ def idle(plan: Plan) -> frozenset[str]:
     if plan.strategy.sharding != "ddp":
         fields.add("grad_buckets")
     if plan.job.method != "lora":
-        fields |= {"adapter_dtype", "lora_rank", "lora_targets", "lora_dropout"}
+        fields |= {"adapter_dtype", "adapter", "lokr_factor", "lora_rank", "lora_targets", "lora_dropout"}
     if lookup.model(plan.job.model).experts == 1:
         fields |= {"experts", "inactive_expert"}
     return frozenset(fields)

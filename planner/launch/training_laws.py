@@ -13,7 +13,6 @@ from typing import Any
 from planner.catalog.noise_density import TOKEN_DENSITIES
 from planner.catalog.profiles import ModelProfile, Training
 from planner.errors import VplanError, quoted
-from planner.schema import refused_values
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Plan
 from planner.spec.training import (
@@ -86,7 +85,7 @@ def complete(settings: TrainingSettings, profile: ModelProfile, job: Job, strate
         raise VplanError(reason, fix)
     arguments = optimizer_arguments(strategy.optimizer, settings)
     rate = 1.0 if strategy.optimizer == "prodigy" else settings.learning_rate or RATES[job.method]
-    adapters = job.method == "lora"
+    adapters = job.trains in ("lora", "dora")
     acting = _acting_law(_law(settings, profile), profile)
     acting |= {
         "caption_dropout": settings.caption_dropout or 0.0,
@@ -266,12 +265,16 @@ def _of_law(settings: TrainingSettings, profile: ModelProfile) -> Iterator[tuple
 
 
 def _of_adapter(settings: TrainingSettings, job: Job) -> Iterator[tuple[str, str]]:
-    if settings.adapter in refused_values(TrainingSettings, "adapter"):
-        reason = f"--adapter {settings.adapter} is not supported: what its layers allocate has not been recorded"
-        yield reason, "train with lora, whose memory is estimated"
     if job.method == "lora":
+        init = settings.lora_init
+        if job.adapter == "dora" and init is not None and init not in NAMED_INITS:
+            yield "--lora-init with a file: a DoRA's magnitudes are not read from one", "use gaussian or kaiming"
+        if job.adapter == "lokr" and init is not None:
+            yield "--lora-init has no effect on lokr, which begins as peft begins it", "leave it out"
+        if job.adapter == "lokr" and settings.lora_alpha is not None:
+            yield "--lora-alpha has no effect on lokr, whose matrices are whole", "leave it out"
         return
-    for name in ("adapter", "lora_alpha", "lora_init"):
+    for name in ("lora_alpha", "lora_init"):
         if getattr(settings, name) is not None:
             yield f"--{name.replace('_', '-')} has no effect in full training", "leave it out, or use --method lora"
 

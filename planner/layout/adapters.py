@@ -90,7 +90,7 @@ def adapted_layers(run: Run) -> set[str]:
 def linear_layers(run: Run) -> dict[str, LinearLayer]:
     """Every linear layer and convolution of the run's model, by its name in diffusers."""
     strategy = Strategy.read({"weights_dtype": "bf16", "adapter_dtype": "fp32", "gradient_checkpointing": "full"})
-    usual = run.job.replace(lora_targets=None, lora_dropout=0.0)
+    usual = run.job.replace(adapter="lora", lora_targets=None, lora_dropout=0.0)
     return _linear_layers(Configuration.of(usual, strategy, run.machine), tuple(run.grid.items()))
 
 

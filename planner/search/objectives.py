@@ -157,7 +157,7 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
     """
     model, answers = search.question.model, [*more_ram(search, job), *shared_samples(search, job)]
     objectives = [frames(model), smaller_sizes(model, job), batch(model)]
-    objectives += [rank(model)] if job.method == "lora" else []
+    objectives += [rank(model)] if job.trains in ("lora", "dora") else []
     for objective in objectives if not job.buckets else ():
         values = _takeable(search, job, objective, objective.below(job))
         plans = (_largest_by_any_plan(search, job, objective, values, lossy) for lossy in (False, True))

@@ -23,7 +23,10 @@ Side = Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
 BatchSize = Annotated[int, Field(strict=True, ge=1, le=1_000)]
 Rank = Annotated[int, Field(strict=True, ge=1, le=8_192)]
 
+LokrFactor = Annotated[int, Field(strict=True, ge=0, le=1_024)]
+
 Method = Literal["lora", "full", "sample"]
+Adapter = Literal["lora", "dora", "lokr", "loha"]
 WeightsDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8", "nf4", "int4"]
 FloatDtype = Literal["fp32", "bf16", "fp16"]
 Optimizer = Literal["adamw", "adamw-8bit", "adamw-8bit-paged", "adafactor", "lion", "prodigy", "came", "muon"]
@@ -80,6 +83,12 @@ class Job(Record):
     """lora trains small adapters, full trains the weights, sample only generates (no gradients)"""
     trainable: tuple[str, ...] = ()
     """weights to train in full training, by parts of their names (attn1, blocks.0, *norm*); all by default"""
+    adapter: Annotated[Adapter, Refused(frozenset({"loha"}))] = "lora"
+    """kind of adapter: lora, dora (also trains the lengths of a weight's rows) or lokr (a Kronecker product of two
+    matrices); loha is refused: it has not been recorded"""
+    lokr_factor: LokrFactor = 16
+    """LyCORIS' factor, which LoKr divides the sides of a weight by: 4, 8, 16, 32, or 0 for the one nearest to the
+    square root (LyCORIS' -1)"""
     lora_rank: Rank = 16
     """rank of the LoRA adapters"""
     lora_targets: tuple[str, ...] | None = None
@@ -104,6 +113,18 @@ class Job(Record):
     """which experts of a two-expert model to train (high or low noise)"""
     validation: ValidationShape | None = None
     """shape of the validation sample; the job's by default. With method sample, only its guidance is used"""
+
+    @property
+    def trains(self) -> str:
+        """What is trained, in a word: the kind of adapter, or else the method."""
+        return self.adapter if self.method == "lora" else self.method
+
+    @property
+    def adapter_size(self) -> str:
+        """What an adapter's size goes by, in words behind its kind: " rank 16"; empty where none is trained."""
+        if self.method != "lora":
+            return ""
+        return f" factor {self.lokr_factor}" if self.adapter == "lokr" else f" rank {self.lora_rank}"
 
     @property
     def guided(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from planner.schema import CountOrZero, NotNegative, Number, Positive, Record, Refused
+from planner.schema import CountOrZero, NotNegative, Number, Positive, Record
 
 TimestepSampling = Literal["uniform", "logit_normal", "mode", "shifted_logit_normal", "stretched_logit_normal"]
 LossWeighting = Literal["none", "bell", "cosmap", "sigma_sqrt", "min_snr"]
@@ -49,10 +49,6 @@ class TrainingSettings(Record):
     """guidance scale that a model with embedded guidance (FLUX dev, HunyuanVideo) is trained with"""
     caption_dropout: Share | None = None
     """share of samples that train with the empty caption, 0 to 1"""
-    adapter: Annotated[Literal["lora", "dora", "lokr", "loha"] | None, Refused(frozenset({"dora", "lokr", "loha"}))] = (
-        None
-    )
-    """kind of adapter; dora, lokr and loha are refused: what they allocate has not been recorded"""
     lora_alpha: Positive | None = None
     """LoRA alpha: adapters are scaled by alpha / rank; the rank by default"""
     lora_init: Annotated[str, Field(min_length=1, max_length=4096)] | None = None

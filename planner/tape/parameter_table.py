@@ -7,6 +7,7 @@ parameter by rows of its first dimension, and no engine splits a table.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +37,7 @@ class Parameters(NamedTuple):
 
     def is_parameter(self, name: str) -> bool:
         """Whether a weight is a parameter: one of the model's own, or of an adapter."""
-        return ".lora_" in name or _bare(name) in self.rows
+        return is_of_adapter(name) or _bare(name) in self.rows
 
     def rows_of(self, name: str, rank: int) -> int:
         """Size of a parameter's first dimension. Adapters (peft): ``lora_A`` is rank x in, ``lora_B`` is out x rank."""
@@ -46,7 +47,15 @@ class Parameters(NamedTuple):
 
     def elements(self, name: str, nbytes: int) -> int:
         """Elements of a parameter that a tape of 16-bit weights shows as ``nbytes``."""
-        return nbytes // (4 if _bare(name) in self.fp32 and ".lora_" not in name else 2)
+        return nbytes // (4 if _bare(name) in self.fp32 and not is_of_adapter(name) else 2)
+
+
+_ADAPTER = re.compile(r"\.(?:lora|lokr)_")
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a weight, by its full name, belongs to an adapter (peft's LoRA, DoRA or LoKr)."""
+    return _ADAPTER.search(name) is not None
 
 
 def _bare(name: str) -> str:

@@ -127,6 +127,12 @@ trainers.memory.quantise)."""
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.catalog.profiles.LoraDefaults`."""
 
+ON_MORE = "-wide"
+"""What ends the name of a method whose adapters are on those."""
+
+LOKR_FACTORS = (0, 4, 8, 16, 32)
+"""What LoKr is recorded with: ai-toolkit's page offers these, and SimpleTuner's example has 16."""
+
 SHARED = "-shared"
 """What names a tape whose adapters read their layer's input itself."""
 
@@ -160,15 +166,30 @@ def methods(profile: ModelProfile) -> tuple[str, ...]:
     return ("lora", WIDE, "full") if profile.lora.wide else ("lora", "full")
 
 
+def on_request_methods(profile: ModelProfile) -> tuple[str, ...]:
+    """The methods of a model that are recorded only when somebody names one of their variants: DoRA and LoKr, on the
+    layers that LoRA is recorded on."""
+    kinds = ("dora", *(f"lokr{factor}" for factor in LOKR_FACTORS))
+    return kinds + tuple(f"{kind}{ON_MORE}" for kind in kinds) if profile.lora.wide else kinds
+
+
+def has_adapters(method: str) -> bool:
+    """Whether a recorded method trains adapters, of any kind and on any layers."""
+    return method != "full"
+
+
 def recorded_method(profile: ModelProfile, job: Job, strategy: Strategy) -> str:
     """The recorded method (one of the tape variants) that answers for a job. Of a LoRA on layers that no tape has it is
     the nearest: the fewest layers that hold all of its, else the most of them (`planner.layout.adapters`)."""
-    if job.method != "lora" or not job.lora_targets:
+    if job.method != "lora":
         return job.method
+    usual = f"lokr{job.lokr_factor}" if job.adapter == "lokr" else job.adapter
+    if not job.lora_targets:
+        return usual
     targets = frozenset(job.lora_targets)
-    choices = ["lora"]
+    choices = [usual]
     if profile.lora.wide and strategy.weights_dtype not in QUANTISED:
-        choices.append(WIDE)
+        choices.append(f"{usual}{ON_MORE}")
 
     def nearness(method: str) -> tuple[bool, int, int]:
         layers = recorded_layers(profile, method)
@@ -179,13 +200,36 @@ def recorded_method(profile: ModelProfile, job: Job, strategy: Strategy) -> str:
 
 def recorded_layers(profile: ModelProfile, method: str) -> frozenset[str]:
     """The names of the layers that a recorded LoRA has adapters on."""
-    return frozenset(profile.lora.wide if method == WIDE else profile.lora.targets)
+    return frozenset(profile.lora.wide if method.endswith(ON_MORE) else profile.lora.targets)
 
 
 def on_recorded_layers(profile: ModelProfile, job: Job, strategy: Strategy) -> bool:
     """Whether the layers with adapters are those of the recording that answers."""
     layers = recorded_layers(profile, recorded_method(profile, job, strategy))
     return job.method != "lora" or not job.lora_targets or frozenset(job.lora_targets) == layers
+
+
+def _refuse_other_adapters(profile: ModelProfile, job: Job, strategy: Strategy) -> None:
+    """Raises a NotRecordedError for DoRA and LoKr that no recording is of and none can be: what LoRA takes on other
+    layers is worked out (`planner.layout.adapters`), theirs is not; nor were they compared with an engine."""
+    if job.trains not in ("dora", "lokr"):
+        return
+    beside = {
+        f"under {strategy.sharding}": ("--sharding ddp", strategy.sharding in SPLIT),
+        "under context_parallel": ("--context-parallel 1", strategy.context_parallel > 1),
+        "in compiled blocks": ("--compile none", strategy.compile != "none"),
+    }
+    for where, (instead, is_so) in beside.items():
+        if is_so:
+            fault = f"{job.adapter} {where} is not estimated: it was not compared with a run"
+            raise NotRecordedError(fault, f"use {instead}, or --adapter lora")
+    if job.trains == "lokr" and job.lokr_factor not in LOKR_FACTORS:
+        listed = ", ".join(map(str, LOKR_FACTORS))
+        raise NotRecordedError(f"lokr_factor {job.lokr_factor} is not recorded", f"use a --lokr-factor of {listed}")
+    if not on_recorded_layers(profile, job, strategy):
+        layers = " and ".join(sorted(recorded_layers(profile, recorded_method(profile, job, strategy))))
+        fault = f"{job.adapter} of {profile.name} is recorded on {layers} alone"
+        raise NotRecordedError(fault, "leave out --lora-targets, or use --adapter lora")
 
 
 def _holds(layers: Collection[str], target: str) -> bool:
@@ -198,9 +242,14 @@ def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
     if method == "full" and profile.traits.trained_in_fp32:
         return (*PRECISIONS[method], PLAIN_FP32)
     if method != "lora":
-        return PRECISIONS[method.removesuffix("-wide")]
+        return _unquantised(method)
     bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.traits.fp8_base)
     return PRECISIONS[method] + tuple(bases)
+
+
+def _unquantised(method: str) -> tuple[Precision, ...]:
+    """The precisions of a method over a base that is not quantised."""
+    return PRECISIONS["lora" if has_adapters(method) else "full"]
 
 
 BOTH = (False, True)
@@ -264,15 +313,19 @@ def ages(profile: ModelProfile, precision: Precision) -> tuple[bool, ...]:
 
 
 def _records(profile: ModelProfile, method: str, precision: Precision, **strategy: object) -> tuple[Job, Strategy]:
+    kind = method.removesuffix(ON_MORE)
+    adapter = kind.rstrip("0123456789") if has_adapters(method) else "lora"
     height, width = profile.shape.resolutions[0]
     job = Job.read(
         {
             "model": profile.name,
-            "method": method.removesuffix("-wide"),
+            "method": "lora" if has_adapters(method) else "full",
+            "adapter": adapter,
+            **({"lokr_factor": int(kind.removeprefix(adapter))} if adapter == "lokr" else {}),
             "frames": profile.shape.default_frames,
             "height": height,
             "width": width,
-            "lora_targets": profile.lora.wide if method == WIDE else profile.lora.targets,
+            "lora_targets": profile.lora.wide if method.endswith(ON_MORE) else profile.lora.targets,
         }
     )
     fields = {
@@ -338,9 +391,10 @@ class StepVariant(NamedTuple):
         if job.method == "sample":
             raise VplanError("method sample is not estimated yet", "use --method lora or full")
         method = recorded_method(profile, job, strategy)
+        _refuse_other_adapters(profile, job, strategy)
         known = precisions(profile, method)
         if precision not in known:
-            fault = f"{job.method} of {profile.name} is not recorded with {' '.join(precision.flags)}"
+            fault = f"{job.trains} of {profile.name} is not recorded with {' '.join(precision.flags)}"
             raise NotRecordedError(fault, f"use {precision.nearest(known)}")
         if strategy.gradient_checkpointing in ("offload", "fp8", "partial") and profile.traits.stages:
             fault = f"{profile.title} checkpoints parts of its blocks, for which {strategy.gradient_checkpointing}"
@@ -358,7 +412,11 @@ class StepVariant(NamedTuple):
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
-        for method in methods(profile):
+        yield from cls._of_methods(profile, methods(profile))
+
+    @classmethod
+    def _of_methods(cls, profile: ModelProfile, methods: Sequence[str]) -> Iterator[StepVariant]:
+        for method in methods:
             batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
             modes = CHECKPOINTING if profile.traits.checkpoints else ("none",)
             for precision, mode in itertools.product(precisions(profile, method), modes):
@@ -369,14 +427,17 @@ class StepVariant(NamedTuple):
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
-        """Variants that are recorded only when somebody names them: LoRA dropout, shipped only where a published row
-        needs it; adapters that share their layer's input, shipped on the usual layers over a base in 16 bits; and
-        nested checkpoints, shipped with those."""
-        yield from (known._replace(dropout=True) for known in cls.all(profile) if known.method != "full")
+        """Variants that are recorded only when somebody names them: DoRA and LoKr; dropout, shipped of LoRA where a
+        published row needs it; adapters that share their layer's input, shipped on the usual layers over a base in 16
+        bits; and nested checkpoints, shipped with those."""
+        others = tuple(cls._of_methods(profile, on_request_methods(profile)))
+        yield from others
+        dropping = (known for known in (*cls.all(profile), *others) if known.method.startswith(("lora", "dora")))
+        yield from (known._replace(dropout=True) for known in dropping)
         shared = [known._replace(shared=True) for known in cls.all(profile) if known.precision.casts_inputs]
         yield from shared
         if not profile.traits.stages:
-            checkpointed = (known for known in (*cls.all(profile), *shared) if known.checkpointing == "full")
+            checkpointed = (known for known in (*cls.all(profile), *shared, *others) if known.checkpointing == "full")
             yield from (known._replace(checkpointing=NESTED) for known in checkpointed)
         yield from cls.in_own_code(profile)
 
@@ -450,7 +511,7 @@ class SampleVariant(NamedTuple):
         precision = Precision.of(job, strategy)
         if job.method != "sample" and precision.weights in QUANTISED:  # its activations are those over 16 bits
             precision = precision._replace(weights="half")
-        known = PRECISIONS[method.removesuffix("-wide")]
+        known = _unquantised(method)
         if precision not in known:
             what = "sampling" if job.method == "sample" else "validation"
             fix = f"use {precision.nearest(known)}" + (", or --validation-mode off" if what == "validation" else "")
@@ -461,14 +522,19 @@ class SampleVariant(NamedTuple):
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
-        for method in methods(profile):
-            for precision, one in itertools.product(PRECISIONS[method.removesuffix("-wide")], (True, False)):
+        yield from cls._of_methods(profile, methods(profile))
+
+    @classmethod
+    def _of_methods(cls, profile: ModelProfile, methods: Sequence[str]) -> Iterator[SampleVariant]:
+        for method in methods:
+            for precision, one in itertools.product(_unquantised(method), (True, False)):
                 ways = itertools.product(ages(profile, precision), attention_paths(profile, precision))
                 yield from (cls(method, precision, one, older=older, cudnn=cudnn) for older, cudnn in ways)
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
-        """As a step's: adapters that share their layer's input."""
+        """As a step's: DoRA and LoKr, and adapters that share their layer's input."""
+        yield from cls._of_methods(profile, on_request_methods(profile))
         yield from (known._replace(shared=True) for known in cls.all(profile) if known.precision.casts_inputs)
 
     @property
@@ -513,13 +579,18 @@ class OptimizerVariant(NamedTuple):
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
-        for method, trained in itertools.product(methods(profile), ("fp32", "half")):
+        yield from cls._of_methods(methods(profile))
+
+    @classmethod
+    def _of_methods(cls, methods: Sequence[str]) -> Iterator[OptimizerVariant]:
+        for method, trained in itertools.product(methods, ("fp32", "half")):
             for optimizer, how in cls.ways(method):
                 yield cls(method, trained, optimizer, how)
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[OptimizerVariant]:
-        """Of what only a trainer's own model leaves without a gradient; shipped."""
+        """Of DoRA and LoKr; and of what only a trainer's own model leaves without a gradient, which are shipped."""
+        yield from cls._of_methods(on_request_methods(profile))
         ways = (("adamw", "foreach"), ("adamw", "fused"), ("adamw-8bit", "foreach"))
         own = {(step.method, step.precision.trained, step.code): None for step in StepVariant.in_own_code(profile)}
         for (method, trained, code), (optimizer, how) in itertools.product(own, ways):
@@ -533,7 +604,7 @@ class OptimizerVariant(NamedTuple):
 
     def records(self, profile: ModelProfile) -> tuple[Job, Strategy]:
         """The job and strategy to make this recording with."""
-        lora = self.method != "full"
+        lora = has_adapters(self.method)
         precision = Precision("half" if lora else self.trained, self.trained if lora else "", autocast=False)
         job, strategy = _records(profile, self.method, precision, optimizer=self.optimizer, optimizer_step=self.how)
         with_gradient = OWN_CODE[self.code].with_gradient if self.code else ()

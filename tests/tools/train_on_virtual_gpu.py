@@ -49,6 +49,12 @@ def _lora(variant: str = "", gpus: int = 1, **strategy: Any) -> Case:
     return Case(strategy, gpus=gpus, variants=(variant,) if variant else ())
 
 
+def _adapter(method: str, recording: str, gpus: int = 1, **strategy: Any) -> Case:
+    """DoRA or LoKr; ``method``: what its recordings are called, ``recording``: and that of its step."""
+    variants = (f"step-{method}-half-fp32-autocast-{recording}", f"optimizer-{method}-fp32-adamw-foreach")
+    return Case(strategy, {"adapter": method[:4], **({} if method == "dora" else {"lora_rank": 16})}, gpus, variants)
+
+
 def _full(gpus: int = 1, **strategy: Any) -> Case:
     """Full training in fp32, whose recordings are there."""
     return Case(strategy, {"method": "full"}, gpus)
@@ -80,6 +86,9 @@ CASES = {
     "lora-ema-on-host": _lora(ema="cpu"),
     "lora-prodigy": _lora("optimizer-lora-fp32-prodigy-foreach", optimizer="prodigy"),
     "lora-ddp": _lora(gpus=2, sharding="ddp"),
+    "dora-swap": _adapter("dora", "full-one", gradient_checkpointing="full", swap_blocks=1),
+    "dora-ddp": _adapter("dora", "none-one", gpus=2, sharding="ddp"),
+    "lokr-swap": _adapter("lokr16", "full-one", gradient_checkpointing="full", swap_blocks=1),
     "full": _full(),
     "full-fused": _full(optimizer_step="fused")._replace(variants=("optimizer-full-fp32-adamw-fused",)),
     "full-bf16-8bit": _full_bf16("adamw-8bit-foreach", optimizer="adamw-8bit"),

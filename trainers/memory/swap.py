@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Strategy
+from planner.tape.parameter_table import is_of_adapter
 from trainers.memory.pinned import host_bytes
 from trainers.memory.quantise import Place, places
 
@@ -181,7 +182,7 @@ def on_host(blocks: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
 
 
 def _weights_that_move(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in block.named_parameters() if "lora_" not in name)
+    return ((name, parameter) for name, parameter in block.named_parameters() if not is_of_adapter(name))
 
 
 def _to_host(block: nn.Module, device: torch.device) -> _BlockOnHost:

@@ -3,6 +3,13 @@
 Both hold the same adapter. ComfyUI's models have some of diffusers' layers as one (q, k and v, often with the MLP's
 first layer): their adapters become one with as many times the rank, whose up-weights are block-diagonal, so that the
 change of the weights is the same to the last bit of a product.
+
+A LoKr's two matrices have LyCORIS' names in both. Their Kronecker product cannot be one of several layers, so there is
+a file for ComfyUI where each of its layers is one there.
+
+A DoRA has diffusers' file alone. ComfyUI divides its magnitudes by the lengths of the rows of the frozen weight
+(v0.3.77, comfy/weight_adapter/base.py, ``weight_decompose``), peft by those of the changed one: the same numbers would
+be another adapter there.
 """
 
 from __future__ import annotations
@@ -26,7 +33,13 @@ from planner.errors import VplanError
 from planner.launch.checkpoints import COMFYUI_LORA, DIFFUSERS_LORA
 from planner.spec.job import Job
 from planner.spec.training import NAMED_INITS, TrainingSettings
+from planner.tape.parameter_table import is_of_adapter
 from trainers.step.experts import PARTS
+from trainers.step.step import NEAR_ROOT
+from trainers.step.weights import MAGNITUDE
+
+_DEFAULT = re.compile(r"\.default(?=\.|$)")
+"""peft's name of the adapter, in the names of its weights."""
 
 _BLOCK = re.compile(r"\.(\d+)\.")
 
@@ -55,12 +68,15 @@ class LoraFiles:
         self.profile, self.job, self.training, self.samples = profile, job, training, samples
         self.scale = (training.lora_alpha or job.lora_rank) / job.lora_rank
         one = model.get_submodule(PARTS["high"]) if job.experts == "both" else model
-        self.places = comfyui_places(profile, one) if has_comfyui_model(profile) else None
+        written_for_comfyui = job.adapter != "dora" and has_comfyui_model(profile)
+        self.places = comfyui_places(profile, one) if written_for_comfyui else None
         if self.places is not None:
-            layers = {_layer(name) for name, _ in one.named_parameters() if ".lora_" in name}
+            layers = {_layer(name) for name, _ in one.named_parameters() if is_of_adapter(name)}
             if unnamed := sorted(layers - self.places.keys()):
                 fault = f"an adapter of {unnamed[0]} cannot be written for ComfyUI: its name there is not known"
                 raise VplanError(fault, "leave it out of --lora-targets")
+            if job.adapter == "lokr" and not all(_is_whole(one, layer, self.places[layer]) for layer in layers):
+                self.places = None
 
     def write(self, folder: Path, trained: Mapping[str, Tensor], steps: int) -> None:
         """Writes the files of trained adapters into a folder: of two experts that trained together, each into a folder
@@ -71,7 +87,9 @@ class LoraFiles:
             target.mkdir(exist_ok=True)
             part = self.profile.traits.part
             save_file(diffusers_tensors(of_part, part, self.scale), target / DIFFUSERS_LORA, metadata=header)
-            if self.places is not None:
+            if self.places is not None and self.job.adapter == "lokr":
+                save_file(lycoris_tensors(of_part, self.places), target / COMFYUI_LORA, metadata=header)
+            elif self.places is not None:
                 save_file(comfyui_tensors(of_part, self.places, self.scale), target / COMFYUI_LORA, metadata=header)
 
     def _by_part(self, trained: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -97,21 +115,53 @@ class LoraFiles:
             "vplan_version": __version__,
             "vplan_training_law": json.dumps(law, sort_keys=True),
             "ss_base_model_version": self.profile.name,
-            "ss_network_module": "networks.lora",
-            "ss_network_dim": str(self.job.lora_rank),
-            "ss_network_alpha": f"{self.scale * self.job.lora_rank:g}",
             "ss_num_train_items": str(self.samples),
             "ss_steps": str(steps),
-        } | ({"vplan_expert": self.job.experts} if self.job.experts else {})
+            **self._network(),
+            **({"vplan_expert": self.job.experts} if self.job.experts else {}),
+        }
+
+    def _network(self) -> dict[str, str]:
+        if self.job.adapter == "lokr":
+            arguments = {"algo": "lokr", "factor": str(self.job.lokr_factor or NEAR_ROOT)}
+            return {"ss_network_module": "lycoris.kohya", "ss_network_args": json.dumps(arguments)}
+        size = {"ss_network_dim": str(self.job.lora_rank), "ss_network_alpha": f"{self.scale * self.job.lora_rank:g}"}
+        return size | ({"ss_network_module": "networks.lora"} if self.job.adapter == "lora" else {})
 
 
 def diffusers_tensors(trained: Mapping[str, Tensor], part: str, scale: float) -> dict[str, Tensor]:
-    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``.
+    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``, and of
+    a DoRA ``transformer.blocks.0.attn1.to_q.lora_magnitude_vector`` and of a LoKr ``....to_q.lokr_w1`` (peft
+    utils/save_and_load.py).
 
     A file without alphas says that each is the rank, to whatever reads it. So the up-weights have the scale in them.
     """
     scaled = trained if scale == 1 else {name: _with_scale(name, tensor, scale) for name, tensor in trained.items()}
-    return {f"{part}.{name.replace('.default.', '.')}": tensor for name, tensor in scaled.items()}
+    return {f"{part}.{_saved_name(name)}": tensor for name, tensor in scaled.items()}
+
+
+def _saved_name(name: str) -> str:
+    layer, magnitude, _ = name.partition(MAGNITUDE)
+    return layer + magnitude.removesuffix(".") if magnitude else _DEFAULT.sub("", name)
+
+
+def lycoris_tensors(trained: Mapping[str, Tensor], places: Mapping[str, LayerRows]) -> dict[str, Tensor]:
+    """A LoKr's matrices by the names of LyCORIS' files: ``lora_unet_blocks_0_self_attn_q.lokr_w1``. They are whole, so
+    readers scale them by 1."""
+    tensors = {}
+    for name, tensor in trained.items():
+        layer = _layer(name)
+        key = f"lora_unet_{places[layer].layer.replace('.', '_')}"
+        tensors[key + _DEFAULT.sub("", name.removeprefix(layer))] = tensor
+    return tensors
+
+
+def _is_whole(model: nn.Module, layer: str, place: LayerRows) -> bool:
+    """Whether a layer is all of one in ComfyUI's model, row by row."""
+    frozen = model.get_submodule(f"{layer}.base_layer")
+    assert isinstance(frozen, nn.Linear | nn.Conv2d | nn.Conv3d)
+    rows = frozen.out_features if isinstance(frozen, nn.Linear) else frozen.out_channels
+    return not place.is_swapped and place.rows == rows
 
 
 def _with_scale(name: str, tensor: Tensor, scale: float) -> Tensor:
@@ -158,7 +208,7 @@ def _joined(adapters: list[tuple[LayerRows, Tensor, Tensor]]) -> tuple[Tensor, T
 
 def _layer(name: str) -> str:
     """The layer that an adapter's weight belongs to."""
-    return re.split(r"\.lora_[AB]\.", name)[0]
+    return re.split(r"\.(?:lora_[AB]|lora_magnitude_vector|lokr_w[12])\.", name)[0]
 
 
 # ---- names

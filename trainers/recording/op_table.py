@@ -23,7 +23,7 @@ VIEWS = _aten(
 it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no device has its own)."""
 
 CREATED = _aten(
-    "arange empty empty_like full full_like linspace new_empty new_empty_strided new_full new_ones new_zeros ones "
+    "arange empty empty_like eye full full_like linspace new_empty new_empty_strided new_full new_ones new_zeros ones "
     "ones_like rand randint randn randn_like scalar_tensor zeros zeros_like"
 )
 """Take their output and nothing else. Random numbers come from a Philox counter that is passed by value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from planner.layout.optimizer.zero_starts import ZERO_MATRIX
+
 SPREAD = 0.02
 """Standard deviation: small enough for every published architecture to keep its loss finite."""
 
@@ -20,7 +22,7 @@ a model of 20B. No power of two, so that rows of a matrix differ."""
 def randomise(name: str, weight: torch.Tensor) -> None:
     """Fills a weight in place: vectors like fresh norms and biases, second matrices of adapters like fresh ones, the
     rest with small noise. Prodigy keeps a copy of what does not begin at zero."""
-    if "lora_B" in name:
+    if ZERO_MATRIX.search(name):
         weight.zero_()
     elif weight.ndim <= 1:
         weight.fill_(0.0 if name.endswith("bias") else 1.0)

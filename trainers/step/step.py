@@ -22,6 +22,7 @@ from planner.errors import VplanError
 from planner.layout.partial_training import matches
 from planner.spec.job import QUANTISED, Job, Strategy
 from planner.spec.training import MAX_GRAD_NORM
+from planner.tape.parameter_table import is_of_adapter
 from trainers import families
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family
@@ -156,28 +157,39 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = table.float()
 
 
+WHOLE = 1 << 20
+"""A rank above which no matrix of a LoKr is split in two (peft tuners/lokr/layer.py, ``use_w2``), as SimpleTuner's
+example and ai-toolkit ask for; as its alpha too, the scale is 1."""
+
+NEAR_ROOT = -1
+"""peft's factor for sides that are nearest to the square root."""
+
+
 def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | None = None) -> None:
-    """Adds a peft LoRA on ``job.lora_targets`` in ``strategy.adapter_dtype``.
+    """Adds a peft LoRA, DoRA or LoKr on ``job.lora_targets`` in ``strategy.adapter_dtype``.
 
     Alpha is the rank where none is set, as in diffusers' examples. The scale is a number that the forward multiplies
     by, so it takes no memory.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     assert job.lora_targets, "targets are resolved before a model is built"
-    adapter = LoraConfig(
+    targets = list(job.lora_targets)
+    lokr = LoKrConfig(r=WHOLE, alpha=WHOLE, decompose_factor=job.lokr_factor or NEAR_ROOT, target_modules=targets)
+    lora = LoraConfig(
         r=job.lora_rank,
         lora_alpha=alpha or job.lora_rank,  # peft only divides it
         lora_dropout=job.lora_dropout,
-        target_modules=list(job.lora_targets),
+        target_modules=targets,
         init_lora_weights="gaussian",
+        use_dora=job.adapter == "dora",
     )
     with init_empty_weights(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # it cannot merge; nothing here merges
-        inject_adapter_in_model(adapter, model)
+        inject_adapter_in_model(lokr if job.adapter == "lokr" else lora, model)
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if is_of_adapter(name):
             parameter.data = parameter.data.to(DTYPES[strategy.adapter_dtype])
             parameter.requires_grad_(True)
     if strategy.adapter_inputs == "shared":

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
+from planner.layout.optimizer.zero_starts import ZERO_MATRIX
 from planner.spec.job import Job
+from planner.tape.parameter_table import is_of_adapter
 from planner.untrusted import MAX_INDEX_BYTES, read_bytes
 from trainers.families.common.random_draws import sample_seed
 from trainers.memory import swap
@@ -125,14 +127,16 @@ def load(
     weights, by the names of what trains; ``begin`` gives a new adapter its values.
     """
     kept = trained.names if trained else frozenset()
-    wanted = {_published(name) for name, _ in model.named_parameters() if "lora_" not in name}
+    wanted = {_published(name) for name, _ in model.named_parameters() if not is_of_adapter(name)}
     wanted |= saved_buffers(model).keys()
     _check_names(model, weights, wanted)
 
     def fill(name: str, weight: Tensor) -> None:
         if trained and name in kept:
             trained.fill(name, weight)
-        elif "lora_" in name:
+        elif MAGNITUDE in name:
+            _fill_magnitude(name, weight, model, weights)
+        elif is_of_adapter(name):
             begin(name, weight)
         else:
             weights.fill(_published(name), weight)
@@ -147,19 +151,36 @@ def load(
         swap.BlockSwap([block for _, block in swapped], device)
 
 
+MAGNITUDE = ".lora_magnitude_vector."
+"""In the name of what DoRA trains beside an adapter (peft tuners/lora/dora.py): a number for each row of a layer."""
+
+
+@torch.no_grad()
+def _fill_magnitude(name: str, magnitude: Tensor, model: nn.Module, weights: Weights) -> None:
+    """Begins a DoRA's magnitudes as the lengths of the rows of the published weight, as peft does (``update_layer``;
+    an adapter begins at zero): computed in host RAM, in fp32."""
+    base = f"{name.partition(MAGNITUDE)[0]}.base_layer.weight"
+    frozen = model.get_parameter(base)
+    whole = torch.empty(frozen.shape, dtype=frozen.dtype)
+    weights.fill(_published(base), whole)
+    lengths = torch.linalg.vector_norm(whole.float().flatten(1), dim=1)
+    magnitude.copy_(lengths.reshape(magnitude.shape))
+
+
 def fresh(seed: int, init: str = "gaussian") -> Begin:
     """New adapters that leave the model as it was, the same on every rank: B is zero, and A normal with a deviation of
-    1 / rank (``gaussian``) or uniform as linear layers begin (``kaiming``), as in peft tuners/lora/layer.py."""
+    1 / rank (``gaussian``) or uniform as linear layers begin (``kaiming``), as in peft tuners/lora/layer.py. Of a LoKr
+    the first matrix is zero, and the second uniform (tuners/lokr/layer.py)."""
 
     @torch.no_grad()
     def begin(name: str, weight: Tensor) -> None:
-        if "lora_B" in name:
+        if ZERO_MATRIX.search(name):
             weight.zero_()
             return
-        assert "lora_A" in name, name
+        assert ".lora_A." in name or ".lokr_w2." in name, name
         generator = torch.Generator().manual_seed(sample_seed(seed, name))
         values = torch.empty(weight.shape, dtype=torch.float32)
-        if init == "gaussian":
+        if init == "gaussian" and ".lora_A." in name:
             values.normal_(0.0, 1.0 / weight.shape[0], generator=generator)
         else:
             nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)

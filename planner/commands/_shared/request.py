@@ -144,7 +144,7 @@ class TypedQuestion(NamedTuple):
             notes.append(f"{job.frames} frames (the model's default)")
         if "height" not in said and not job.buckets:
             notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
-        if "lora_rank" not in said and job.method == "lora":
+        if "lora_rank" not in said and job.trains in ("lora", "dora"):
             notes.append(f"LoRA rank {job.lora_rank}")
         if note := expert_assumption(model, job):
             notes.append(note)

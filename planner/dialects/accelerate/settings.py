@@ -235,7 +235,7 @@ def _json(settings: Settings) -> dict[str, Any]:
     return config
 
 
-_ADAPTERS = ("lora_rank", "lora_targets", "lora_dropout", "adapter_dtype")
+_ADAPTERS = ("adapter", "lokr_factor", "lora_rank", "lora_targets", "lora_dropout", "adapter_dtype")
 
 _ALWAYS_LISTED = ("text_encoder", "vae")
 """What scripts do differently enough that it is said at its default too. So is `gradient_as_bucket_view` under DDP:

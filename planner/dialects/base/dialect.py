@@ -31,6 +31,9 @@ def _binding(entry: Binding | When) -> Binding:
     return entry.binding if isinstance(entry, When) else entry
 
 
+OWN_ADAPTERS = "what it allocates for adapters of another kind is not recorded"
+"""Why a trainer trains nothing but LoRA here, where its table does not say."""
+
 MAY_NEED_LESS = " is not estimated, and may need less: this is the estimate without it"
 """Behind an option in a note, of one that takes nothing more: no verdict without it is firm."""
 
@@ -143,12 +146,15 @@ class Dialect:
     @functools.cached_property
     def entries(self) -> tuple[Binding | When, ...]:
         """The entries of the table, followed by one for every strategy field that it does not bind: the trainer has no
-        setting for such a field and leaves it at our default."""
+        setting for such a field and leaves it at our default. So it does where its adapters are not peft's."""
         if self.user_loop:
             return self.table
         bound = {field for entry in self.table for field in _binding(entry).fields}
         unbound = (field for field in Strategy.model_fields if field not in bound)
-        return (*self.table, *(Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound))
+        adapter = [] if "adapter" in bound else [Fixed("adapter", "lora", OWN_ADAPTERS)]
+        adapter.append(Fixed("lokr_factor", None))
+        rest = (Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound)
+        return (*self.table, *adapter, *rest)
 
     @property
     def bindings(self) -> list[Binding]:

@@ -14,7 +14,7 @@ from planner.layout.adapters import is_named
 from planner.layout.inputs import parameters
 from planner.spec.job import Bucket
 
-LAYERS, BLOCKS, DROPOUT = "--lora_layers", "--lora_blocks", "--lora_dropout"
+LAYERS, BLOCKS, DROPOUT, DORA = "--lora_layers", "--lora_blocks", "--lora_dropout", "--use_dora"
 RATIOS, WITH_RATIOS = "--aspect_ratio_buckets", "--use_aspect_ratio_buckets"
 
 
@@ -66,6 +66,21 @@ def _write_dropout(fields: Fields) -> Settings:
     return {DROPOUT: dropout}
 
 
+def _adapter(settings: Settings) -> Fields:
+    """peft's own DoRA (train_dreambooth_lora_sdxl.py:1206, ``get_lora_config``)."""
+    return {"adapter": "dora" if settings.get(DORA) else "lora"}
+
+
+def _write_adapter(fields: Fields) -> Settings:
+    if fields["adapter"] == "lora" or fields["method"] != "lora":
+        return {}
+    if not _has(fields, DORA):
+        raise InexpressibleError(
+            UnsupportedValue("adapter", fields["adapter"], "lora", "its example has no --use_dora")
+        )
+    return {DORA: True}
+
+
 def ratios(settings: Settings) -> tuple[Bucket, ...]:
     """The shapes of ``--aspect_ratio_buckets "h,w;h,w"``, which --resolution says nothing beside; none without it. By
     --use_aspect_ratio_buckets alone they are made of --resolution's area (src/diffusers/training_utils.py
@@ -100,5 +115,6 @@ def _write_buckets(fields: Fields) -> Settings:
 ADAPTED = (
     FunctionPair(("lora_targets",), (LAYERS, BLOCKS), _targets, _write_targets, {"lora_targets": f"{LAYERS}, by name"}),
     FunctionPair(("lora_dropout",), (DROPOUT,), _dropout, _write_dropout, {"lora_dropout": DROPOUT}),
+    FunctionPair(("adapter",), (DORA,), _adapter, _write_adapter, {"adapter": f"lora, dora ({DORA}, SDXL)"}),
     FunctionPair(("buckets",), (RATIOS, WITH_RATIOS), _buckets, _write_buckets, {"buckets": RATIOS}),
 )

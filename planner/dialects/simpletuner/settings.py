@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
+from planner.catalog.traits import TrainerTrait
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.bindings import (
     ONLY_LORA,
@@ -151,6 +152,32 @@ def _write_method(fields: Fields) -> Settings:
     if fields["method"] not in ("lora", "full"):
         raise InexpressibleError(UnsupportedValue("method", fields["method"], "lora", "it trains"))
     return {f"{CONFIG}model_type": fields["method"]}
+
+
+OTHER_LAYERS: tuple[TrainerTrait, ...] = ("feed-forward-not-adapted", "attention-output-not-adapted")
+"""Of models whose recorded adapters `planner.layout.trainer_terms.simpletuner` takes off some layers again."""
+
+
+def _adapter(settings: Settings) -> Fields:
+    """peft's own DoRA (helpers/models/common.py:1102). It is turned off over Quanto's layers
+    (helpers/configuration/cmd_args.py:1196), and RamTorch's have a kind of adapter of their own."""
+    if not of(settings, "use_dora"):
+        return {"adapter": "lora"}
+    if _ramtorch(settings):
+        raise VplanError("use_dora with RamTorch is not priced: its layers take adapters of its own", "leave one out")
+    if str(of(settings, "base_model_precision") or "").endswith("-quanto"):
+        raise VplanError("SimpleTuner turns use_dora off over a base in Quanto's formats", "leave out use_dora")
+    model = lookup.model(model_of(settings)["model"])
+    if any(model.trained_with("simpletuner", trait) for trait in OTHER_LAYERS):
+        fault = f"use_dora of {model.name} is not priced: it is recorded on more layers than SimpleTuner adapts"
+        raise VplanError(fault, "leave out use_dora")
+    return {"adapter": "dora"}
+
+
+def _write_adapter(fields: Fields) -> Settings:
+    if fields["adapter"] not in ("lora", "dora"):
+        raise InexpressibleError(UnsupportedValue("adapter", fields["adapter"], "lora", "its others are its own code"))
+    return {f"{CONFIG}use_dora": True} if fields["adapter"] == "dora" else {}
 
 
 def _rank(settings: Settings) -> Fields:
@@ -439,6 +466,7 @@ TABLE: tuple[Binding | When, ...] = (
             _write_rank,
         ),
     ),
+    When("method", ONLY_LORA, _pair({"adapter": "use_dora"}, (f"{CONFIG}use_dora",), _adapter, _write_adapter)),
     _pair(
         {
             "height": "resolution, crop_aspect_buckets",
@@ -516,6 +544,7 @@ CARRIES: config_text.FieldsBySetting = {
     f"{CONFIG}model_flavour": ("model", "experts"),
     f"{CONFIG}lora_rank": ("lora_rank",),
     f"{CONFIG}lora_dropout": ("lora_dropout",),
+    f"{CONFIG}use_dora": ("adapter",),
     f"{CONFIG}mixed_precision": ("autocast", "adapter_dtype"),
     f"{CONFIG}base_model_precision": ("weights_dtype",),
     f"{CONFIG}quantize_via": ("weights_dtype",),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from planner.layout.run import Run
 
 KEPT_START = ":p0"
-ZERO_MATRIX = "lora_B"
-"""peft starts the second matrix of every adapter at zero (peft/tuners/lora/layer.py, reset_lora_parameters)."""
+ZERO_MATRIX = re.compile(r"lora_B|lokr_w1\b")
+"""peft starts the second matrix of every adapter at zero (peft/tuners/lora/layer.py, reset_lora_parameters), and the
+first of a LoKr (tuners/lokr/layer.py, reset_adapter_parameters)."""
 
 
 def zero_starts(run: Run) -> None:
@@ -16,6 +19,6 @@ def zero_starts(run: Run) -> None:
     if run.strategy.optimizer != "prodigy":
         return
     states = run.named("optimizer").items()
-    zero = {buffer for name, buffer in states if ZERO_MATRIX in name and name.endswith(KEPT_START)}
+    zero = {buffer for name, buffer in states if ZERO_MATRIX.search(name) and name.endswith(KEPT_START)}
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, zero)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from planner.errors import ContradictionError
+from planner.schema import refused_values
 from planner.spec.combinations.combination import Combination, Refusal, refusals
 from planner.spec.configuration import Configuration
-from planner.spec.job import QUANTISED
+from planner.spec.job import QUANTISED, Job
 
 
 def _row(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
@@ -140,6 +141,73 @@ _ADAPTERS = (
         lambda s: s.job.method == "lora" and s.job.lora_dropout > 0,
         "lora_dropout of a shared input in 16 bits gives other numbers than of a copy in fp32",
         "",
+    ),
+)
+
+_UNRECORDED_ADAPTERS = refused_values(Job, "adapter")
+
+
+def _dora(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
+    """A row of DoRA, which reads the base's weights beside the layer that has them (peft 0.21.2,
+    tuners/lora/dora.py)."""
+    return _row(lambda s: s.job.trains == "dora" and applies(s), reason, fix)
+
+
+def _lokr(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Combination[Configuration]:
+    """A row of LoKr, of two whole matrices (peft 0.21.2, tuners/lokr/layer.py)."""
+    return _row(lambda s: s.job.trains == "lokr" and applies(s), reason, fix)
+
+
+_KINDS_OF_ADAPTERS = (
+    _row(
+        lambda s: s.job.adapter in _UNRECORDED_ADAPTERS,
+        "adapter {0.job.adapter} is not supported: what its layers allocate has not been recorded",
+        "use --adapter lora, dora or lokr",
+    ),
+    _row(
+        lambda s: s.job.method != "lora" and s.job.adapter != "lora",
+        "adapter {0.job.adapter} has no effect with method {0.job.method}",
+        "leave out --adapter, or use --method lora",
+    ),
+    _dora(  # `get_weight_norm` adds both in the dtype that the adapter's input has
+        lambda s: s.strategy.adapter_inputs == "shared",
+        "adapter_inputs shared gives dora other numbers: it adds the weight and its change in its input's dtype",
+        "leave out --adapter-inputs",
+    ),
+    _dora(  # `update_layer` adds the adapter's product to the weight as it is stored
+        lambda s: s.weights == "fp8",
+        "dora adds to the base's weights as they are stored, and torch adds no numbers in fp8",
+        "use --weights-dtype bf16, or --adapter lora",
+    ),
+    _row(  # of LoKr its shape, which is then that of nothing
+        lambda s: s.job.trains in ("dora", "lokr") and s.strategy.sharding == "zero-3",
+        "{0.job.adapter} reads a weight after its layer has run, when zero-3 has sent it away again",
+        "use --sharding ddp, or --adapter lora",
+    ),
+    _row(
+        lambda s: s.job.trains != "lokr" and s.job.lokr_factor != Job.model_fields["lokr_factor"].default,
+        "lokr_factor has no effect without adapter lokr",
+        "leave out --lokr-factor, or use --adapter lokr",
+    ),
+    _lokr(
+        lambda s: s.job.lora_rank != Job.model_fields["lora_rank"].default,
+        "lora_rank has no effect with adapter lokr, whose matrices are whole",
+        "leave out --lora-rank; --lokr-factor says how large they are",
+    ),
+    _lokr(
+        lambda s: s.job.lora_dropout > 0,
+        "lora_dropout has no effect with adapter lokr: peft's drops ranks or layers, and no inputs",
+        "leave out --lora-dropout",
+    ),
+    _lokr(
+        lambda s: s.strategy.adapter_inputs == "shared",
+        "adapter_inputs shared of lokr is not recorded",
+        "leave out --adapter-inputs",
+    ),
+    _lokr(  # `get_delta_weight`
+        lambda s: s.weights == "nf4",
+        "lokr gives its product the shape of the base's weight as it is stored, and nf4 is packed",
+        "use --weights-dtype bf16, or --adapter lora",
     ),
 )
 
@@ -431,6 +499,7 @@ CONTRADICTIONS = (
     *_METHOD,
     *_SAMPLING,
     *_ADAPTERS,
+    *_KINDS_OF_ADAPTERS,
     *_CHECKPOINTING,
     *_SWAPPING,
     *_OPTIMIZER,

@@ -69,6 +69,21 @@ _EXPERTS_IN_TURN = (
     ),
 )
 
+
+def _not_lora(
+    applies: Callable[[TrainerConfiguration], bool], what: str, fix: str
+) -> Combination[TrainerConfiguration]:
+    """A row of DoRA, whose magnitudes begin as lengths of the rows in the weights' files, and of LoKr."""
+    return _row(lambda s: s.job.trains in ("dora", "lokr") and applies(s), f"{{0.job.adapter}} {what}", fix)
+
+
+_NOT_LORA = (
+    _not_lora(lambda s: s.weights in QUANTISED, "over a base in {0.weights}", "use --weights-dtype bf16"),
+    _not_lora(lambda s: s.splits, "under {0.strategy.sharding}", "use --sharding ddp"),
+    _not_lora(lambda s: s.strategy.context_parallel > 1, "under context_parallel", "use --context-parallel 1"),
+    _not_lora(lambda s: s.strategy.compile != "none", "in compiled blocks", "use --compile none"),
+)
+
 _COMPILED = (
     # Compiled as a whole, a model would leave no place between its blocks where checkpoints, swap and FSDP2 do their
     # work.
@@ -123,6 +138,7 @@ _NOBODY = (
         "write ema = none, or swap_blocks = 0",
     ),
     *_COMPILED,
+    *_NOT_LORA,
     *_SINGLE_VALUES,
 )
 

@@ -62,9 +62,17 @@ def test_they_are_written_where_an_example_has_the_flag(tmp_path: Path) -> None:
         settings_for(DIALECT, sdxl.job | sdxl.strategy | {"gpus": 1, "nodes": 1, "lora_targets": ("to_k",)})
 
 
-@pytest.mark.parametrize(
-    "words", [f"{SD3} --upcast_before_saving", f"{SD3} --train_text_encoder", f"{SDXL} --use_dora"]
-)
+def test_dora_of_sdxl_is_peft_s(tmp_path: Path) -> None:
+    found = read(tmp_path, f"{SDXL} --use_dora")
+    assert found.job["adapter"] == "dora" and read(tmp_path, SDXL).job["adapter"] == "lora"
+    fields = found.job | found.strategy | {"gpus": 1, "nodes": 1}
+    assert settings_for(DIALECT, fields)["--use_dora"] is True
+    flux = read(tmp_path, FLUX_2)
+    with pytest.raises(InexpressibleError, match="no --use_dora"):
+        settings_for(DIALECT, flux.job | flux.strategy | {"gpus": 1, "nodes": 1, "adapter": "dora"})
+
+
+@pytest.mark.parametrize("words", [f"{SD3} --upcast_before_saving", f"{SD3} --train_text_encoder"])
 def test_what_an_estimate_would_be_wrong_without_is_refused(words: str, tmp_path: Path) -> None:
     with pytest.raises(VplanError, match="is not priced"):
         read(tmp_path, words)

@@ -48,6 +48,22 @@ def refused(asked: Plan) -> dict[str, tuple[object, object]]:
     return {each.field: (each.value, each.instead) for each in error.value.values}
 
 
+def test_dora_is_peft_s_where_it_is_on_the_layers_that_are_recorded(tmp_path: Path) -> None:
+    config, _ = written(tmp_path, plan("z-image", {"adapter": "dora"}))
+    assert config["use_dora"] is True and "use_dora" not in written(tmp_path / "lora", plan("z-image"))[0]
+    (tmp_path / "config/config.json").write_text(json.dumps(config))
+    read = translate(*dialects.read_script(from_file(tmp_path / "config/config.json")))
+    assert read.job["adapter"] == "dora"
+    for changes, match in (
+        ({"base_model_precision": "int8-quanto"}, "turns use_dora off"),
+        ({"model_family": "flux", "model_flavour": "dev"}, "recorded on more layers"),
+        ({"ramtorch": True}, "adapters of its own"),
+    ):
+        (tmp_path / "config/config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(VplanError, match=match):
+            translate(*dialects.read_script(from_file(tmp_path / "config/config.json")))
+
+
 def test_a_config_as_its_quickstart_has_it(tmp_path: Path) -> None:
     assert "simpletuner" in targets()
     config, data = written(tmp_path, plan("flux.1-dev", {"lora_rank": 32}, {"expandable_segments": True}))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from planner.catalog import lookup
+from planner.catalog.shapes import job_for
 from planner.errors import VplanError
 from planner.launch.training_laws import changes, check_lora_init, complete, over, with_law, words
 from planner.spec.job import Job, Machine, Strategy
@@ -81,14 +82,29 @@ def test_gamma_alone_means_min_snr() -> None:
         ("wan2.2-t2v-a14b", {"timestep_sampling": "shifted_logit_normal"}, "two experts share"),
         ("latentsync-1.6-stage1", {"caption_dropout": 0.1}, "has no captions"),
         ("latentsync-1.6-stage1", {"prediction": "v"}, "always predicts epsilon"),
-        ("flux.1-dev", {"adapter": "dora"}, "--adapter dora is not supported"),
-        ("flux.1-dev", {"adapter": "lokr"}, "--adapter lokr is not supported"),
         ("flux.1-dev", {"ema_decay": 0.99}, "add --ema gpu"),
     ],
 )
 def test_what_has_no_effect_is_refused_by_name(model: str, said: dict[str, Any], match: str) -> None:
     with pytest.raises(VplanError, match=match):
         completed(model, **said)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said", "match"),
+    [
+        ("dora", {"lora_init": "file.safetensors"}, "magnitudes are not read from one; use gaussian or kaiming"),
+        ("lokr", {"lora_init": "kaiming"}, "--lora-init has no effect on lokr"),
+        ("lokr", {"lora_alpha": 8.0}, "--lora-alpha has no effect on lokr"),
+    ],
+)
+def test_what_an_adapter_does_not_take_is_refused(adapter: str, said: dict[str, Any], match: str) -> None:
+    profile = lookup.model("flux.1-dev")
+    job = job_for(profile, {"adapter": adapter})
+    with pytest.raises(VplanError, match=match):
+        complete(TrainingSettings.read(said), profile, job, Strategy())
+    settings = complete(TrainingSettings(), profile, job, Strategy())
+    assert (settings.lora_alpha, settings.lora_init) == ((16.0, "gaussian") if adapter == "dora" else (None, None))
 
 
 @pytest.mark.parametrize(

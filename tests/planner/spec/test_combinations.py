@@ -85,6 +85,31 @@ def test_what_applies_can_be_said(configuration: Configuration, model: ModelSumm
     assert (caught.value.message, caught.value.fix) == against[0]
 
 
+@pytest.mark.parametrize(
+    ("job", "strategy", "reason"),
+    [
+        ({"adapter": "loha"}, {}, "what its layers allocate has not been recorded"),
+        ({"adapter": "dora", "method": "full"}, {}, "adapter dora has no effect with method full"),
+        ({"adapter": "dora"}, {"adapter_inputs": "shared"}, "gives dora other numbers"),
+        ({"adapter": "dora"}, {"weights_dtype": "fp8"}, "torch adds no numbers in fp8"),
+        ({"adapter": "dora"}, {"sharding": "zero-3"}, "dora reads a weight after its layer has run"),
+        ({"adapter": "lokr"}, {"sharding": "zero-3"}, "lokr reads a weight after its layer has run"),
+        ({"adapter": "lokr"}, {"weights_dtype": "nf4"}, "nf4 is packed"),
+        ({"adapter": "lokr"}, {"adapter_inputs": "shared"}, "of lokr is not recorded"),
+        ({"adapter": "lokr", "lora_rank": 8}, {}, "lora_rank has no effect"),
+        ({"adapter": "lokr", "lora_dropout": 0.1}, {}, "lora_dropout has no effect"),
+        ({"lokr_factor": 4}, {}, "lokr_factor has no effect without adapter lokr"),
+    ],
+)
+def test_what_adapters_cannot_go_with(job: dict[str, Any], strategy: dict[str, Any], reason: str) -> None:
+    wanted = Job.read({"model": "sdxl", "frames": 1, "height": 512, "width": 512, **job})
+    machine = Machine(gpu="24GB", gpus=2)
+    with pytest.raises(ContradictionError, match=reason):
+        check(Configuration.of(wanted, Strategy.read({"sharding": "ddp", **strategy}), machine))
+    plain = wanted.replace(adapter="lora", method="lora", lokr_factor=16)
+    check(Configuration.of(plain, Strategy.read({"sharding": "ddp"}), machine))
+
+
 @given(configurations(), SUMMARIES)
 @settings(max_examples=100, deadline=None)
 def test_a_training_is_refused_for_all_that_a_probe_is(configuration: Configuration, model: ModelSummary) -> None:

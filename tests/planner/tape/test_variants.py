@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.errors import NotRecordedError
 from planner.spec.job import Strategy
-from planner.tape.variants import PLAIN_FP32, SampleVariant, StepVariant
+from planner.tape.variants import PLAIN_FP32, OptimizerVariant, SampleVariant, StepVariant
 
 
 def variant(name: str, batch: int) -> StepVariant:
@@ -66,6 +68,45 @@ def test_dropout_of_an_adapter_is_a_recording_of_its_own() -> None:
     assert found in list(StepVariant.on_request(profile)) and found not in list(StepVariant.all(profile))
     assert found.records(profile)[0].lora_dropout > 0
     assert not StepVariant.of(profile, job.replace(method="full"), half, 1).dropout
+
+
+@pytest.mark.parametrize("said", [{"adapter": "dora"}, {"adapter": "lokr"}, {"adapter": "lokr", "lokr_factor": 0}])
+def test_other_adapters_are_recorded_when_somebody_names_one(said: dict[str, Any]) -> None:
+    profile = lookup.model("wan2.1-t2v-1.3b")
+    for targets in (None, profile.lora.wide):
+        job, strategy = job_for(profile, {**said, "lora_targets": targets}), Strategy(gradient_checkpointing="full")
+        variants = (
+            StepVariant.of(profile, job, strategy, 1),
+            SampleVariant.of(profile, job, strategy, 2),
+            OptimizerVariant.of(profile, job, strategy),
+        )
+        for found in variants:
+            kind = type(found)
+            assert found in list(kind.on_request(profile)) and found not in list(kind.all(profile))
+            recorded, _ = found.records(profile)
+            assert (recorded.adapter, recorded.lokr_factor) == (job.adapter, job.lokr_factor)
+            assert recorded.lora_targets == (targets or profile.lora.targets)
+
+
+@pytest.mark.parametrize(
+    ("said", "strategy", "fault"),
+    [
+        ({"adapter": "dora", "lora_targets": ("to_q",)}, {}, "recorded on to_k and to_out.0 and to_q and to_v alone"),
+        ({"adapter": "lokr", "lokr_factor": 7}, {}, "lokr_factor 7 is not recorded"),
+        ({"adapter": "dora"}, {"weights_dtype": "nf4"}, "dora of wan2.1-t2v-1.3b is not recorded with"),
+        ({"adapter": "lokr"}, {"weights_dtype": "int8"}, "lokr of wan2.1-t2v-1.3b is not recorded with"),
+        ({"adapter": "dora"}, {"sharding": "fsdp"}, "dora under fsdp is not estimated"),
+        ({"adapter": "lokr"}, {"context_parallel": 2}, "lokr under context_parallel is not estimated"),
+        ({"adapter": "lokr"}, {"compile": "blocks"}, "lokr in compiled blocks is not estimated"),
+    ],
+)
+def test_of_other_adapters_no_recording_is_asked_for_that_cannot_be(
+    said: dict[str, Any], strategy: dict[str, Any], fault: str
+) -> None:
+    profile = lookup.model("wan2.1-t2v-1.3b")
+    with pytest.raises(NotRecordedError, match=fault) as caught:
+        StepVariant.of(profile, job_for(profile, said), Strategy.read(strategy), 1)
+    assert "vplan record" not in str(caught.value.fix)
 
 
 def test_a_recording_is_of_the_batch_its_name_says() -> None:

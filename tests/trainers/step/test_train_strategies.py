@@ -102,6 +102,17 @@ def test_checkpointing_keeps_less_and_learns_the_same(
     assert held(place, tmp_path, strategy, method=method).saved < held(place, tmp_path, {}, method=method).saved
 
 
+@pytest.mark.parametrize("job", [{"adapter": "dora"}, {"adapter": "lokr", "lora_rank": 16}], ids=["dora", "lokr"])
+def test_other_adapters_begin_as_lora_does_and_learn_the_same_where_blocks_move(
+    place: runs.Place, tmp_path: Path, job: dict[str, Any]
+) -> None:
+    """Their layers read the base's weight beside the layer, which is in the ring of swapped blocks then."""
+    plain, lora = losses(place, tmp_path / "plain", {}, **job), losses(place, tmp_path / "lora", {})
+    assert plain[0] == pytest.approx(lora[0], abs=1e-5) and plain[-1] != pytest.approx(lora[-1], abs=1e-5)
+    for at, strategy in enumerate(({"gradient_checkpointing": "full", "swap_blocks": 1}, {"ema": "cpu"})):
+        assert losses(place, tmp_path / str(at), strategy, **job) == plain
+
+
 def test_compiled_blocks_learn_the_same(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and not translated, which would take half a minute: inductor itself rounds as it likes."""
     strategy = {"gradient_checkpointing": "full", "swap_blocks": 1}

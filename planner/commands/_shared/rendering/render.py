@@ -60,7 +60,7 @@ def print_answer(console: Console, question: Question, found: Estimate) -> None:
 
 def _trained(title: str, found: Estimate) -> str:
     job = found.job
-    return f"{title}, {job.method}" + (f" rank {job.lora_rank}" if job.method == "lora" else "")
+    return f"{title}, {job.trains}{job.adapter_size}"
 
 
 def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile) -> None:
