@@ -107,6 +107,7 @@ TrainerTrait = Literal[
     "vae-in-fp32",
     "vae-caches-kept",
     "reentrant-checkpoints",
+    "vae-tiles-of-128",
     "prompts-unpadded",
     "masks-by-head",
     "masks-one-sample",
@@ -129,6 +130,7 @@ mixture's experts run as in sampling.
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: its script keeps the VAE in fp32.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
 reentrant-checkpoints: its own code of the model checkpoints so.
+vae-tiles-of-128: its own code of the VAE works in tiles of 128 pixels a side.
 prompts-unpadded: they are as long as the longest of a batch, where diffusers fills them up. masks-by-head: its own code
 makes a mask over all pairs of tokens for every head. masks-one-sample: prompts are padded and masked where there is one
 sample too. joint-tensor-kept: of a block that gives text and image as parts of one tensor, only the image is offloaded.

@@ -82,7 +82,6 @@ def modulation_in_16_bits(run: Run) -> None:
                 run.resize(buffer, 2 * run.sizes[buffer])
 
 
-TILE_MODEL = "hunyuan-video-1.5"
 TILE_SIZE = 128
 TILE_256 = "vae-tile-256"
 """The version of memory terms with ``--vae_sample_size 256``."""
@@ -92,7 +91,7 @@ def vae_tiles(run: Run) -> None:
     """Tiles of HunyuanVideo 1.5's VAE have 128 pixels a side and overlap by a quarter, or those of
     ``--vae_sample_size`` (hv_1_5_cache_latents.py:151, hv_1_5_train_network.py:481;
     hunyuan_video_1_5/hunyuan_video_1_5_vae.py ``spatial_tiled_encode``), where diffusers' have 256."""
-    if run.facts.model.name == TILE_MODEL:
+    if run.facts.model.trained_with("musubi-tuner", "vae-tiles-of-128"):
         side = 256 if run.trainer.partition("@")[2] == TILE_256 else TILE_SIZE
         run.device.vae_tile = (side, side, side * 3 // 4, side * 3 // 4)
 

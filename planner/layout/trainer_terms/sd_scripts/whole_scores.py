@@ -36,7 +36,7 @@ BY_PRECISION = {"bf16": Widths(HALF, FP32, HALF), "fp16": Widths(HALF, 0, HALF),
 """``autocast`` -> widths."""
 
 
-class Kept(NamedTuple):
+class KeptScores(NamedTuple):
     """What one attention keeps until its backward."""
 
     scores: int
@@ -79,7 +79,7 @@ class _Scores:
         self.run, self.self_scores = run, self_scores
         self.widths = BY_PRECISION[run.strategy.autocast]
         self.calls = 0
-        self.waiting: dict[int, Kept] = {}
+        self.waiting: dict[int, KeptScores] = {}
         """what a kernel saves of rows -> what its attention keeps, the latest last"""
 
         self.done: set[int] = set()
@@ -110,7 +110,7 @@ class _Scores:
         start, product = self._new(scores, self.widths.scores), self._new(scores, self.widths.scores)
         cast, softmax = self._new(scores, self.widths.cast), self._new(scores, FP32)
         probabilities = self._new(scores, self.widths.probabilities)
-        self.waiting[rows] = Kept(scores, (*softmax, *probabilities))
+        self.waiting[rows] = KeptScores(scores, (*softmax, *probabilities))
         events = [*start, *product, *_freed(start), *cast, *softmax, *_freed(cast)]
         return [*events, *probabilities, *_freed(product)]
 
