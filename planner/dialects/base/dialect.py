@@ -152,7 +152,7 @@ class Dialect:
         bound = {field for entry in self.table for field in _binding(entry).fields}
         unbound = (field for field in Strategy.model_fields if field not in bound)
         adapter = [] if "adapter" in bound else [Fixed("adapter", "lora", OWN_ADAPTERS)]
-        adapter.append(Fixed("lokr_factor", None))
+        adapter.append(Fixed("lokr_factor", Job.model_fields["lokr_factor"].get_default(), OWN_ADAPTERS))
         rest = (Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound)
         return (*self.table, *adapter, *rest)
 
