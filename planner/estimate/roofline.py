@@ -26,8 +26,8 @@ GH100 = (9, 0)
 
 IN_A_STEP = {"matmul": 1 / 1.05, "attention": 1 / 1.02, "pointwise": 1 / 1.70}
 """The same on a GH100 by kind of kernel, in 16 bits; of convolutions too few were seen. Fitted to the kernels of 14
-steps of our trainer on an H200 under torch's profiler (profiles/measurements/own; tests/tools/step_times/kernels.py), no
-published step time among them; docs/accuracy.md has the errors."""
+steps of our trainer on an H200 under torch's profiler (profiles/measurements/own), no published step time among them:
+tests/tools/step_times/kernels.py; docs/accuracy.md has the errors."""
 
 PER_KERNEL_SECONDS = 1.0e-6
 """What a GH100's kernel takes longer, whatever its size: 5.1 us a matrix product, which one kernel of five is (0.10 to
