@@ -109,7 +109,8 @@ def test_what_is_typed_and_contradicts_itself_is_refused_by_name() -> None:
 
 
 def test_nothing_is_switched_on_for_less_than_the_prediction_is_good_for() -> None:
-    found = best(ask("80GB", {"gradient_checkpointing": "full"}))
+    # Steps of speed have edges: at some shapes a gain of less than one is across one.
+    found = best(ask("80GB", {"gradient_checkpointing": "full"}, frames=49))
     assert found.plan.strategy.optimizer_step == "foreach"
     assert found.switches == ()
 
