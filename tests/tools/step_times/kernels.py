@@ -105,7 +105,7 @@ def profiled(row: Mapping[str, Any]) -> Profiled | None:
         for name, (count, taken) in listed["operators"].items():
             seconds[kind_of(name)] += taken
             operators[kind_of(name)] += count
-    # Those below the share that a row lists are small, and none of them is a product.
+    # What a row does not list, each below a thousandth of its pass, is taken for pointwise.
     seconds["pointwise"] += sum(listed["seconds"] for listed in passes) - sum(seconds.values())
     attention = roofline.attention_efficiency(facts.gpu, configuration.strategy, configuration.job, work.attention)
     told = roofline._kernel_seconds(work.passes, facts.gpu, configuration.strategy, attention)
