@@ -35,7 +35,7 @@ class Anima(Family):
             modes = SimpleNamespace(NEAREST="nearest")
             unresized = SimpleNamespace(resize=lambda mask, size, interpolation: mask)
             without = SimpleNamespace(functional=unresized, InterpolationMode=modes)
-            transformer_cosmos.transforms = without  # type: ignore[attr-defined]  # where torchvision's would be
+            transformer_cosmos.transforms = without
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         text = grid["B"], grid["T"], self.config["text_embed_dim"]
