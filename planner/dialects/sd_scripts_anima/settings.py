@@ -1,7 +1,8 @@
 """sd-scripts' words for Anima, read at 48d368f: anima_train_network.py.
 
 Its model is a code of its own (library/anima_models.py), which is priced as diffusers'. Rehearsed on a virtual
-GPU of 80 GB (LoRA of rank 8, 1024x1024) it takes as much with checkpoints, and 7 % less without.
+GPU of 80 GB (LoRA of rank 8, 1024x1024) it takes as much with checkpoints, and 7 % less without: its
+norms keep queries and keys once, in fp32, where diffusers' keep them in 16 bits too.
 """
 
 from __future__ import annotations
