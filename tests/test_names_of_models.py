@@ -37,6 +37,7 @@ COMPARED = {
     "planner/dialects/musubi_tuner/": "scripts are called wan_train_network.py and the like",
     "planner/dialects/sd_scripts_unet/": "a script for each of two models, called after them",
     "planner/dialects/sd_scripts_hunyuan/": "a key of its config is called after the encoder whose file it names",
+    "planner/dialects/sd_scripts_anima/": "likewise",
     "planner/dialects/diffusers_pipeline/": "a script's calls of any class that begins with Autoencoder",
 }
 """Where a name may be compared with a trainer's own word."""

@@ -102,6 +102,7 @@ TrainerTrait = Literal[
     "attention-output-not-adapted",
     "last-encoder-stays",
     "last-encoder-cast",
+    "last-encoder-in-model",
     "experts-without-gradients",
     "shift-by-size",
     "vae-in-fp32",
@@ -125,8 +126,9 @@ own-model: it is what the trainer's own scripts build. own-code: its step is rec
 rotates-real-numbers: queries and keys, where diffusers' do so with complex ones.
 feed-forward-not-adapted: its usual LoRA is on attention alone; attention-output-not-adapted: nor on its last layer.
 last-encoder-stays: the last text encoder encodes in the loop, and is on the GPU for it.
-last-encoder-cast: over a base in fp8 it comes in its file's fp16, and is cast on the GPU. experts-without-gradients: a
-mixture's experts run as in sampling.
+last-encoder-cast: over a base in fp8 it comes in its file's fp16, and is cast on the GPU.
+last-encoder-in-model: it is a part of the model there, frozen, and runs in every step.
+experts-without-gradients: a mixture's experts run as in sampling.
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: its script keeps the VAE in fp32.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
 reentrant-checkpoints: its own code of the model checkpoints so.

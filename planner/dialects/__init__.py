@@ -41,8 +41,8 @@ FORMER = ("diffsynth-2025",)
 
 
 FURTHER = (
-    *("sd-scripts-unet", "sd-scripts-hunyuan", "sd-scripts-sd3", "onetrainer", "cogvideo", "cogvideox-factory"),
-    "ltx-trainer",
+    *("sd-scripts-unet", "sd-scripts-hunyuan", "sd-scripts-sd3", "sd-scripts-anima", "onetrainer", "cogvideo"),
+    *("cogvideox-factory", "ltx-trainer"),
 )
 """Further scripts of a trainer, for other models and under terms of their own (``trainer@version``), and trainers that
 are read and not written."""

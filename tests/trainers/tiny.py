@@ -93,6 +93,7 @@ def tokenizer(length: int = 512, special: tuple[str, ...] = ()) -> PreTrainedTok
 
 def text_encoder(kind: str, width: int) -> torch.nn.Module:
     """A text encoder of two layers (of three, for those whose last but two is taken)."""
+    import diffusers
     import transformers
 
     words = {"vocab_size": len(WORDS) + len(TEMPLATE), "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
@@ -119,6 +120,9 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
         config = transformers.Qwen3VLConfig(
             text_config=text, vision_config={**eyes, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
         )
+    elif kind == "AnimaTextConditioner":
+        sizes = {"source_dim": width, "target_dim": width, "model_dim": width, "num_attention_heads": 2}
+        return diffusers.AnimaTextConditioner(**sizes, num_layers=1, target_vocab_size=len(WORDS))
     elif kind.startswith("Mistral3"):  # FLUX.2 takes the 10th, 20th and 30th
         text = {**llm, "model_type": "mistral", "num_hidden_layers": 31, "head_dim": 4}
         eyes = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
@@ -171,6 +175,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"axes_dim_rope": [4, 4, 4], "num_refiner_layers": 1, "multiple_of": 8},
     "hidream": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "axes_dims_rope": [4, 2, 2]}
     | {"caption_channels": [8, 8], "text_emb_dim": 16, "llama_layers": [0, 1, 2, 2], "max_resolution": [16, 16]},
+    "anima": {**SMALL, "attention_head_dim": 12, "text_embed_dim": 8, "adaln_lora_dim": 4},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -205,6 +210,7 @@ ENCODERS = {
         "text_encoder_3": "T5EncoderModel",
         "text_encoder_4": "LlamaForCausalLM",
     },
+    "anima": {"text_encoder": "Qwen3Model", "text_conditioner": "AnimaTextConditioner"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -256,6 +262,7 @@ MODELS = (
     "ernie-image",
     "ideogram-4",
     "hidream-i1",
+    "anima",
     "latentsync-1.6-stage1",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""
@@ -316,9 +323,8 @@ def folder(path: Path, made: ModelProfile) -> Path:
         width = made.config.get("joint_attention_dim", 8) if kind == "T5EncoderModel" else 8
         text_encoder(kind, width).save_pretrained(path / part)
         special = TEMPLATE if made.family == "krea2" else ()
-        tokenizer(77 if kind.startswith("CLIP") else 512, special).save_pretrained(
-            path / part.replace("text_encoder", "tokenizer")
-        )
+        helper = "t5_tokenizer" if part == "text_conditioner" else part.replace("text_encoder", "tokenizer")
+        tokenizer(77 if kind.startswith("CLIP") else 512, special).save_pretrained(path / helper)
     if made.config.get("image_dim"):
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
         vision = transformers.CLIPVisionConfig(image_size=28, patch_size=14, **sizes)

@@ -245,7 +245,7 @@ class CacheBuild:
                 items = self._one_by_one(f"{title} ({turn.part})", waiting)
                 made: Iterator[Made]
                 if decoding is None:
-                    made = self._of_captions(turn, encoder, items)
+                    made = self._of_captions(turn, encoder, items, number)
                 else:
                     made = self._of_clips(turn, encoder, zip(items, decoding, strict=True))
                 for index, (key, sample, tensors) in enumerate(made):
@@ -307,12 +307,16 @@ class CacheBuild:
         }
         return {"clip": FrameRange(sample.clip.path, indices, *size), **companions}
 
-    def _of_captions(self, turn: EncoderTurn, encoder: Encoder, captions: Iterable[tuple[str, str]]) -> Iterator[Made]:
-        """What one encoder makes of each caption, in their order."""
+    def _of_captions(
+        self, turn: EncoderTurn, encoder: Encoder, captions: Iterable[tuple[str, str]], number: int
+    ) -> Iterator[Made]:
+        """What one encoder makes of each caption, in their order. ``number``: of its turn."""
         # On a GPU one after another: encoding is predicted for one caption, and one of T5 is enough work for it.
         at_once = turn.at_once if self.setting.device.type == "cpu" else 1
         remaining = iter(captions)
         while several := list(itertools.islice(remaining, at_once)):
+            if turn.reads_earlier:
+                encoder.earlier = self._left_by(number, several[0][0])
             with torch.inference_mode():
                 tensors = turn.encode(encoder, [caption for _, caption in several])
             for place, (key, caption) in enumerate(several):
@@ -353,11 +357,15 @@ class CacheBuild:
         when it is written."""
         if not last:
             return writer.save(key, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, number)
+        fitted = self._fitted(self.family.joined({**self._left_by(number, key), **tensors}), sample)
+        return writer.save(key, fitted, drop_turns=number)
+
+    def _left_by(self, number: int, key: str) -> dict[str, Tensor]:
+        """What the turns before the one of this number left of a sample."""
         parts_made: dict[str, Tensor] = {}
         for earlier in range(number):
             parts_made |= self.store.load(key, earlier)
-        fitted = self._fitted(self.family.joined({**parts_made, **tensors}), sample)
-        return writer.save(key, fitted, drop_turns=number)
+        return parts_made
 
     def _fitted(self, tensors: Mapping[str, Tensor], sample: Any) -> dict[str, Tensor]:
         """The tensors in the dtypes of the plan's batches; a VplanError for other shapes, or for what is no number."""

@@ -149,8 +149,8 @@ def load_helper(root: Path, part: str) -> Any:
 
     if part == MASK:
         return _mask(root / part)
-    autos = {"tokenizer": transformers.AutoTokenizer, "feature_": transformers.AutoFeatureExtractor}
-    auto = autos.get(part[:9], autos.get(part[:8], transformers.AutoImageProcessor))
+    autos = {"tokenizer": transformers.AutoTokenizer, "feature_extractor": transformers.AutoFeatureExtractor}
+    auto = next((auto for kind, auto in autos.items() if kind in part), transformers.AutoImageProcessor)
     try:
         return auto.from_pretrained(str(root / part), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:

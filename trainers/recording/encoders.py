@@ -93,6 +93,12 @@ def forward(
         sound_states: Tensor = model.get_submodule("encoder")(features).last_hidden_state
         return sound_states
 
+    def condition() -> Tensor:
+        states = torch.zeros((batch, tokens, config["source_dim"]), dtype=dtype, device=device)
+        mask = torch.ones((batch, tokens), dtype=torch.long, device=device)
+        prompt: Tensor = model(states, torch.zeros_like(mask), mask, mask)
+        return prompt
+
     def connect() -> list[Tensor]:
         shape = batch, tokens, config["caption_channels"] * config["text_proj_in_factor"]
         states = torch.zeros(shape, dtype=dtype, device=device)
@@ -118,6 +124,8 @@ def forward(
         return see
     if "num_mel_bins" in config:
         return hear
+    if "source_dim" in config:
+        return condition
     return connect if of_diffusers(encoder) else read
 
 
@@ -139,7 +147,7 @@ def text_tape(encoder: TextEncoder, dtype: str) -> Tape:
 def _length(encoder: TextEncoder) -> tuple[int, dict[str, int]]:
     """(tokens to record at, what the tape holds fixed).
 
-    The connectors fill prompts up with registers, a whole number of times, so theirs is the length of all prompts.
+    Connectors fill prompts up, with registers or zeros, so theirs is the length of all prompts.
     """
     if of_diffusers(encoder):
         return encoder.max_tokens, {"T": encoder.max_tokens}

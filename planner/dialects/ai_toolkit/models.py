@@ -36,6 +36,7 @@ ARCHES: dict[str, tuple[str, str]] = {
     "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
     "z-image": ("zimage", "Tongyi-MAI/Z-Image"),
     "ernie-image": ("ernie_image", "baidu/ERNIE-Image"),
+    "anima": ("anima", "circlestone-labs/Anima-Base-v1.0-Diffusers"),
     "ideogram-4": ("ideogram4", "ideogram-ai/ideogram-4-fp8"),
     "ltx-2": ("ltx2", "Lightricks/LTX-2"),
     "ltx-2.3": ("ltx2.3", "Lightricks/LTX-2.3"),

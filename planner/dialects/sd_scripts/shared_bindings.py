@@ -25,6 +25,7 @@ from planner.dialects.sd_scripts.common import (
     write_size,
     write_validation,
 )
+from planner.errors import VplanError
 from planner.spec.rules import DEEPSPEED
 
 CHECKPOINTING = Choice(
@@ -120,3 +121,33 @@ SHARDED = tuple(
     for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
 )
 """ZeRO by the scripts' own flags."""
+
+
+KERNELS = {"torch": "sdpa", "sdpa": "sdpa", "xformers": "efficient", "flash": "flash"}
+"""Words of ``--attn_mode`` -> ours; sageattn has no backward."""
+
+
+def _attention(settings: Settings) -> Fields:
+    """``--attn_mode``, else ``--xformers``, else torch's (``load_unet_lazily``)."""
+    mode = str(settings.get("--attn_mode") or ("xformers" if settings.get("--xformers") else "torch"))
+    if mode not in KERNELS:
+        raise VplanError(f"--attn_mode {mode} has no backward: it cannot train", "use --attn_mode flash or torch")
+    return {"attention": KERNELS[mode]}
+
+
+def _write_attention(fields: Fields) -> Settings:
+    words = {"sdpa": {}, "efficient": {"--attn_mode": "xformers"}, "flash": {"--attn_mode": "flash"}}
+    if fields["attention"] not in words:
+        why = "--attn_mode is torch, xformers or flash"
+        raise InexpressibleError(UnsupportedValue("attention", fields["attention"], "sdpa", why))
+    return words[fields["attention"]]
+
+
+ATTENTION_MODE = FunctionPair(
+    ("attention",),
+    ("--attn_mode",),
+    _attention,
+    _write_attention,
+    {"attention": "sdpa, efficient, flash (--attn_mode)"},
+)
+"""Of the scripts for HunyuanImage 2.1 and Anima."""

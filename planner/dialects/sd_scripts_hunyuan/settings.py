@@ -30,6 +30,7 @@ from planner.dialects.sd_scripts.engine import AT, half_precision, sharded, writ
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
+    ATTENTION_MODE,
     BUCKETS,
     CHECKPOINTING,
     COMPILE,
@@ -39,7 +40,6 @@ from planner.dialects.sd_scripts.shared_bindings import (
     size_pair,
     swap_pair,
 )
-from planner.errors import VplanError
 from planner.layout.trainer_terms.sd_scripts import ENCODERS_ON_CPU
 
 SCRIPT = "hunyuan_image_train_network.py"
@@ -105,31 +105,11 @@ def _encoder(settings: Settings) -> Fields:
     return {"text_encoder_dtype": "fp8" if settings.get("--fp8_vl") else "bf16"}
 
 
-KERNELS = {"torch": "sdpa", "sdpa": "sdpa", "xformers": "efficient", "flash": "flash"}
-"""Words of ``--attn_mode`` -> ours; sageattn has no backward."""
-
-
 def _write_encoder(fields: Fields) -> Settings:
     dtype = fields["text_encoder_dtype"]
     if dtype not in ("bf16", "fp8"):
         raise InexpressibleError(UnsupportedValue("text_encoder_dtype", dtype, "bf16", "bf16, or fp8 by --fp8_vl"))
     return {"--fp8_vl": True} if dtype == "fp8" else {}
-
-
-def _attention(settings: Settings) -> Fields:
-    """``--attn_mode``, else ``--xformers``, else torch's (``load_unet_lazily``)."""
-    mode = str(settings.get("--attn_mode") or ("xformers" if settings.get("--xformers") else "torch"))
-    if mode not in KERNELS:
-        raise VplanError(f"--attn_mode {mode} has no backward: it cannot train", "use --attn_mode flash or torch")
-    return {"attention": KERNELS[mode]}
-
-
-def _write_attention(fields: Fields) -> Settings:
-    words = {"sdpa": {}, "efficient": {"--attn_mode": "xformers"}, "flash": {"--attn_mode": "flash"}}
-    if fields["attention"] not in words:
-        why = "--attn_mode is torch, xformers or flash"
-        raise InexpressibleError(UnsupportedValue("attention", fields["attention"], "sdpa", why))
-    return words[fields["attention"]]
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
@@ -223,13 +203,7 @@ DIALECT = Dialect(
         Fixed("optimizer_step", "foreach", "the LoRA scripts have no other"),
         *our_defaults("experts", "trainable", "lora_targets", "buckets", "references", "validation", "compute_dtype"),
         *our_defaults("checkpointed_blocks", "ema", "vae_tiling", "vae_slicing", "inactive_expert", "group_offload"),
-        FunctionPair(
-            ("attention",),
-            ("--attn_mode",),
-            _attention,
-            _write_attention,
-            {"attention": "sdpa, efficient, flash (--attn_mode)"},
-        ),
+        ATTENTION_MODE,
         COMPILE,
         *our_defaults("group_offload_stream", "context_parallel", "adapter_inputs"),
         *our_defaults("nested_checkpointing", "fsdp_replicas", "text_tokens"),

@@ -70,7 +70,9 @@ def read_script(script: Script) -> Invocation | None:
         if (name := kohya_ss.script_of(config)) in SCRIPTS:
             return kohya_ss.read(script)
         if name not in OTHERS:
-            raise VplanError(f"{script.name} is kohya_ss's, for {name} of sd-scripts, which is not supported", FIX)
+            raise VplanError(
+                f"{script.name} is kohya_ss's, for {name} of sd-scripts, whose settings are not read from there", FIX
+            )
         return None
     own = {"pretrained_model_name_or_path", "network_module"}
     if config is None or not own <= names(config) or names(config) & {"ae", "t5xxl", "clip_g", "qwen3", "dit"}:

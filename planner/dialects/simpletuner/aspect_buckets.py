@@ -30,7 +30,7 @@ USUAL_ALIGNMENT = 64
 FORCED = {
     **dict.fromkeys(("flux", "sdxl", "sd1x", "sd3", "lumina2", "hidream", "ltxvideo", "ltxvideo2"), 64),
     **dict.fromkeys(("qwen_image", "wan"), 32),
-    "flux2": 16,
+    **dict.fromkeys(("anima", "flux2"), 16),
 }
 """``model_family`` -> the ``aspect_bucket_alignment`` that it has whatever the config says, of those that do not take
 it from there (``check_user_config`` in helpers/models/*/model.py)."""

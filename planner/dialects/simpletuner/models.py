@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, str]] = {
     "hidream": dict.fromkeys(("", "full", "dev", "fast"), "hidream-i1"),
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
     "ernie": dict.fromkeys(("", "base", "turbo"), "ernie-image"),
+    "anima": dict.fromkeys(("", "preview-3", "base-v1.0", "release", "preview-2", "preview"), "anima"),
     "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
     "ltxvideo2": {

@@ -18,6 +18,7 @@ from planner.layout.trainer_terms.lora_layers import (
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
+    last_encoder_in_model,
     layers_of_encoders_offloaded,
     modulation_in_8_bits,
     passing,
@@ -135,7 +136,7 @@ def _swaps(run: Run) -> bool:
 TERMS: tuple[Transform, ...] = (
     *(loaded_on_the_cpu, modulation_in_8_bits("ai-toolkit"), wider_adapters, adapters_on_blocks, moved_whole),
     *(average_as_trained, encoders_at_start, layers_of_encoders_offloaded),
-    *(swap_in_place, layers_in_turn, cache_emptied, cache_kept_while_sampling),
+    *(swap_in_place, layers_in_turn, cache_emptied, cache_kept_while_sampling, last_encoder_in_model("ai-toolkit")),
 )
 """``swap_in_place``: its rings are those of ``layers_in_turn``. ``cache_emptied``: ``flush`` behind every step of
 loading (toolkit/basic.py at 0657f36)."""

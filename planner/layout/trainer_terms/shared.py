@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from planner.layout.checkpoints.offload import fetched_when_needed
+from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.spec.job import SPLIT
 from planner.tape.program import Stage
@@ -57,6 +58,22 @@ def checkpoints_saved_on_cpu(run: Run) -> None:
         run.host.copies_shared_inputs = True
         run.host.checkpoints_pin = "none"
         fetched_when_needed(run)
+
+
+def last_encoder_in_model(trainer: str) -> Transform:
+    """The term of a trainer whose model has the last text encoder in it, frozen: Anima's conditioner (ai-toolkit
+    27a03a9 extensions_built_in/diffusion_models/anima/anima.py ``AnimaTrainableModel``; SimpleTuner bc8e6ab
+    helpers/models/anima/transformer.py ``_LLMAdapter``; sd-scripts 48d368f library/anima_models.py). What it makes on
+    the way is gone before the first block, and is not added. It is in 16 bits over a quantised base too, where
+    ai-toolkit quantises it."""
+
+    def term(run: Run) -> None:
+        """The encoder's weights lie beside the model's."""
+        encoder = run.facts.model.text_encoders[-1] if run.facts.model.text_encoders else None
+        if encoder is not None and run.facts.model.trained_with(trainer, "last-encoder-in-model"):
+            run.add(run.load, int(BYTES_PER_PARAMETER["bf16"] * encoder.parameters), "residents", encoder.name)
+
+    return term
 
 
 MODULATION = re.compile(r"\.norm\w*\.linear\.weight")

@@ -11,7 +11,13 @@ from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
 from planner.layout.trainer_terms.lora_layers import keep_by_block
-from planner.layout.trainer_terms.shared import cache_kept_while_sampling, passing, steps_by_itself, swap_in_place
+from planner.layout.trainer_terms.shared import (
+    cache_kept_while_sampling,
+    last_encoder_in_model,
+    passing,
+    steps_by_itself,
+    swap_in_place,
+)
 from planner.tape.program import Block
 from planner.tape.variants import trained_storage
 
@@ -155,6 +161,7 @@ TERMS: tuple[Transform, ...] = (
     one_sample_masked,
     encoders_together,
     cache_kept_while_sampling,
+    last_encoder_in_model("simpletuner"),
 )
 
 QUANTISED_WHOLE = "quantised-whole"

@@ -80,6 +80,7 @@ def test_every_bundled_model_is_sound() -> None:
         "chroma1-hd",
         "flex.1-alpha",
         "lumina-image-2.0",
+        "anima",
     }
     for name in names:
         profile = model(name)
@@ -134,6 +135,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("krea", "krea-2"),
         ("hunyuan image", "hunyuan-image-2.1"),
         ("baidu/ERNIE-Image", "ernie-image"),
+        ("circlestone-labs/Anima", "anima"),
         ("ideogram", "ideogram-4"),
         ("HiDream-ai/HiDream-I1-Full", "hidream-i1"),
         ("HiDream-ai/HiDream-I1-Dev", "hidream-i1"),
@@ -167,6 +169,7 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("easyanimate-v5.1-12b", 11_799),
         ("hunyuan-video-1.5", 8_327),
         ("ernie-image", 8_033),
+        ("anima", 1_956),
     ],
 )
 def test_parameters_are_the_published_ones(name: str, millions: int) -> None:

@@ -65,6 +65,8 @@ def diffusion_pipe(kind: str) -> tuple[str, str]:
         (onetrainer("HI_DREAM_FULL"), "onetrainer", "hidream-i1", False),
         (ai_toolkit("hidream"), "ai-toolkit", "hidream-i1", True),
         (diffusion_pipe("hidream"), "diffusion-pipe", "hidream-i1", True),
+        (simpletuner("anima"), "simpletuner", "anima", True),
+        (ai_toolkit("anima"), "ai-toolkit", "anima", False),
         (simpletuner("krea2"), "simpletuner", "krea-2", False),
         (ai_toolkit("sd3"), "ai-toolkit", "sd3.5-large", False),
     ],

@@ -23,7 +23,7 @@ from planner.spec.rules import resolve
 
 OURS = (
     *("diffsynth", "diffusers", "diffusers-pipeline", "easyanimate", "latentsync", "videox-fun"),
-    *("sd-scripts", "sd-scripts@unet", "sd-scripts@hunyuan-image"),
+    *("sd-scripts", "sd-scripts@unet", "sd-scripts@hunyuan-image", "sd-scripts@anima"),
 )
 MODELS = (
     *("wan2.1-i2v-14b-480p", "wan2.2-t2v-a14b", "flux.1-dev", "easyanimate-v5.1-7b", "latentsync-1.6-stage1"),

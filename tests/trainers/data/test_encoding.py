@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,7 @@ UNDONE = {
         .reshape(1, -1, 8, 8)
     ),
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
+    "anima": lambda latents, vae: by_channel(latents, vae.config),
     "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
 }
 """How each family's pipeline turns latents back into what its VAE decodes (diffusers 0.42, pipelines/)."""
@@ -202,6 +204,32 @@ def test_captions_encoded_together_get_the_bytes_they_get_alone(tmp_path: Path, 
         for place, caption in enumerate(captions[:count]):
             for part, tensor in turn.encode(encoder, [caption]).items():
                 assert torch.equal(tensor[0], together[part][place]), (turn.part, part, caption)
+
+
+@pytest.mark.parametrize("caption", ["a red cat", ""])
+def test_anima_s_prompt_is_what_its_modular_pipeline_makes_of_it(tmp_path: Path, caption: str) -> None:
+    from diffusers.modular_pipelines.anima.before_denoise import AnimaTextConditioningStep
+    from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
+
+    profile = tiny.profile("anima")
+    folder = tiny.folder(tmp_path / "model", profile)
+    plan = job_for(profile, {"height": 64, "width": 64})
+    strategy = FP32.replace(autocast="none", weights_dtype="fp32")
+    work = cache.CacheBuild(setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy))
+    key = work.text_key(caption)
+    work.encode("captions", work.text_turns, {key: caption})
+    loaded = {turn.part: parts.load(folder, turn.part, turn.class_name, torch.float32) for turn in work.text_turns}
+    helpers = {turn.helper: parts.load_helper(folder, turn.helper) for turn in work.text_turns}
+    whole, cpu = SimpleNamespace(**loaded, **helpers), torch.device("cpu")
+    told = AnimaTextEncoderStep.encode_prompt(whole, caption, None, False, 512, cpu, torch.float32)
+    asked = {name: told[name] for name in ("qwen_prompt_embeds", "qwen_attention_mask")}
+    asked |= {name: told[name] for name in ("t5_input_ids", "t5_attention_mask")}
+    expected = AnimaTextConditioningStep._condition_prompt_embeds(
+        whole, **asked, device=cpu, conditioning_dtype=torch.float32, output_dtype=torch.float32
+    )
+    made = work.store.load(key)
+    assert made.keys() == {"prompt"}
+    torch.testing.assert_close(made["prompt"], expected[0].to(made["prompt"].dtype))
 
 
 def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> None:

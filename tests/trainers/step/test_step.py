@@ -303,6 +303,13 @@ TINY: dict[str, dict[str, Any]] = {
         "approximator_hidden_dim": 16,
         "approximator_layers": 2,
     },
+    "anima": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "num_layers": 2,
+        "text_embed_dim": 8,
+        "adaln_lora_dim": 4,
+    },
     "lumina-image-2.0": {
         "num_attention_heads": 2,
         "num_kv_heads": 1,

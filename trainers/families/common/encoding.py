@@ -38,6 +38,8 @@ class Encoder:
     """when in that file the frames are shown, seconds"""
     sound_features: dict[str, Tensor] = field(default_factory=dict)
     """what it made of the file it was at last: a clip is cut into many samples"""
+    earlier: dict[str, Tensor] = field(default_factory=dict)
+    """what the turns before left of the sample, where this one reads it"""
     generator: torch.Generator | None = None
     """seeded by what is encoded, so that a sample is the same whoever encodes it, and whenever"""
     prompt_pipelines: dict[tuple[str, str], Any] = field(default_factory=dict)
@@ -106,6 +108,8 @@ class EncoderTurn(NamedTuple):
     """how many of a clip's first frames it looks at; all when not given, none where it only listens"""
     at_once: int = 1
     """captions that it may take together, as each gets the bytes that it gets alone"""
+    reads_earlier: bool = False
+    """whether it goes on from what the turns before left of a caption (`Encoder.earlier`)"""
 
 
 def pixels(encoder: Encoder, frames: Tensor) -> Tensor:

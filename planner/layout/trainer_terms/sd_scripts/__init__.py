@@ -15,10 +15,12 @@ from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
     checkpoints_saved_on_cpu,
+    last_encoder_in_model,
     modulation_in_8_bits,
     swap_in_place,
     swapped_to_pinned_memory,
 )
+from planner.layout.trainer_terms.trained_text_encoders import HALF, keep_beside
 
 
 def text_encoders_together(run: Run) -> None:
@@ -38,11 +40,30 @@ def t5_cast(run: Run) -> None:
         run.device.encoder_cast = model.text_encoders[-1].name
 
 
+KEPT_BY_CONDITIONER = 24
+"""Tensors as wide as the conditioner that autograd keeps of each of its layers (``saved_tensors_hooks`` over diffusers'
+AnimaTextConditioner: 145 MiB of 512 tokens)."""
+
+
+def conditioner_kept(run: Run) -> None:
+    """With ``--gradient_checkpointing`` a prompt's states are made to require gradients, which pass through the
+    conditioner then, though nothing of it is trained, and it checkpoints nothing (anima_train_network.py
+    ``get_noise_pred_and_target``)."""
+    model = run.facts.model
+    if run.strategy.gradient_checkpointing == "none" or not model.trained_with("sd-scripts", "last-encoder-in-model"):
+        return
+    sizes = model.text_encoders[-1].config
+    tensor = HALF * run.grid["B"] * run.grid["T"] * sizes["model_dim"]
+    keep_beside(run, KEPT_BY_CONDITIONER * sizes["num_layers"] * tensor, "kept of the conditioner")
+
+
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
     *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling, swapped_to_pinned_memory),
     text_encoders_together,
     t5_cast,
+    last_encoder_in_model("sd-scripts"),
+    conditioner_kept,
 )
 """``cache_emptied``: flux_train.py calls ``clean_memory_on_device`` before it prepares the model. Checkpoints:
 library/custom_offloading_utils.py ``to_cpu``."""

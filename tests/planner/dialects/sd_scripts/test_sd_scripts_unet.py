@@ -71,7 +71,7 @@ def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Pa
         ("train_network.py --v2", "SD 2.x"),
         (SDXL + "--cache_latents --vae_batch_size 8", "--vae_batch_size is not priced with --cache_latents"),
         ("sdxl_train.py --xformers --diffusers_xformers", "holds the scores of all heads"),
-        ("anima_train_network.py --network_dim 4", "anima_train_network.py of sd-scripts is not supported"),
+        ("anima_train.py", "anima_train.py of sd-scripts is not supported"),
     ],
 )
 def test_what_is_not_priced_is_refused_by_name(words: str, why: str, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_settings_of_kohya_ss_are_those_of_the_command_that_it_starts(tmp_path: 
         ({"LoRA_type": "Kohya LoCon", "conv_dim": 8}, "conv_dim is not priced"),
         ({"sdxl": False, "flux1_checkbox": True, "LoRA_type": "Flux1", "train_t5xxl": True}, "T5-XXL is trained"),
         ({"sdxl": False, "flux1_checkbox": True, "LoRA_type": "Flux1 OFT"}, "'networks.oft_flux' is not priced"),
-        ({"sdxl": False, "anima_checkbox": True}, "for anima_train_network.py of sd-scripts, which is not supported"),
+        ({"sdxl": False, "anima_checkbox": True}, "for anima_train_network.py of sd-scripts, whose settings"),
         ({"network_dim": "x"}, "network_dim 'x' is no number"),
     ],
 )

@@ -1,0 +1,1 @@
+"""sd-scripts' words for Anima."""

@@ -1,0 +1,101 @@
+"""Anima: flow matching with Cosmos-Predict2's transformer and a prompt that a conditioner makes (diffusers
+CosmosTransformer3DModel, AnimaTextConditioner, modular_pipelines/anima; sd-scripts anima_train_network.py)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.models.transformers import transformer_cosmos
+from torch import Tensor, nn
+
+from planner.catalog.profiles import ModelProfile
+from trainers.families.common.base import Family, Grid
+from trainers.families.common.encoding import Encoder, EncoderTurn, per_channel, pixels, sampled
+
+STATES = "states"
+"""What Qwen3 leaves of a caption for the conditioner; not cached any longer than that."""
+
+
+class Anima(Family):
+    """Blocks of self-attention and cross-attention to the prompt. The conditioner is frozen, so what it makes of a
+    caption is cached; trainers that keep it in the model run it in every step."""
+
+    sample_needs = "a modular pipeline, which has no common call"
+
+    def __init__(self, profile: ModelProfile) -> None:
+        super().__init__(profile)
+        sizes = zip(self.config["max_size"], self.config["patch_size"], strict=True)
+        self.longest_side = max(size // patch for size, patch in sizes)  # all axes have one table
+
+    def prepare(self, model: nn.Module) -> None:
+        """Lets the model do without torchvision, which it resizes the mask with: ours has the latents' size."""
+        if not hasattr(transformer_cosmos, "transforms"):
+            modes = SimpleNamespace(NEAREST="nearest")
+            unresized = SimpleNamespace(resize=lambda mask, size, interpolation: mask)
+            without = SimpleNamespace(functional=unresized, InterpolationMode=modes)
+            transformer_cosmos.transforms = without
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        text = grid["B"], grid["T"], self.config["text_embed_dim"]
+        return {
+            "latents": self.video_latents(grid, device, dtype),
+            "prompt": torch.randn(*text, device=device, dtype=dtype),
+        }
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """No latent is padding: the mask is of zeros, as large as the latents."""
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
+        return {
+            "hidden_states": noisy,
+            "timestep": sigmas.to(noisy.dtype),
+            "encoder_hidden_states": batch["prompt"],
+            "padding_mask": noisy.new_zeros(1, 1, *noisy.shape[-2:]),
+        }, target
+
+    def clip_turns(self) -> tuple[EncoderTurn, ...]:
+        return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
+
+    def text_turns(self) -> tuple[EncoderTurn, ...]:
+        return (
+            EncoderTurn("text_encoder", "Qwen3Model", encode_caption, "tokenizer"),
+            EncoderTurn("text_conditioner", "AnimaTextConditioner", condition, "t5_tokenizer", reads_earlier=True),
+        )
+
+    def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A sample without Qwen3's states."""
+        return {name: tensor for name, tensor in parts.items() if name != STATES}
+
+
+def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
+    """{"latents": (C, 1, h, w)}, drawn from the VAE's posterior, every channel with mean 0 and deviation 1."""
+    latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
+    latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
+    return {"latents": latents[0]}
+
+
+def encode_caption(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
+    """{"states": the last states of Qwen3 for the caption}; as long as the caption, or one token of zeros for an empty
+    one (modular_pipelines/anima/encoders.py)."""
+    ids = encoder.helper(captions, max_length=encoder.tokens, truncation=True, return_tensors="pt").input_ids
+    ids = ids.long().to(encoder.device)
+    if not ids.shape[1]:
+        return {STATES: encoder.model.embed_tokens.weight.new_zeros(len(captions), 1, encoder.model.config.hidden_size)}
+    return {STATES: encoder.model(input_ids=ids).last_hidden_state}
+
+
+def condition(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
+    """{"prompt": what the conditioner makes of Qwen3's states and of the caption's T5 tokens}, filled up."""
+    tokens = encoder.helper(captions, max_length=encoder.tokens, truncation=True, return_tensors="pt")
+    states = encoder.earlier[STATES][None].to(encoder.device)
+    prompt = encoder.model(
+        source_hidden_states=states.to(encoder.model.dtype),
+        target_input_ids=tokens.input_ids.to(encoder.device),
+        target_attention_mask=tokens.attention_mask.to(encoder.device),
+        source_attention_mask=torch.ones(states.shape[:2], dtype=torch.long, device=encoder.device),
+    )
+    return {"prompt": prompt}
+
+
+FAMILY = Anima
