@@ -125,7 +125,7 @@ def card(chip: Chip, memory_gb: int) -> GpuProfile:
         link_gbs=chip.bandwidth_gbs / 2,
         power_watts=0.0,
         unified=True,
-        source=f"memory and bandwidth: Apple's technical specifications; gives: {working_set.source}",
+        source=f"memory, bandwidth: Apple's technical specifications; gives: {working_set.source}; no rates are known",
     )
 
 

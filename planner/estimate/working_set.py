@@ -34,13 +34,21 @@ def judged(estimate: Estimate, runs: Sequence[Run], played: Sequence[ReplayedSta
     if fault := _failure(estimate, runs, played):
         words = (f"{FAILS}{fault}", *told)
         return estimate.replace(verdict="no", limit="gpu", assumptions=(*words, *estimate.assumptions))
-    budget = estimate.budget_bytes
-    limit = format_gib(watermark_bytes(budget, HIGH_WATERMARK))
-    beyond = f"macOS recommends {format_gib(budget)} for the GPU. Up to {limit} PyTorch does not fail"
-    moves = "but macOS makes room by moving memory to disk, which is slow"
     start = {"no": SWAPS, "tight": MAY_SWAP}.get(estimate.verdict)
-    said = (f"{start}{beyond}, {moves}",) if start else ()
+    said = (f"{start}{_beyond(estimate)}",) if start else ()
     return estimate.replace(assumptions=(*said, *told, *estimate.assumptions))
+
+
+def _beyond(estimate: Estimate) -> str:
+    """What a plan needs more of than there is, and what that means."""
+    budget, usable = estimate.budget_bytes, estimate.machine.host_ram
+    limit = format_gib(watermark_bytes(budget, HIGH_WATERMARK))
+    moves = f"PyTorch does not fail below {limit}, but macOS moves memory to disk, which is slow"
+    end = estimate.low_bytes if estimate.verdict == "no" else estimate.high_bytes
+    if end > budget or usable is None:
+        return f"macOS recommends {format_gib(budget)} for the GPU; {moves}"
+    beside = format_gib(estimate.host_ram_bytes)
+    return f"with {beside} of the process it is more than the {format_gib(usable)} of memory that can be used; {moves}"
 
 
 def _failure(estimate: Estimate, runs: Sequence[Run], played: Sequence[ReplayedStage]) -> str:
