@@ -7,6 +7,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 GPUS = FOLDER / "gpus.toml"
+APPLE = FOLDER / "apple.toml"
 OTHER_CARDS = FOLDER / "other_cards.toml"
 MODELS = FOLDER / "models"
 OTHER_MODELS = FOLDER / "other_models.toml"

@@ -9,6 +9,7 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotEstimatedError
 from planner.spec.configuration import Configuration
+from planner.spec.job import QUANTISED
 from planner.spec.rules import ResolvedStrategy
 
 FLASH_FROM = (8, 0)
@@ -52,6 +53,9 @@ def refuse_on_card(configuration: Configuration, gpu: GpuProfile, model: ModelPr
     if gpu.vendor == "amd":
         _refuse_on_amd(configuration, gpu, model)
         return
+    if gpu.vendor == "apple":
+        _refuse_on_apple(configuration, gpu, model)
+        return
     strategy, torch = configuration.strategy, configuration.machine.torch
     if gpu.capability < BF16_ATTENTION_FROM and configuration.computes_in == "bf16":
         fault = f"{gpu.title} has no bf16: torch computes attention in it by the math path, which is not estimated"
@@ -92,6 +96,65 @@ def _refuse_on_amd(configuration: Configuration, gpu: GpuProfile, model: ModelPr
             raise NotEstimatedError(fault, fix or f"to compare memory with an NVIDIA card, use {size}")
 
 
+MPS_OF = (2, 13)
+"""The torch whose allocator for Apple's GPUs is replayed (`planner.allocator.mps`)."""
+
+
+def _refuse_on_apple(configuration: Configuration, gpu: GpuProfile, model: ModelProfile) -> None:
+    """What PyTorch cannot do on Apple's GPUs, what it does in memory of Metal's that nobody has published, and what is
+    no help where GPU and CPU share one memory."""
+    job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
+    version = tuple(int(part) for part in machine.torch.split(".")[:2]) if machine.torch else MPS_OF
+    listed = ".".join(map(str, MPS_OF))
+    moved = next((field for field, stays in _STAYS if getattr(strategy, field) not in stays), None)
+    beside = next((field for field in ("text_encoder", "vae") if getattr(strategy, field) != "cached"), None)
+    refusals = (
+        (machine.os != "linux", f"{gpu.title} runs macOS", "leave out --os"),
+        (machine.world > 1, "training over several Macs is not estimated", "use --gpus 1"),
+        (
+            version != MPS_OF,
+            f"the allocator of torch {machine.torch} for Apple's GPUs is not modelled",
+            f"use {listed}",
+        ),
+        (job.method == "sample", "sampling on Apple's GPUs is not estimated: MPSGraph's memory is not known", ""),
+        ("UNet" in model.diffusers_class, "MPSGraph's memory for a U-Net's convolutions is not known", ""),
+        (configuration.weights in QUANTISED, f"PyTorch has no {configuration.weights} products on MPS", _BF16),
+        (strategy.optimizer != "adamw", f"{strategy.optimizer} on MPS is not estimated", "use --optimizer adamw"),
+        (strategy.optimizer_step not in _MPS_STEPS, f"MPS has no {strategy.optimizer_step} step", _LOOP),
+        (strategy.compile != "none", "torch.compile on MPS is not estimated", "use --compile none"),
+        (strategy.attention != "sdpa", f"MPS has no {strategy.attention} attention", _SDPA),
+        (job.lora_dropout > 0, "dropout on MPS is not estimated", "use --lora-dropout 0"),
+        (strategy.gradient_checkpointing == "fp8", "MPS has no fp8", "use --gradient-checkpointing full"),
+        (moved is not None, f"{_flag(moved)} moves what stays in the same memory: a Mac has one", "leave it out"),
+        (beside is not None, "what MPS takes to encode is not known", f"use {_flag(beside)} cached"),
+        (strategy.validation_mode != "off", "validation on MPS is not estimated", "use --validation-mode off"),
+    )
+    for applies, fault, fix in refusals:
+        if applies:
+            size = f"--gpu {gpu.allocatable_gib:g}GiB"
+            raise NotEstimatedError(fault, fix or f"to compare memory with an NVIDIA card, use {size}")
+
+
+def _flag(field: str | None) -> str:
+    return f"--{field or ''}".replace("_", "-")
+
+
+_STAYS = (
+    ("swap_blocks", (0,)),
+    ("offload_optimizer", ("none",)),
+    ("offload_gradients", ("none",)),
+    ("offload_params", ("none",)),
+    ("group_offload", ("none",)),
+    ("ema", ("none", "gpu")),
+    ("inactive_expert", ("absent", "gpu")),
+    ("gradient_checkpointing", ("none", "full", "partial", "fp8")),
+)
+"""Fields that say what waits in host RAM -> their values without that."""
+_MPS_STEPS = ("loop", "fused")
+"""torch/utils/_foreach_utils.py: MPS is not among the devices of ``_get_foreach_kernels_supported_devices``, so torch
+steps one parameter after another where nothing is said; it is among those of fused kernels."""
+_BF16 = "use --weights-dtype bf16"
+_LOOP = "use --optimizer-step loop or fused"
 _SDPA = "use --attention sdpa"
 _FP8 = "use --weights-dtype bf16 or fp8"
 _BITSANDBYTES = ("adamw-8bit", "adamw-8bit-paged", "lion")

@@ -6,7 +6,7 @@ import functools
 import re
 
 import profiles
-from planner.catalog import other_cards
+from planner.catalog import apple_cards, other_cards
 from planner.catalog.card_profiles import GpuClass, GpuFile, GpuProfile
 from planner.catalog.profile_files import LONGEST_NAME, read_record
 from planner.errors import VplanError, nearest, quoted
@@ -70,7 +70,7 @@ def gpu_class(name: str) -> GpuClass | None:
 
 def gpu(name: str) -> GpuProfile:
     """The card of a name, a class (`24GB`, `24G` or `24`: its smallest reference card), an exact budget (`23.5GiB`), or
-    a start that only one card has (`4070ti-s`)."""
+    a start that only one card has (`4070ti-s`), or one of Apple's chips with its memory (`m4max-64gb`)."""
     text = name.strip()
     if len(text) > LONGEST_NAME:
         raise VplanError(f"--gpu {quoted(name)} is not known", "`vplan gpus` lists all cards")
@@ -83,6 +83,8 @@ def gpu(name: str) -> GpuProfile:
         return _class_card(group)
     if unit in UNITS or "n" in number.lower():
         return _custom_card(text, number, unit)
+    if mac := apple_cards.find(text):
+        return mac
     starts = _starting_so(text)
     if len(starts) == 1 and len(_squash(text)) > 3:
         return gpu(starts[0])
@@ -95,7 +97,8 @@ def card_taken_for(name: str, card: GpuProfile) -> str:
     """How a card's name that is not its own was understood, in words."""
     text = re.sub(r"^\s*\d+\s*[x×*]\s*", "", name, flags=re.IGNORECASE)
     _, unit = split_quantity(text) or ("", None)
-    return "" if _named_card(text) or unit in (*UNITS, "g", "") else f"{quoted(text)} taken for {card.name}"
+    own = _named_card(text) or card.vendor == "apple" or unit in (*UNITS, "g", "")
+    return "" if own else f"{quoted(text)} taken for {card.name}"
 
 
 def parse_gpus(text: str) -> tuple[int, GpuProfile]:
@@ -203,6 +206,8 @@ def smaller_cards(card: GpuProfile) -> tuple[GpuProfile, ...]:
 def installed_host_ram(card: GpuProfile, gpus: int) -> int:
     """Host RAM per node in bytes that usually stands beside such cards: 32 GiB for cards under 40 GB, 128 GiB per GPU
     above (DESIGN section 5). A card that shares its memory with the CPU has no other RAM than its own."""
+    if card.vendor == "apple":
+        return card.class_gb * GIB
     if card.unified:
         return card.allocatable_bytes
     return 32 * GIB if card.class_gb * GB < 40 * GB else 128 * GIB * gpus
@@ -211,6 +216,6 @@ def installed_host_ram(card: GpuProfile, gpus: int) -> int:
 def default_host_ram(card: GpuProfile, gpus: int, system: str = "linux") -> int:
     """What a run can use of `installed_host_ram`, bytes: the rest is the system's. ``system``: as `Machine.os`."""
     installed = installed_host_ram(card, gpus)
-    if card.unified:
+    if card.unified and card.vendor != "apple":
         return installed
     return installed // 2 if system == "wsl" else installed - SYSTEM_RAM

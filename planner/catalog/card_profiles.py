@@ -15,7 +15,7 @@ class GpuProfile(Record):
     name: Text
     title: Text
     aliases: tuple[Text, ...] = ()
-    vendor: Literal["nvidia", "amd"] = "nvidia"
+    vendor: Literal["nvidia", "amd", "apple"] = "nvidia"
     architecture: Text
     compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
     multiprocessors: Count
@@ -44,8 +44,8 @@ class GpuProfile(Record):
     """to host RAM, one direction, as reached"""
     nvlink_gbs: NotNegative = 0.0
     """to another card, one direction; 0: none"""
-    power_watts: Positive
-    """its power limit as shipped"""
+    power_watts: NotNegative
+    """its power limit as shipped; 0: not known"""
     attention_tflops: tuple[Positive, Positive] | None = None
     """(forward, backward) of torch's own attention in bf16, where it was measured; else published shares are taken"""
     launch_us: Positive | None = None
@@ -59,6 +59,12 @@ class GpuProfile(Record):
     def allocatable_bytes(self) -> int:
         """What torch can allocate on this card, bytes: the budget of a plan. NVML's total less the driver's reserve."""
         return round(self.allocatable_gib * GIB)
+
+    @property
+    def tells_seconds(self) -> bool:
+        """Whether anything is known of how fast torch's kernels are on this card; else rates only put plans in
+        order."""
+        return self.vendor != "apple"
 
     @property
     def context_bytes(self) -> int:

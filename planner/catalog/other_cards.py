@@ -1,4 +1,4 @@
-"""Names of cards that are not in `profiles/gpus.toml`: laptops' ones, and those of other makers than NVIDIA."""
+"""Names of cards that are not in `profiles/gpus.toml`: laptops' ones, and AMD's and Intel's."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import NamedTuple
 
 import profiles
 
-MAKERS = {"amd": "AMD", "apple": "Apple", "intel": "Intel"}
+MAKERS = {"amd": "AMD", "intel": "Intel"}
 _WORDS = {
     "amd": r"amd|ati|radeon|rx|instinct|firepro",
     "intel": r"intel|arc|xe",
-    "apple": r"apple|mac|macbook|metal|mps",
 }
 _PREFIX = re.compile(r"^((nvidia|geforce|rtx|amd|radeon|rx|intel|arc)[\s-]*)+")
 _STRIX_HALO = re.compile(r"(amd)?(strixhalo|ryzenaimax(pro)?\d*|8060s|gfx1151)")
 """AMD's processors whose GPU shares the system's memory (amd.com/products/processors)."""
-_APPLE_CHIP = re.compile(r"m[1-9](pro|max|ultra)?")
 
 
 class OtherCard(NamedTuple):
@@ -41,8 +39,6 @@ def find(text: str) -> OtherCard | None:
             return OtherCard(maker, memory)
     if _STRIX_HALO.fullmatch(bare):
         return OtherCard("amd", None)
-    if _APPLE_CHIP.fullmatch(re.sub(r"^apple", "", bare)):
-        return OtherCard("apple", None)
     words = set(re.findall(r"[a-z]+", low))
     return next((OtherCard(maker, None) for maker, own in _WORDS.items() if words & set(own.split("|"))), None)
 

@@ -15,7 +15,7 @@ from planner.commands._shared.rendering.render import (
     print_next,
 )
 from planner.commands._shared.rendering.render_job import print_shapes, print_whole_job
-from planner.commands._shared.request import TypedQuestion, request_options
+from planner.commands._shared.request import TypedQuestion, refuse_without_cuda, request_options
 from planner.commands._shared.verb import (
     Verb,
     examples,
@@ -80,6 +80,7 @@ def command(
     if even:
         found, facts = even.plan, facts_of(even.plan.job)
     whole = length.of(found, facts, asked.trainer) if length else None
+    refuse_without_cuda(question.gpu, {"-o": bool(output), "--report": bool(report)})
     if output:
         save_plan(Plan.of(found, trainer=asked.trainer), output)
 

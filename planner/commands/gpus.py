@@ -50,13 +50,14 @@ def command(name: str | None, as_markdown: bool, as_json: bool) -> None:
 
 def _print_one(console: Console, card: GpuProfile) -> None:
     """Prints what is known of one card, a fact a line."""
+    mac = card.vendor == "apple"
     facts = {
         "name": card.name,
-        "class": f"{card.class_gb}GB" + (" (one of those that define it)" if card.reference else ""),
+        "class": f"{card.class_gb}GB" + (" (one of those that define it)" if card.reference else "") if not mac else "",
         "chip": card.architecture,
         "gives": f"{card.allocatable_gib:.2f} GiB to a process",
-        "shows": f"{gib(card.nvml_total_mib * MIB):.2f} GiB in nvidia-smi" if card.nvml_total_mib else "",
-        "speed": f"{card.bf16_tflops:.0f} TFLOPS in bf16" if card.bf16_tflops else "",
+        "shows": f"{gib(card.nvml_total_mib * MIB):.2f} GiB in nvidia-smi" if card.nvml_total_mib and not mac else "",
+        "speed": f"{card.bf16_tflops:.0f} TFLOPS in bf16" if card.bf16_tflops and card.tells_seconds else "",
         "memory": f"{card.bandwidth_gbs:.0f} GB/s",
         "source": card.source,
     }
@@ -71,6 +72,7 @@ def _table(console: Console, cards: list[GpuProfile]) -> None:
     columns = ("class", "name", "chip", ">gives GiB", ">total GiB", ">bf16 TFLOPS", ">GB/s")
     console.print(table(columns, [_row(card) for card in cards]))
     console.print("* defines its class: --gpu 24GB means the one of them that gives least", style="dim")
+    console.print("Macs by chip and memory: --gpu m4max-64gb", style="dim")
 
 
 def _row(card: GpuProfile) -> list[Any]:

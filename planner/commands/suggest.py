@@ -23,7 +23,7 @@ from planner.commands._shared.gpu_count import (
     refuse_limits,
 )
 from planner.commands._shared.rendering import render, render_job, render_rows
-from planner.commands._shared.request import TypedQuestion, request_options
+from planner.commands._shared.request import TypedQuestion, refuse_without_cuda, request_options
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
     Verb,
@@ -43,6 +43,7 @@ from planner.errors import VplanError
 from planner.estimate.bucket_batches import EvenedPlan, evened
 from planner.estimate.estimate import assess
 from planner.estimate.whole_job import WholeJob
+from planner.layout.unpriced import refuse_trainers_of_cuda
 from planner.parallel import spread
 from planner.search.objectives import PREFERRED, more_ram
 from planner.search.question import Question, Suggestion
@@ -180,6 +181,9 @@ def _for_one(
     to: _Outputs,
 ) -> int:
     """The answer for one model on one card. ``most``: of proposed shapes, how many samples each has."""
+    limited = "--max-hours and --max-step-seconds"
+    asks = {"-o": bool(to.output), "--report": bool(to.report), limited: limits is not None}
+    refuse_without_cuda(card_lookup.parse_gpus(asked.gpu or "")[1], asks)
     counted = _counted(asked, suggester, limits, length, lossy=lossy) if limits else None
     question = (counted.chosen.question if counted else asked.settle())._replace(allow_lossy=lossy)
     suggestion = suggester.suggest(question, _early(started, suggester, length))
@@ -228,6 +232,8 @@ def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, t
     from planner.foreign.trainer_search import suggest_for, trainer_of
 
     started = time.perf_counter()
+    if asked.gpu:
+        refuse_trainers_of_cuda(card_lookup.parse_gpus(asked.gpu)[1], trainer)
     question, suggestion = suggest_for(asked.settle()._replace(allow_lossy=lossy), trainer, prefer)
     trainer = check_target(trainer)
     plan = suggestion.to_plan(trainer_of(trainer, suggestion.plan.job.model))

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from planner.allocator.implementation import alive, held
 from planner.catalog.forward_call import ForwardCall
 from planner.catalog.shapes import grid, grids
-from planner.estimate import cache_flushes, fragmentation, host_ram
+from planner.estimate import cache_flushes, fragmentation, host_ram, working_set
 from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
 from planner.estimate.traffic import traffic
@@ -119,6 +119,9 @@ def assess(
     """
     run, played = replay(configuration, facts, trainer, layout, cached, like.played if like else ())
     whole = estimate_run(run, played)
+    if facts.gpu.vendor == "apple":
+        runs = list({id(entry.run): entry.run for entry in played}.values())
+        return Assessment(run, played, working_set.judged(whole, runs, played))
     if whole.verdict == "no" and whole.limit == "gpu" and flushes:
         capacity = _capacity_bytes(run)
         if max(entry.replayed.allocated_peak_bytes for entry in played) <= capacity:
@@ -268,6 +271,7 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
         lossy=strategy.lossy_fields(job),
         attention_kernel=attention_of(run).kernel,
         assumptions=words,
+        timed=facts.gpu.tells_seconds,
     )
     return facts.measurements.with_proofs(unproved, run.trainer)
 
@@ -364,12 +368,25 @@ def _verdict(
     machine = run.machine
     unified = machine.unified or run.facts.gpu.unified
     compiled = run.strategy.compile != "none"
+    if run.facts.gpu.vendor == "apple":
+        return _verdict_of_mac(run, device_bytes, host_bytes, sides)
     verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), _budget_bytes(run), compiled, sides)
     if verdict == "no":
         return "no", "gpu"
     if not unified and machine.host_ram is not None and host_bytes > machine.host_ram:
         return "no", "host"
     return verdict, None
+
+
+def _verdict_of_mac(
+    run: Run, device_bytes: int, host_bytes: int, sides: margin.Sides
+) -> tuple[Verdict, Literal["gpu", "host"] | None]:
+    """The verdict where the GPU's share of the memory is a part of all of it, which the process needs beside."""
+    verdicts = [margin.verdict(device_bytes, _budget_bytes(run), sides=sides)]
+    if (usable := run.machine.host_ram) is not None:
+        verdicts.append(margin.verdict(device_bytes + host_bytes, usable, sides=sides))
+    worst = max(verdicts, key=("fits", "tight", "no").index)
+    return worst, "gpu" if worst == "no" else None
 
 
 def _budget_bytes(run: Run) -> int:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from planner.allocator.caching import Replayed
 from planner.allocator.implementation import CachingAllocator
+from planner.allocator.mps import MpsAllocator
+from planner.catalog import apple_cards
 from planner.garbage_collection import recording_cache, without_garbage_collection
 from planner.layout.encoders_vae import ComponentPass, lay_out_encoding
 from planner.layout.phases import Encoding, encoding_runs, encodings
@@ -35,6 +37,22 @@ CAPPED_STEPS = 3
 """Later steps of one shape that a replay at a capacity goes through: each finds the cache as the one before left it."""
 
 
+def allocator_of(run: Run, capacity_bytes: int | None = None) -> CachingAllocator | MpsAllocator:
+    """The allocator of the card that a run is laid out for. ``capacity_bytes``: what it may reserve; on Apple's GPUs
+    the working set that its watermarks are multiples of."""
+    gpu = run.facts.gpu
+    if gpu.vendor != "apple":
+        expandable = run.strategy.expandable_segments
+        return CachingAllocator(expandable_segments=expandable, capacity_bytes=capacity_bytes)
+    if capacity_bytes is None:
+        return MpsAllocator()
+    return MpsAllocator(
+        working_set_bytes=capacity_bytes,
+        max_buffer_bytes=apple_cards.max_buffer_bytes(gpu),
+        other_bytes=gpu.context_bytes,
+    )
+
+
 def replay_stages(
     *runs: Run, cached: bool = True, spare: Sequence[int] = (), capacity_bytes: int | None = None
 ) -> list[ReplayedStage]:
@@ -45,7 +63,7 @@ def replay_stages(
     and the stage that runs out all the same is the last.
     """
     first = runs[0]
-    allocator = CachingAllocator(expandable_segments=first.strategy.expandable_segments, capacity_bytes=capacity_bytes)
+    allocator = allocator_of(first, capacity_bytes)
     stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
     later = [(run, phase, stage) for run in runs for phase, stage in _steady_step(run)]
     if first.samples_only:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
-from planner.allocator.implementation import CachingAllocator
 from planner.catalog.shapes import grids
 from planner.estimate.estimate import (
     BREAKDOWN,
@@ -21,7 +20,7 @@ from planner.estimate.estimate import (
     phase_peak,
 )
 from planner.estimate.fragmentation import reserved_bytes
-from planner.estimate.stages import replay_stages
+from planner.estimate.stages import allocator_of, replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.spec.configuration import Configuration
@@ -107,7 +106,7 @@ def phases(run: Run) -> tuple[PhaseParts, ...]:
 
 def timeline(run: Run, points: int = POINTS) -> Timeline:
     """The steady step of a run: allocated bytes by part, and what is reserved around them."""
-    allocator = CachingAllocator(expandable_segments=run.strategy.expandable_segments)
+    allocator = allocator_of(run)
     steady = ("denoise",) if run.samples_only else STEADY
     wanted = [index for index, (phase, _) in enumerate(run.stages) if phase in steady]
     # Of sampling, the second of two calls: it finds what the first left.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from planner.catalog.components import calls, together
 from planner.catalog.shapes import grid
+from planner.errors import VplanError
 from planner.estimate.estimate import Layout, run_seconds
 from planner.estimate.roofline import DISK_BYTES_PER_SECOND, Span, forward_seconds, host_rate
 from planner.estimate.work import attention_of, component_work, work_of
@@ -122,6 +123,9 @@ def whole_job(
     estimate: Estimate, facts: Facts, length: JobLength, trainer: str = "vplan", layout: Layout = lay_out
 ) -> WholeJob:
     """The whole of a job whose step was estimated. ``facts``: those of the estimate; ``layout``: as for `estimate`."""
+    if not estimate.timed:
+        fault = f"no seconds are known of {facts.gpu.title}, so no hours either"
+        raise VplanError(fault, "leave out --steps, --epochs and --data")
     configuration, machine = estimate.configuration, estimate.machine
     job = configuration.job
     runs = {shape: layout(configuration, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes}

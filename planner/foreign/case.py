@@ -18,6 +18,7 @@ from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
+from planner.layout.unpriced import refuse_trainers_of_cuda
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
@@ -74,6 +75,13 @@ class Case:
         )
 
 
+def _machine(card: GpuProfile, fields: Mapping[str, Any], trainer: str) -> Machine:
+    """The machine of a card and what else was told. Raises a NotEstimatedError where a trainer's code is not known on
+    such a card."""
+    refuse_trainers_of_cuda(card, trainer)
+    return Machine.read({**fields, "gpu": card.name, "unified": fields.get("unified", card.unified)})
+
+
 def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
     """The case of what was given. `overrides` says what the command does not (model, frames, height, width); `machine`
     holds the fields of Machine that were typed, its card among them."""
@@ -99,8 +107,7 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
     if max(shape.frames for shape in job.shapes) > profile.shape.max_frames:
         notes.append(f"{job.frames} frames is longer than the model was trained on ({profile.shape.max_frames})")
-    machine_fields |= {"gpu": card.name, "unified": machine_fields.get("unified", card.unified)}
-    where = Machine.read(machine_fields)
+    where = _machine(card, machine_fields, dialect.name)
     if where.host_ram is None:
         notes.append("host RAM not checked; pass --host-ram 64GiB")
     configuration = Configuration.of(job, Strategy.read(reading.strategy), where)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import profiles
-from planner.catalog import card_lookup, lookup
+from planner.catalog import apple_cards, card_lookup, lookup
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.names.other_models import find as find_other
 from planner.catalog.names.other_models import other_models
@@ -237,6 +237,7 @@ def gpus_page() -> str:
         [group.name, _names(group.reference), _names(group.smaller) if group.smaller else "none"]
         for group in card_lookup.gpu_classes()
     ]
+    macs = apple_cards.apple_file()
     lines = [
         "# Cards",
         "",
@@ -278,12 +279,40 @@ def gpus_page() -> str:
         "",
         *_table(("class", "stands for it", "sold alike"), classes),
         "",
+        "## Macs",
+        "",
+        'A chip of Apple with its memory is a card: `--gpu m4max-64gb`, `--gpu "M4 Max 64GB"`. It gives what Metal',
+        "recommends (`recommendedMaxWorkingSetSize`); [apple.md](apple.md) says what becomes of plans that take more.",
+        "",
+        *_table(
+            ("chip", "name", ">GPU cores", ">GB/s", "memory, GB"),
+            [
+                [
+                    f"Apple {chip.title}",
+                    f"`{chip.name}-...gb`",
+                    f"{chip.cores}",
+                    f"{chip.bandwidth_gbs:g}",
+                    _amounts(chip),
+                ]
+                for chip in macs.chip
+            ],
+        ),
+        "",
+        *_table(
+            (">memory, GB", ">gives GiB", "source"),
+            [[f"{each.memory_gb}", f"{each.gib:.2f}", _text(each.source)] for each in macs.working_set],
+        ),
+        "",
         "## Sources",
         "",
         *(f"- **{card.title}** (`{card.name}`): {_text(card.source)}" for card in cards),
         "",
     ]
     return "\n".join(lines)
+
+
+def _amounts(chip: apple_cards.Chip) -> str:
+    return ", ".join(map(str, chip.memory_gb))
 
 
 def _card_row(card: GpuProfile) -> list[str]:

@@ -43,7 +43,9 @@ def kernel(
 
 def plain_kernel(machine: Machine, gpu: GpuProfile) -> str:
     """The kernel that torch chooses where there is no mask. On AMD both flash and memory-efficient are AOTriton's, and
-    save what CUDA's do (ATen/native/transformers/hip)."""
+    save what CUDA's do (ATen/native/transformers/hip). MPS has none that trains (`trainers.recording.mps_ops`)."""
+    if gpu.vendor == "apple":
+        return "math"
     if gpu.vendor == "amd":
         return "flash"
     if gpu.capability[0] in CUDNN_FIRST:

@@ -57,20 +57,22 @@ def workspace_bytes(gpu: GpuProfile) -> int:
     return 32 * MIB if gpu.capability[0] >= 9 else (4096 * 2 + 16 * 8) * KIB
 
 
-def kept_workspaces(torch: str | None) -> int:
+def kept_workspaces(gpu: GpuProfile, torch: str | None) -> int:
     """How many workspaces stay from their first use to the end; ``torch``: a version as 2.11, None for the newest that
-    is recorded."""
+    is recorded. Metal's are not torch's."""
+    if gpu.vendor == "apple":
+        return 0
     return 0 if torch and tuple(int(part) for part in torch.split(".")[:2]) >= PER_PRODUCT else HANDLES
 
 
 def kept_bytes(gpu: GpuProfile, torch: str | None) -> int:
     """The workspaces that stay, bytes."""
-    return kept_workspaces(torch) * workspace_bytes(gpu)
+    return kept_workspaces(gpu, torch) * workspace_bytes(gpu)
 
 
 def cublas_workspace(run: Run) -> None:
     """Adds the workspaces that stay to a run's handover, and to its load where nothing is trained."""
-    kept = range(kept_workspaces(run.machine.torch))
+    kept = range(kept_workspaces(run.facts.gpu, run.machine.torch))
     workspaces = [run.new(workspace_bytes(run.facts.gpu), "workspace", "cublas") for _ in kept]
     run.handover.workspaces = tuple(workspaces)
     if run.samples_only:
@@ -85,6 +87,8 @@ def workspaces_at_use(run: Run) -> None:
     with backward's first. There, among activations, it decides which of the holes around it a large tensor still fits
     into. Last of all terms: the first step is then one of its own.
     """
+    if run.facts.gpu.vendor == "apple":
+        return
     if not run.handover.workspaces:
         buffers = ProductBuffers.of(run.new, workspace_bytes(run.facts.gpu))
         for stage in {id(stage): stage for _, stage in run.stages}.values():

@@ -78,6 +78,9 @@ def _read_table(path: Path, written_ns: int) -> Parameters:
 NO_PARAMETERS = Parameters()
 
 
+_OnCard = tuple[str, "RecordedJob", Strategy, str | None, bool, bool]
+
+
 class Library:
     """The recordings that one search reads: each is looked for once, however many strategies and cards ask for it.
 
@@ -88,9 +91,10 @@ class Library:
         self._tapes: dict[tuple[str, ...], list[Tape] | NotRecordedError] = {}
         self._components: dict[tuple[str, str], Tape | None] = {}
         self._parameters: dict[str, Parameters] = {}
-        self.on_a_card: dict[tuple[str, RecordedJob, Strategy, str | None, bool], Facts | NotEstimatedError] = {}
-        """model, what of the job recordings differ by, strategy, version of torch, and whether cuDNN takes what no
-        other kernel does -> the facts for whatever card they were first asked for, or why there are none"""
+        self.on_a_card: dict[_OnCard, Facts | NotEstimatedError] = {}
+        """model, what of the job recordings differ by, strategy, version of torch, whether cuDNN takes what no other
+        kernel does, and whether MPS runs it -> the facts for whatever card they were first asked for, or why there are
+        none"""
         self._jobs: dict[Job, RecordedJob] = {}
 
     def tapes(self, model: str, *variants: str) -> list[Tape]:
@@ -162,10 +166,11 @@ def load_facts(
     refuse_on_card(configuration, card, model)
     cudnn = model.traits.attends_by_card and attention_kernel.takes_grouped_masks(strategy, machine, card)
     recorded = library.recorded_job(model, job)
-    key = model.name, recorded, strategy, machine.torch, cudnn
+    mps = card.vendor == "apple"
+    key = model.name, recorded, strategy, machine.torch, cudnn, mps
     if key not in library.on_a_card:
         try:
-            library.on_a_card[key] = _recorded(recorded, strategy, machine, model, card, library, cudnn)
+            library.on_a_card[key] = _recorded(recorded, strategy, machine, model, card, library, cudnn, mps)
         except NotEstimatedError as error:  # a search asks at every shape again
             library.on_a_card[key] = error
     facts = library.on_a_card[key]
@@ -182,8 +187,9 @@ def _recorded(
     card: GpuProfile,
     library: Library,
     cudnn: bool,
+    mps: bool,
 ) -> Facts:
-    """The recordings, which are the same on all cards where ``cudnn`` is."""
+    """The recordings, which are the same on all cards where ``cudnn`` and ``mps`` are."""
     job, batch, lengths = recorded
     side_by_side = together(model, job.guided)
     if job.method == "sample":
@@ -191,7 +197,7 @@ def _recorded(
         (call,) = library.tapes(job.model, sampled.name)
         return Facts(model, card, call, NOTHING, around=around(model, job, strategy, lengths, library))
     validates = strategy.validation_mode != "off"
-    variant = StepVariant.of(model, job, strategy, batch, machine.torch, cudnn)
+    variant = StepVariant.of(model, job, strategy, batch, machine.torch, cudnn, mps)
     partial = strategy.gradient_checkpointing == "partial"
     wanted = {"step": variant.name, "optimizer": OptimizerVariant.of(model, job, strategy).name}
     if validates:

@@ -60,8 +60,10 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
 
     One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or
     together, where a trainer holds them so (`DeviceTerms`). ``may_wait``: only those of which some
-    may wait in host RAM, which the VAE does not.
+    may wait in host RAM, which the VAE does not. On Apple's GPUs nothing: what MPS takes to encode is not known.
     """
+    if run.facts.gpu.vendor == "apple":
+        return []
     components = encoders(run, "cached", 1)
     if run.samples_only:  # the prompts of a batch go through each encoder together, whether it then waits or is gone
         components = [entry for place in ("cached", "swapped") for entry in encoders(run, place, batch_samples(run))]
@@ -77,7 +79,7 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
         layers = layers and not run.device.encoders_whole
         if layers:
             group = (group[0]._replace(offload="layers"),)
-        workspaces = workspace_bytes(gpu), kept_workspaces(run.machine.torch)
+        workspaces = workspace_bytes(gpu), kept_workspaces(gpu, run.machine.torch)
         memory = encoding_memory(group, *workspaces)
         by_layer = group[0].name.partition("-")[0] if layers else ""
         only = EncodingOnly(memory.peak_bytes, weights if layers else memory.waiting_bytes, by_layer)

@@ -35,7 +35,7 @@ from planner.layout.single_gpu import (
 )
 from planner.layout.stored_positions import stored_positions, stored_positions_in_validation
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
-from planner.layout.unpriced import refuse_unpriced, refuse_whole_scores
+from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_unpriced, refuse_whole_scores
 from planner.spec.configuration import Configuration
 
 TRANSFORMS: tuple[Transform, ...] = (
@@ -97,6 +97,7 @@ def host_transforms(trainer: str) -> tuple[Transform, ...]:
 def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str = "vplan") -> Run:
     """The run of a configuration at the shape of ``grid``, as ``trainer`` would do it."""
     refuse_unpriced(configuration)
+    refuse_trainers_of_cuda(facts.gpu, trainer)
     run = recorded_step(configuration, facts.trained_by(trainer))
     add_optimizer(run)
     run.grid, run.sizes, run.trainer = grid, run.program.bytes_of(grid), trainer

@@ -5,6 +5,7 @@ A search leaves these out; who types one is told.
 
 from __future__ import annotations
 
+from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.shapes import grids
 from planner.errors import NotEstimatedError
 from planner.layout import attention_kernel, trainer_terms
@@ -20,6 +21,14 @@ def refuse_unpriced(configuration: Configuration) -> None:
     """Raises a NotEstimatedError for what would be left out of the answer without a word."""
     if refusal := first_refusal(ESTIMATE_GAPS, configuration):
         raise NotEstimatedError(*refusal)
+
+
+def refuse_trainers_of_cuda(gpu: GpuProfile, trainer: str) -> None:
+    """Raises a NotEstimatedError for another trainer's run on one of Apple's GPUs: what its code does otherwise there
+    is not known."""
+    if gpu.vendor == "apple" and trainer != "vplan":
+        fault = f"what {trainer.partition('@')[0]} does on {gpu.title} is not known"
+        raise NotEstimatedError(fault, f"vplan suggest MODEL --gpu {gpu.name} prices a plain training loop there")
 
 
 def refuse_whole_scores(run: Run) -> None:

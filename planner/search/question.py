@@ -66,14 +66,14 @@ class Switch(NamedTuple):
     device_bytes: int
     step_seconds: float
 
-    def to_json(self) -> dict[str, object]:
-        """The switch as in `vplan suggest --json`."""
+    def to_json(self, timed: bool = True) -> dict[str, object]:
+        """The switch as in `vplan suggest --json`. ``timed``: whether anything is known of the card's speed."""
         return {
             "field": self.field,
             "from": self.before,
             "to": self.after,
             "device_bytes": self.device_bytes,
-            "step_seconds": self.step_seconds,
+            "step_seconds": self.step_seconds if timed else None,
         }
 
 
@@ -140,7 +140,7 @@ class Suggestion(NamedTuple):
         return {
             "plan": self.plan.to_json(),
             "alternatives": [other.to_json() for other in self.alternatives],
-            "switches": [switch.to_json() for switch in self.switches],
+            "switches": [switch.to_json(self.plan.timed) for switch in self.switches],
             "relax": [wish.to_json() for wish in self.relaxed],
             **self._beyond(),
             "smaller_cards": [{"gpu": other.machine.gpu, "verdict": other.verdict} for other in self.smaller_cards],

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import VplanError, quoted
 from planner.file_writing import write_file
-from planner.schema import Bytes, CountOrZero, NotNegative, Record
+from planner.schema import Bytes, CountOrZero, Flag, NotNegative, Record
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.training import TrainingSettings
@@ -148,6 +148,13 @@ class Estimate(Record):
     assumptions: tuple[str, ...] = ()
     host: HostPeak | None = None
     """of `host_ram_bytes`: the phase, and what it is for"""
+    timed: Annotated[Flag, Field(exclude=True)] = True
+    """whether the seconds say how long a step takes; else they only put plans in order, and JSON has null for them"""
+
+    def to_json(self) -> dict[str, Any]:
+        """The estimate as plain JSON values."""
+        found = super().to_json()
+        return found if self.timed else {**found, "step_seconds": None, "step_seconds_high": None}
 
     @property
     def configuration(self) -> Configuration:

@@ -28,6 +28,11 @@ CUDNN = "cudnn"
 """What names a tape for cards, and plans, whose attention is cuDNN's, of a model that attends by card."""
 
 
+MPS = "mps"
+"""What names a tape for Apple's GPUs: attention whose scores are whole, RMSNorm in several operators, and MPS's lists
+of what autocast casts (`trainers.recording.mps_ops`)."""
+
+
 def is_untried(torch: str | None) -> bool:
     """Whether a torch, as 2.16, is newer than any that was compared with the tapes."""
     return torch is not None and tuple(int(part) for part in torch.split(".")[:2]) > NEWEST_TRIED
@@ -363,6 +368,9 @@ class StepVariant(NamedTuple):
     cudnn: bool = False
     """With cuDNN's attention, of a model that attends by card; else as cards run it that put flash first."""
 
+    mps: bool = False
+    """As MPS runs it, on Apple's GPUs."""
+
     @classmethod
     def of(
         cls,
@@ -372,10 +380,11 @@ class StepVariant(NamedTuple):
         batch: int,
         torch: str | None = None,
         cudnn: bool = False,
+        mps: bool = False,
     ) -> StepVariant:
-        """The variant that answers for a job; ``cudnn``: where cuDNN's attention runs. Checkpoints in host RAM and in 8
-        bits are transformations of ``full``; partial ones are put together from ``none``, which this gives, and
-        ``full``."""
+        """The variant that answers for a job; ``cudnn``: where cuDNN's attention runs; ``mps``: on Apple's GPUs.
+        Checkpoints in host RAM and in 8 bits are transformations of ``full``; partial ones are put together from
+        ``none``, which this gives, and ``full``."""
         precision = Precision.of(job, strategy)
         mode = {"offload": "full", "fp8": "full", "partial": "none"}.get(
             strategy.gradient_checkpointing, strategy.gradient_checkpointing
@@ -406,9 +415,9 @@ class StepVariant(NamedTuple):
             raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
         samples = batch if counts and batch > 1 else None
         dropout, shared = job.method == "lora" and job.lora_dropout > 0, strategy.adapter_inputs == "shared"
-        older = is_older(profile, precision, torch)
-        by_cudnn = cudnn and True in attention_paths(profile, precision)
-        return cls(method, precision, mode, batch == 1, samples, dropout, shared, older, cudnn=by_cudnn)
+        older = not mps and is_older(profile, precision, torch)
+        by_cudnn = cudnn and not mps and True in attention_paths(profile, precision)
+        return cls(method, precision, mode, batch == 1, samples, dropout, shared, older, cudnn=by_cudnn, mps=mps)
 
     @classmethod
     def all(cls, profile: ModelProfile) -> Iterator[StepVariant]:
@@ -429,7 +438,16 @@ class StepVariant(NamedTuple):
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         """Variants that are recorded only when somebody names them: DoRA and LoKr; dropout, shipped of LoRA where a
         published row needs it; adapters that share their layer's input, shipped on the usual layers over a base in 16
-        bits; and nested checkpoints, shipped with those."""
+        bits; nested checkpoints, shipped with those; and all of them as MPS runs them, over a base in 16 or 32 bits.
+        """
+        others = tuple(cls._on_request_of_cuda(profile))
+        yield from others
+        for known in (*cls.all(profile), *others):
+            if not (known.code or known.older or known.cudnn or known.precision.weights in QUANTISED):
+                yield known._replace(mps=True)
+
+    @classmethod
+    def _on_request_of_cuda(cls, profile: ModelProfile) -> Iterator[StepVariant]:
         others = tuple(cls._of_methods(profile, on_request_methods(profile)))
         yield from others
         dropping = (known for known in (*cls.all(profile), *others) if known.method.startswith(("lora", "dora")))
@@ -463,6 +481,7 @@ class StepVariant(NamedTuple):
                 None,
                 [
                     f"step-{method}-{self.precision.name}-{self.checkpointing}-{batch}{code}",
+                    MPS if self.mps else "",
                     CUDNN if self.cudnn else "",
                     OLDER if self.older else "",
                 ],

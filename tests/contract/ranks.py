@@ -299,7 +299,7 @@ def _context_parallel(case: Case) -> Bytes:
     from diffusers import ContextParallelConfig
 
     from trainers.families import family
-    from trainers.recording.cuda_ops import install_autocast
+    from trainers.recording.cuda_ops import cuda_lists, install_autocast
     from trainers.step import step
 
     torch.distributed.init_process_group("gloo")
@@ -320,7 +320,7 @@ def _context_parallel(case: Case) -> Bytes:
 
     library = torch.library.Library("aten", "IMPL")
     if strategy.autocast != "none":
-        install_autocast(library)
+        install_autocast(library, cuda_lists())
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         loss = step.forward(step.Trainee(model, step.trainable_parameters(model)), kind, batch, strategy)
     try:

@@ -13,7 +13,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,20 @@ def _autocast_kernel(op: Any, kind: str) -> Callable[..., Any]:
     return kernel
 
 
-def install_autocast(library: torch.library.Library, rms_norm_in_fp32: bool = True) -> None:
-    """CUDA's autocast on the CPU key, as the installed torch has it, but for RMSNorm, which it casts since torch 2.12.
+def cuda_lists(rms_norm_in_fp32: bool = True) -> dict[str, set[str]]:
+    """CUDA's autocast lists, with RMSNorm among what is cast to fp32 since torch 2.12, or without."""
+    lists = autocast_lists()
+    lists["fp32"] = lists["fp32"] - {"rms_norm"} | ({"rms_norm"} if rms_norm_in_fp32 else set())
+    return lists
+
+
+def install_autocast(library: torch.library.Library, lists: Mapping[str, Collection[str]]) -> None:
+    """A device's autocast on the CPU key, by its ``lists`` (see `autocast_lists`).
 
     The lower-precision list keeps torch's own kernel: it owns the weight-cast cache.
     """
-    lists = autocast_lists()
-    lists["fp32"] = lists["fp32"] - {"rms_norm"} | ({"rms_norm"} if rms_norm_in_fp32 else set())
     cpu = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")}
-    listed = set.union(*lists.values())
+    listed = set[str]().union(*lists.values())
     for name in sorted(cpu - listed):
         library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
     for kind in ("fp32", "fp32_dtype", "promote", "lower"):
@@ -252,6 +257,29 @@ def group_norm(
 
 
 @contextlib.contextmanager
+def semantics(lists: Mapping[str, Collection[str]], kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While open, CPU tensors take a device's path: its autocast ``lists``, and ``kernels`` by operator in place of the
+    CPU's."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
+        install_autocast(library, lists)
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutogradCPU")
+    try:
+        with (
+            fakes.converted_in_place(),
+            fakes.autocast_asked_of_cpu(),
+            fakes.autocast_to_fp32(),
+            token_routing.by_row_numbers(),
+            fakes.views_as_eagerly(),
+        ):
+            yield
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
 def cuda_semantics(
     fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True, cudnn: bool = False
 ) -> Iterator[CudaAttention]:
@@ -261,26 +289,16 @@ def cuda_semantics(
     ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
     what it did before 2.12, where autocast left RMSNorm in the format of its input.
     """
-    library, attention = torch.library.Library("aten", "IMPL"), CudaAttention(cudnn)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
-        install_autocast(library, rms_norm_in_fp32)
-        library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
-        library.impl("dropout", fakes.dropout, "AutogradCPU")
-        library.impl("group_norm", group_norm, "AutogradCPU")
-        if fused_rms_norm:
-            library.impl("rms_norm", rms_norm, "AutogradCPU")
-    try:
-        with (
-            fakes.converted_in_place(),
-            fakes.autocast_asked_of_cpu(),
-            fakes.autocast_to_fp32(),
-            token_routing.by_row_numbers(),
-            fakes.views_as_eagerly(),
-        ):
-            yield attention
-    finally:
-        library._destroy()
+    attention = CudaAttention(cudnn)
+    kernels: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": attention,
+        "dropout": fakes.dropout,
+        "group_norm": group_norm,
+    }
+    if fused_rms_norm:
+        kernels["rms_norm"] = rms_norm
+    with semantics(cuda_lists(rms_norm_in_fp32), kernels):
+        yield attention
 
 
 # --- Workspace -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from planner.spec.job import Job, Strategy
 from planner.tape.variants import SampleVariant, StepVariant
 from trainers.families import family
 from trainers.memory import quantise
-from trainers.recording import cuda_ops, fakes
+from trainers.recording import cuda_ops, fakes, mps_ops
 from trainers.recording.block_places import LikeBlocks, Place, find_runs, place_of_name
 from trainers.recording.constant_values import Uniform
 from trainers.recording.hooks import watch_blocks, watch_casts, watch_gradients
@@ -84,8 +84,12 @@ class RawRecording:
 class Recorder(TorchDispatchMode):
     """A dispatch mode that turns operators and the deaths of storages into a RawRecording."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, workspaces_of: Callable[[str, tuple[Any, ...]], list[cuda_ops.Workspace]] = cuda_ops.workspaces
+    ) -> None:
+        """``workspaces_of``: what a device's kernel takes inside an operator."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.workspaces_of = workspaces_of
         self.recording = RawRecording()
         self.adds_masks_up = False
         """Whether code that reads how many tokens a mask leaves is told it, and not 1."""
@@ -207,9 +211,9 @@ class Recorder(TorchDispatchMode):
         return copies
 
     def _workspaces(self, name: str, args: Any) -> list[int]:
-        """Allocates what a CUDA kernel takes inside the operator."""
+        """Allocates what a kernel takes inside the operator."""
         workspaces = []
-        for kernel, dims in cuda_ops.workspaces(name, args):
+        for kernel, dims in self.workspaces_of(name, args):
             nbytes = 1
             rounded, samples = None, 0
             for dim in dims:
@@ -285,17 +289,25 @@ def _plain(values: Iterable[Any]) -> list[Tensor]:
 
 
 class Dispatch(NamedTuple):
-    """What decides, beside its arguments, which operators CUDA runs a call as."""
+    """What decides, beside its arguments, which operators a device runs a call as."""
 
     older_torch: bool = False
     """autocast as it was before `planner.tape.variants.RMS_NORM_IN_FP32`"""
     cudnn: bool = False
     """the card's attention is cuDNN's, of a model that attends by card (`trainers.recording.cuda_ops.CudaAttention`)"""
+    mps: bool = False
+    """the card is Apple's (`trainers.recording.mps_ops`)"""
 
     @classmethod
     def of(cls, variant: StepVariant | SampleVariant) -> Dispatch:
         """That of a variant of a tape."""
-        return cls(variant.older, variant.cudnn)
+        return cls(variant.older, variant.cudnn, isinstance(variant, StepVariant) and variant.mps)
+
+    def semantics(self) -> contextlib.AbstractContextManager[object]:
+        """What makes fake tensors behave as the device's."""
+        if self.mps:
+            return mps_ops.mps_semantics()
+        return cuda_ops.cuda_semantics(rms_norm_in_fp32=not self.older_torch, cudnn=self.cudnn)
 
 
 USUAL = Dispatch()
@@ -416,15 +428,14 @@ def _recording(
     build: Callable[..., nn.Module] = step.build_model,
 ) -> Iterator[tuple[Recorder, step.Trainee, dict[str, Place]]]:
     """A loaded model of fake tensors, with the recorder on."""
-    recorder = Recorder()
+    recorder = Recorder(mps_ops.workspaces if dispatch.mps else cuda_ops.workspaces)
     model = build(profile, job.model_copy(update={"lora_rank": grid["R"]}), strategy, config)
     if strategy.weights(job.method) == "nf4":  # a table of numbers that all layers share, computed at its first use
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers, tables and noise schedules are real
     gc.collect(1)
-    semantics = cuda_ops.cuda_semantics(rms_norm_in_fp32=not dispatch.older_torch, cudnn=dispatch.cudnn)
     # Frees must come from reference counts, not from a collection that runs at a random moment.
-    with without_garbage_collection(), semantics, fake:
+    with without_garbage_collection(), dispatch.semantics(), fake:
         lists = [stack.list for stack in profile.stacks]
         partial = strategy.checkpointed_blocks if strategy.gradient_checkpointing == "partial" else None
         recorder.recording.runs, places = find_runs(model, lists, partial)

@@ -62,8 +62,11 @@ MOST_SHAPES = 20_000
 """That are tried of each kind."""
 
 
-def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """(shape to record at, values of the sums there, atoms the tape holds fixed). ``batch`` None: any.
+def prime_grid(
+    profile: ModelProfile, batch: int | None, short: bool = False
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """(shape to record at, values of the sums there, atoms the tape holds fixed). ``batch`` None: any; ``short``: with
+    few tokens, where scores of all heads, queries and keys are made whole.
 
     The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
     sizes too; where there is no such shape, up to `RARE_TIMES` one. What is counted in several and rounded up is a
@@ -73,7 +76,7 @@ def prime_grid(profile: ModelProfile, batch: int | None) -> tuple[dict[str, int]
     kind = family(profile)
     regime = {**kind.fixed, **({"B": batch} if batch else {})}
     heights, widths, lengths = HEIGHTS, WIDTHS, FRAMES
-    if kind.masks_all_tokens or kind.short_sides or kind.longest_side:
+    if short or kind.masks_all_tokens or kind.short_sides or kind.longest_side:
         heights, widths, lengths = SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES
     texts = [PRIMES["T"], *filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))]
     extras = list(filter(_is_prime, range(PRIMES["E"], 2 * PRIMES["E"]))) if kind.extra_tokens else [PRIMES["E"]]
@@ -153,7 +156,9 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
     """Records a training step under one variant, as a tape; a VplanError for one of a trainer's own code where that is
     not there."""
     job, strategy = variant.records(profile)
-    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples)
+    # Whole scores of so large a batch as stands for any have more bytes than torch can count.
+    short = variant.mps and not variant.one_sample
+    grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples, short)
     trainer, _, trainer_version = variant.code.partition("@")
     code = check_out(trainer) if trainer else None
     whole = variant.method == "full" and profile.traits.layer_beside_each_block

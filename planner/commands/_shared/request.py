@@ -108,7 +108,8 @@ class TypedQuestion(NamedTuple):
         if self.trainer != "vplan":
             known = self.trainer.partition("@")[0] in (*dialects.TRAINERS, *dialects.FURTHER, *trainer_terms.NAMES)
             notes.append(f"as {self.trainer} trains" if known else f"{self.trainer} is priced like vplan's own trainer")
-        strategy = Strategy.read({**_of_the_card(card, self.strategy, notes), **self.strategy})
+        of_the_card = _of_the_card(card, self.strategy, notes)
+        strategy = Strategy.read({**of_the_card, **self.strategy})
         check_blocks(profile, strategy)
         if machine.reserve >= card.allocatable_bytes:
             fault = f"--reserve {format_gib(machine.reserve)} leaves no memory on {card.title}"
@@ -120,7 +121,7 @@ class TypedQuestion(NamedTuple):
             model=profile,
             gpu=card,
             assumptions=tuple(notes),
-            fixed=self.typed,
+            fixed=self.typed | (of_the_card.keys() if card.vendor == "apple" else frozenset()),
             frames_max=self.job.get("frames") == MAX,
         )
 
@@ -182,7 +183,11 @@ class TypedQuestion(NamedTuple):
 
 def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """The fields of the strategy that the card decides where nobody said them: 16 bits are fp16 before Ampere, and
-    segments do not grow on AMD."""
+    segments do not grow on AMD; Apple's GPUs have neither these nor a step over lists,
+    and no other memory to swap blocks to."""
+    if card.vendor == "apple":
+        fields = {"expandable_segments": False, "optimizer_step": "loop", "swap_blocks": 0}
+        return {field: value for field, value in fields.items() if field not in said}
     if card.vendor == "amd":
         notes.append("no run on AMD was compared with an estimate: the range is wider")
         notes.append("the VAE without MIOpen's workspaces")
@@ -191,6 +196,15 @@ def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) ->
         return {}
     notes.append(f"fp16, because {card.title} has no bf16")
     return {"compute_dtype": "fp16"}
+
+
+def refuse_without_cuda(card: GpuProfile, asked: Mapping[str, bool]) -> None:
+    """Raises a VplanError for what is about vplan's own trainer, or about seconds, on one of Apple's GPUs. ``asked``:
+    option -> whether it was typed."""
+    option = next((name for name, typed in asked.items() if typed), None)
+    if card.vendor == "apple" and option:
+        fault = f"vplan's own trainer needs CUDA, and no seconds are known of {card.title}"
+        raise VplanError(fault, f"leave out {option}", USAGE)
 
 
 def request_options(*, searched: bool = False, own_card: bool = False) -> Callable[[Function], Function]:

@@ -117,7 +117,7 @@ def _statistics(elements: int) -> int:
 def workspace_of_caching(run: Run) -> None:
     """Latents and prompts are cached in threads of their own (mgds pipelineModules/DiskCache.py ``executor``), and a
     thread keeps cuBLAS's workspace. Of ``dataloader_threads`` one is counted."""
-    if "cached" in (run.strategy.text_encoder, run.strategy.vae) and kept_workspaces(run.machine.torch):
+    if "cached" in (run.strategy.text_encoder, run.strategy.vae) and kept_workspaces(run.facts.gpu, run.machine.torch):
         run.add(run.load, workspace_bytes(run.facts.gpu), "workspace", "cublas of caching", at=0)
 
 

@@ -413,7 +413,7 @@ def test_several_cards() -> None:
         ("strix-halo", "a card of AMD", "its size"),
         ("Ryzen AI Max+ 395", "a card of AMD", "its size"),
         ("Radeon RX 9999", "a card of AMD", "as --gpu 24GB"),
-        ("m3 max", "a card of Apple", "as --gpu 24GB"),
+        ("m3 max", "does not say how much memory", "m3max-64gb"),
         ("Intel Arc B580", "a card of Intel", "--gpu 12GB"),
         ("rtx 4050 laptop", "less than any card", "--gpu 5.5GiB"),
         ("rtx4091", "neither a card nor a size", "did you mean rtx4090"),

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from planner.catalog import card_lookup
 from planner.catalog.shapes import grids
 from planner.estimate.estimate import estimate
 from planner.layout.cublas import FUSED_PRODUCT, PRODUCTS, kept_workspaces
@@ -50,7 +51,11 @@ KEPT = {None: 2, "2.11": 2, "2.14": 2, "2.15": 0, "2.15.1": 0, "3.0": 0}
 
 @pytest.mark.parametrize(("torch", "kept"), KEPT.items())
 def test_from_2_15_on_none_stays(torch: str | None, kept: int) -> None:
-    assert kept_workspaces(torch) == kept
+    assert kept_workspaces(card_lookup.gpu("h100-80gb"), torch) == kept
+
+
+def test_on_a_mac_there_is_none() -> None:
+    assert kept_workspaces(card_lookup.gpu("m4max-64gb"), None) == 0
 
 
 def test_each_product_takes_one_and_gives_it_back() -> None:

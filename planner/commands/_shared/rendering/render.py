@@ -19,6 +19,7 @@ from planner.commands._shared.rendering.render_job import seconds_words, whole_w
 from planner.commands._shared.verb import table, typed_line
 from planner.dialects.base import cli_words
 from planner.estimate.pinned_ram import HALVED
+from planner.estimate.working_set import headline
 from planner.spec.job import Machine, Strategy
 from planner.spec.plan import Estimate, Plan
 from planner.spec.wording import ways
@@ -76,6 +77,8 @@ def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile
     line.append(f": {what}, on {count}{title}{kept}", "default")
     console.print(line)
     console.print(bar(console, found))
+    if said := headline(found.assumptions):
+        console.print(said, style=style)
     if found.limit == "host":
         where = f" ({found.host.phase}: {format_gib(found.host_ram_bytes)})" if found.host is not None else ""
         console.print(f"not enough host RAM{where}", style=style)
@@ -83,7 +86,8 @@ def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile
 
 def print_assumptions(console: Console, question: Question, found: Estimate | None = None) -> None:
     """Prints the defaults that were filled in (those of `found`, where a search chose some of them)."""
-    notes = [note for note in _assumed(question, found) if not _is_reading(note)]
+    assumed = _assumed(question, found)
+    notes = [note for note in assumed if not _is_reading(note) and note != headline(assumed)]
     if AS in question.gpu.title:
         notes.insert(0, question.gpu.title.replace(AS, " as "))
     if notes:
@@ -103,7 +107,7 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
     """The next command to type: keep the plan, and train it; probe it first where it is tight. Only for people: what
     is piped is the answer alone."""
     context = click.get_current_context(silent=True)
-    if not console.is_terminal:
+    if not console.is_terminal or not found.timed:
         return
     if found.verdict == "no":
         if context is None or context.info_name != "estimate":  # others say themselves what would fit
@@ -124,7 +128,7 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
 def print_estimate(console: Console, found: Estimate, whole: WholeJob | None = None) -> None:
     """Prints one estimate below its verdict and bar: options, seconds, phases and breakdown."""
     console.print(f"plan: {ways(found)}", style="bold")
-    console.print(f"{_step(found)}, {_ram(found)}, attention: {found.attention_kernel}")
+    console.print(f"{_step(found)}{_ram(found)}, attention: {found.attention_kernel}")
     if whole:
         console.print(whole_words(whole), style="bold")
     if found.lossy:
@@ -143,10 +147,13 @@ def print_estimate(console: Console, found: Estimate, whole: WholeJob | None = N
 
 
 def _step(found: Estimate, swap_seconds: float | None = None) -> str:
-    """The seconds of a step in words. ``swap_seconds``: what swapped blocks add to it."""
+    """The seconds of a step in words, to stand before more; empty where nothing is known of them. ``swap_seconds``:
+    what swapped blocks add to it."""
+    if not found.timed:
+        return ""
     step = "denoising step" if found.job.method == "sample" else "step"
     swap = "" if swap_seconds is None else f"; swap adds {format_seconds(swap_seconds)}"
-    return f"{step} {format_seconds(found.step_seconds)} (estimated{swap})"
+    return f"{step} {format_seconds(found.step_seconds)} (estimated{swap}), "
 
 
 def _ram(found: Estimate) -> str:
@@ -227,7 +234,7 @@ def print_suggestion(console: Console, question: Question, found: Suggestion, wh
     console.print(f"plan: {ways(plan)}", style="bold")
     print_flags(console, found.switches)
     swap = next((switch.step_seconds for switch in found.switches if switch.field == "swap_blocks"), None)
-    console.print(f"{_step(plan, swap)}, {_ram(plan)}")
+    console.print(f"{_step(plan, swap)}{_ram(plan)}")
     if whole:
         console.print(whole_words(whole), style="bold")
     print_windows(console, plan)
@@ -247,7 +254,8 @@ def print_suggestion(console: Console, question: Question, found: Suggestion, wh
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
     if told:
         console.print()
-        console.print(table(("effect of each option", ">GiB", ">s/step"), map(_switch_row, told)))
+        columns, rows = ("effect of each option", ">GiB", ">s/step"), [_switch_row(switch) for switch in told]
+        console.print(table(columns, rows) if plan.timed else table(columns[:-1], [row[:-1] for row in rows]))
         for switch in (switch for switch in told if switch.field == "swap_blocks"):
             console.print(_swap_note(question, plan, switch), style="dim")
     if found.alternatives:
@@ -370,7 +378,7 @@ def _plan_row(found: Estimate) -> tuple[str, ...]:
         ways(found) + lossy,
         VERDICTS[found.verdict][0],
         f"{gib(found.peak.device_bytes):.2f}",
-        seconds_words(found.step_seconds),
+        seconds_words(found.step_seconds) if found.timed else "-",
         f"{gib(found.host_ram_bytes):.1f}",
     )
 

@@ -100,7 +100,7 @@ def _row(row: TableRow) -> tuple[str | Text, ...]:
     word = Text(found.verdict, VERDICTS[found.verdict][1])
     need = f"{gib(found.peak.device_bytes):.1f}"
     lossy = " (lossy)" if found.lossy else ""
-    return row.name, clip, word, need, seconds_words(found.step_seconds), ways(found) + lossy
+    return row.name, clip, word, need, seconds_words(found.step_seconds) if found.timed else "-", ways(found) + lossy
 
 
 NARROW = 100
