@@ -110,6 +110,7 @@ def one_sample_masked(run: Run) -> None:
         return
     tokens = grid["F"] * grid["H"] * grid["W"] + grid["T"]
     run.work.attention_masked = True
+    run.work.mask_bytes += HALF * model.config["num_attention_heads"] * tokens**2 * model.blocks
     run.work.forward_bytes += MASK_BYTES * tokens**2 * model.blocks
     run.work.forward_launches += MASK_LAUNCHES * model.blocks
 

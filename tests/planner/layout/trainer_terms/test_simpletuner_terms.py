@@ -8,7 +8,7 @@ import pytest
 
 from planner.catalog.lookup import model
 from planner.catalog.shapes import grid, job_for
-from planner.estimate.work import KERNELS, StepWork, attention_of, step_work
+from planner.estimate.work import KERNELS, StepWork, Work, attention_of, step_work
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
@@ -66,6 +66,11 @@ def test_one_sample_of_chroma_has_a_mask_over_all_pairs() -> None:
     assert attention_of(run_of("simpletuner", "chroma1-hd", job)).kernel == "efficient"
     assert beyond_ours("forward", "chroma1-hd", job) == (19 * pairs * 57, 5 * 57)
     assert not attention_of(run_of("vplan", "chroma1-hd", job)).masked
+    theirs, ours = (step_work(run_of(trainer, "chroma1-hd", job)) for trainer in ("simpletuner", "vplan"))
+    read = 2 * 24 * pairs * 57  # by each head, in 16 bits
+    assert theirs.forward["attention", 1] - ours.forward["attention", 1] == Work(0, read)
+    assert theirs.passes["attention", 1] - ours.passes["attention", 1] == Work(0, 2 * read)
+    assert theirs.attention.over_pairs and not ours.attention.over_pairs
 
 
 @pytest.mark.parametrize(("name", "width", "blocks"), [("wan2.1-t2v-1.3b", 1536, 30), ("wan2.1-t2v-14b", 5120, 40)])
