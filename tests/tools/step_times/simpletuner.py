@@ -39,11 +39,14 @@ class Family(NamedTuple):
     implementation: str = "simpletuner"
     left_out: str | None = None
     note: str | None = None
+    hopper: dict[str, Any] = {}
+    """what of the strategy is so on the H100 alone"""
 
 
 CLIP = {"height": 448, "width": 576, "lora_rank": 16}
 LION = {"optimizer": "lion"}
-FLASH_3 = "its example asks for FlashAttention-3, which is not estimated: cuDNN on an H100"
+FLASH_3 = {"attention": "flash-3"}
+"""What both examples of Wan ask for (``attention_mechanism`` "flash-attn-3-hub"); on an L40S the second is taken."""
 STREAMED = "RamTorch streams the weights of all blocks from host RAM, each layer's as it is used"
 FAMILIES = {
     "Chroma": Family(
@@ -68,9 +71,9 @@ FAMILIES = {
         "hv15",
         {"model": "hunyuan-video-1.5", "frames": 45, "batch_size": 2, **CLIP},
         54,
-        note="blocks are taken as diffusers' are, whose mask is a matrix of all pairs of tokens; since cc9a8ba3, which "
-        "is of the page's day, SimpleTuner's mask keys alone and take out the prompts' padding, and would be told half "
-        "of what is printed; the printed memory speaks for the matrix by its size (27.1 GiB told with it, 24.9 without) "
+        note="blocks are taken as diffusers' are, whose mask is a matrix of all pairs of tokens; since cc9a8ba3, of "
+        "the page's day, SimpleTuner's mask keys alone and take out the prompts' padding, and would be told half of "
+        "what is printed; the printed memory speaks for the matrix by its size (27.1 GiB told with it, 24.9 without) "
         "and against it by what segments of two blocks hold more (-0.24 GiB; 0.9 and 0.1)",
     ),
     "Krea 2": Family(
@@ -126,14 +129,15 @@ FAMILIES = {
         },
         24,
     ),
-    "SDXL": Family("sdxl", {"model": "sdxl"}, 0, left_out="LyCORIS LoKr is no adapter of ours"),
+    "SDXL": Family("sdxl", {"model": "sdxl"}, 0, left_out="LoKr of factor 12, which is not recorded"),
     "Wan 2.1 T2V 1.3B": Family(
         "wan1.3b",
         {"model": "wan2.1-t2v-1.3b", "frames": 81, **CLIP},
         30,
         {"swap_blocks": 29},
         implementation="simpletuner@ramtorch",
-        note=f"{STREAMED}; {FLASH_3}",
+        note=STREAMED,
+        hopper=FLASH_3,
     ),
     "Wan 2.1 T2V 14B": Family(
         "wan14b",
@@ -141,7 +145,8 @@ FAMILIES = {
         40,
         {"swap_blocks": 39},
         implementation="simpletuner@ramtorch",
-        note=f"{STREAMED}; {FLASH_3}",
+        note=STREAMED,
+        hopper=FLASH_3,
     ),
     "Z-Image Turbo": Family(
         "z-image",
@@ -213,10 +218,17 @@ def row(
     precision, mode, card = cell
     stored, unlike = PRECISIONS[precision]
     checkpointing, refused = checkpointed(family, mode)
+    hopper = family.hopper if card == "H100" else {}
     return {
         "id": name,
         "job": {"method": "lora", "batch_size": 1, **family.job},
-        "strategy": {**TRAINED, **stored, **checkpointing, **family.strategy},
+        "strategy": {
+            **TRAINED,
+            **stored,
+            **checkpointing,
+            **family.strategy,
+            **hopper,
+        },
         "machine": {"gpu": CARDS[card], "gpus": 1},
         "step_seconds": printed[0],
         "peak_gib": printed[1],
