@@ -109,11 +109,12 @@ FAMILIES = {
     ),
     "Qwen Image": Family(
         "qwen",
-        {"model": "qwen-image", "frames": 1, "height": 1024, "width": 1024, "lora_rank": 8, "text_tokens": 32},
+        {"model": "qwen-image", "frames": 1, "height": 1024, "width": 1024, "lora_rank": 8, "text_tokens": 1024},
         60,
         LION,
         interval="ignored",
-        note="the one prompt is a single character, and is not padded",
+        note="the one prompt is a single character, padded to 1024 tokens and masked "
+        "(helpers/training/diffusers_overrides.py), as the printed memory says",
     ),
     "SD 1.x": Family("sd15", {"model": "sd1.5", "frames": 1, "height": 512, "width": 512, "lora_rank": 16}, 0),
     "SD3": Family(
