@@ -85,7 +85,8 @@ def real_rotation(run: Run) -> None:
     """Its Qwen-Image rotates with real numbers (simpletuner/helpers/models/qwen_image/transformer.py
     ``apply_rotary_emb_qwen`` with ``precompute_real_rope_qwen``). It pads every prompt to 1024 tokens
     (helpers/training/diffusers_overrides.py ``_patched_qwen_prompt_embeds_from_tokenizer``), and masks the padding of
-    one sample; of several each attends by itself, to its own prompt without padding."""
+    one sample. Of several each attends by itself, to its own prompt without padding, which is timed as recorded: all
+    together, with a mask."""
     model = run.facts.model
     if not model.trained_with("simpletuner", "rotates-real-numbers"):
         return

@@ -54,10 +54,12 @@ def test_qwen_image_takes_numbers_apart_to_rotate_them() -> None:
     assert again[1] - once[1] == 2 * (half[1] - once[1]) == 20 * blocks
 
 
-def test_a_prompt_of_qwen_image_without_padding_has_no_mask() -> None:
-    """diffusers' pipeline, which encodes it, gives none since 0.37."""
-    for trainer in ("simpletuner", "vplan"):
-        assert not attention_of(run_of(trainer, "qwen-image", IMAGE, gpu="l40s")).masked
+@pytest.mark.parametrize(("trainer", "masked"), [("simpletuner", True), ("vplan", False)])
+def test_the_padding_of_qwen_image_s_prompt_is_masked_in_one_sample(trainer: str, masked: bool) -> None:
+    attention = attention_of(run_of(trainer, "qwen-image", IMAGE, gpu="l40s"))
+    assert attention.masked is masked
+    assert attention.kernel == ("efficient" if masked else "flash")
+    assert not attention.over_pairs
 
 
 def test_one_sample_of_chroma_has_a_mask_over_all_pairs() -> None:
