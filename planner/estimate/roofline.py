@@ -180,7 +180,8 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
         (work.forward, 0.0, traffic.host_forward_bytes),
         (backward, again, traffic.host_backward_bytes),
     ):
-        kernels = _kernel_seconds(part, gpu, strategy, reached) / strategy.context_parallel
+        kernels = _kernel_seconds(part, gpu, strategy, reached, work.attention.over_pairs)
+        kernels /= strategy.context_parallel
         # Copies take the card's bandwidth too.
         kernels += nbytes / (COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9 * ROOFLINE_USUAL)
         turn = KernelBatch.of(part, strategy, kernels, launch_seconds, extra)
@@ -301,9 +302,17 @@ def _waiting_rate(configuration: Configuration, gpu: GpuProfile) -> float:
 
 
 def _kernel_seconds(
-    work: Mapping[Kind, Work], gpu: GpuProfile, strategy: Strategy, attention: Mapping[int, float]
+    work: Mapping[Kind, Work],
+    gpu: GpuProfile,
+    strategy: Strategy,
+    attention: Mapping[int, float],
+    over_pairs: bool = False,
 ) -> float:
-    """Usual seconds of kernels in a step. ``attention``: its efficiency, by whether it computes in 16 bits."""
+    """Usual seconds of kernels in a step. ``attention``: its efficiency, by whether it computes in 16 bits;
+    ``over_pairs``: whether it has a mask of all pairs of tokens. A tile of that mask is loaded when the product that it
+    is added to is done, and is waited for, so it is read beside no product of its own (PyTorch's memory-efficient
+    kernel, mem_eff_attention/kernel_forward.h at 01b4eae: "apply attention bias if applicable").
+    """
     bandwidth = COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9
     known = gpu.vendor == "nvidia" and gpu.capability == GH100
     seconds = 0.0
@@ -317,7 +326,9 @@ def _kernel_seconds(
         reached = attention[half] if kind == "attention" else efficiency(gpu, kind, half)
         rate = peak_flops(gpu, strategy, kind, half) * reached
         in_a_step = IN_A_STEP.get(kind) if known and (half or kind == "pointwise") else None
-        seconds += max(amount.flops / rate, nbytes / bandwidth) / (in_a_step or ROOFLINE_USUAL)
+        parts = amount.flops / rate, nbytes / bandwidth
+        alone = sum(parts) if over_pairs and kind == "attention" else max(parts)
+        seconds += alone / (in_a_step or ROOFLINE_USUAL)
     return seconds
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from planner.catalog.swapped_stacks import fetches_again
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
@@ -13,6 +15,7 @@ from planner.layout.sharding import nvme
 from planner.layout.sharding.collectives import reduced_share_bytes, sent_bytes
 from planner.layout.sharding.zero import HALF
 from planner.spec.job import SPLIT
+from planner.tape.program import Block
 
 
 def traffic(run: Run) -> Traffic:
@@ -30,9 +33,10 @@ def traffic(run: Run) -> Traffic:
     beside = 1.0
     offloaded = offloaded_bytes(run)
     if strategy.swap_blocks:  # host to GPU once in forward and once in backward: masters stay in host RAM
-        coming += sum(map(run.total_bytes, run.swapped_blocks.values()))
+        blocks = _streamed_blocks(run)
+        coming += sum(map(run.total_bytes, blocks.values()))
         again = _fetched_again(run)
-        beside = 1.0 if offloaded else strategy.swap_blocks / run.facts.model.blocks
+        beside = 1.0 if offloaded else len(blocks) / run.facts.model.blocks
     split = shards if strategy.sharding in SPLIT else 1
     if strategy.offload_optimizer != "none":
         host_waiting = 2 * gradients // split
@@ -69,9 +73,18 @@ def traffic(run: Run) -> Traffic:
     )
 
 
+def _streamed_blocks(run: Run) -> Mapping[Block, list[int]]:
+    """Buffers of the blocks that come from host RAM. Layers that come one by one leave no block on the GPU; all blocks
+    but one, the most that can be swapped, stand for all of them then (`planner.dialects.simpletuner.settings`)."""
+    blocks = run.swappable_weights
+    every = fetches_again(run.trainer) and run.strategy.swap_blocks == len(blocks) - 1
+    return blocks if every else run.swapped_blocks
+
+
 def _fetched_again(run: Run) -> int:
     """What comes for the recomputation of checkpointed blocks and then for their backward (`fetches_again`), bytes."""
     if not fetches_again(run.trainer) or run.strategy.gradient_checkpointing == "none":
         return 0
-    checkpointed = run.checkpointed or run.swapped_blocks.keys()
-    return sum(run.total_bytes(buffers) for block, buffers in run.swapped_blocks.items() if block in checkpointed)
+    blocks = _streamed_blocks(run)
+    checkpointed = run.checkpointed or blocks.keys()
+    return sum(run.total_bytes(buffers) for block, buffers in blocks.items() if block in checkpointed)

@@ -51,6 +51,8 @@ class Attention(NamedTuple):
     """that would run without masks: the one that `vplan calibrate` measures"""
     masked: bool = False
     """whether all of it has a mask"""
+    over_pairs: bool = False
+    """whether that mask is a matrix of all pairs of tokens, which each head reads anew"""
 
 
 class StepWork(NamedTuple):
@@ -110,10 +112,16 @@ def _as_trained(run: Run, both: dict[Kind, Work], forward: dict[Kind, Work]) -> 
     own = run.work
     if not own.forward_bytes and not own.backward_bytes:
         return both, forward
-    once = _pointwise(own.forward_launches, own.forward_bytes)
-    again = _pointwise(own.forward_launches, own.forward_bytes, _recomputed_share(run))
-    backward = _pointwise(own.backward_launches, own.backward_bytes)
+    share, mask = _recomputed_share(run), own.mask_bytes
+    once = _pointwise(own.forward_launches, own.forward_bytes) | _attention_bytes(mask)
+    again = _pointwise(own.forward_launches, own.forward_bytes, share) | _attention_bytes(round(share * mask))
+    backward = _pointwise(own.backward_launches, own.backward_bytes) | _attention_bytes(mask)
     return add_work(add_work(both, once), add_work(again, backward)), add_work(forward, once)
+
+
+def _attention_bytes(nbytes: int) -> dict[Kind, Work]:
+    """The work of attention in 16 bits that reads so many bytes more."""
+    return {("attention", 1): Work(0, nbytes)} if nbytes else {}
 
 
 def _pointwise(launches: int, nbytes: int, share: float = 1.0) -> dict[Kind, Work]:
@@ -177,7 +185,19 @@ def attention_of(run: Run) -> Attention:
     masked = run.work.attention_masked
     kernel = attention_kernel.kernel(run.strategy, machine, gpu, operators, masked=masked)
     plain = attention_kernel.plain_kernel(machine, gpu)
-    return Attention(run.facts.model.head_size, kernel, plain, masked or attention_kernel.FLASH not in operators)
+    recorded = attention_kernel.FLASH not in operators
+    over_pairs = run.work.mask_bytes > 0 or (recorded and _masks_pairs(run.facts.step))
+    return Attention(run.facts.model.head_size, kernel, plain, masked or recorded, over_pairs)
+
+
+@recording_cache(maxsize=64)
+def _masks_pairs(tape: Tape) -> bool:
+    """Whether a model that masks its attention makes a mask of all pairs of tokens: pointwise operators move as many
+    numbers as its largest attention has pairs. A mask of one row is broadcast, and no operator is as large."""
+    terms = _terms_of_blocks(tape, "", None, True)
+    pairs = {exponents: amount.flops for (kind, _, exponents), amount in terms.items() if kind == "attention"}
+    largest = max((exponents for exponents in pairs if max(exponents) > 1), key=pairs.__getitem__, default=None)
+    return any(kind == "pointwise" and exponents == largest for kind, _, exponents in terms)
 
 
 def passes_work(run: Run) -> Passes:

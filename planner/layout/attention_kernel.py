@@ -32,8 +32,10 @@ def kernel(
     bits, in which every recording computes. Masked attention is never flash: asking for it would end in an error
     (diffusers attention_dispatch.py ``_native_flash_attention``), so it is a NotEstimatedError.
     """
-    if strategy.attention == "flash" and EFFICIENT in operators:
-        fault = "attention flash supports neither masks nor fp32, and this model at this precision uses one"
+    if strategy.attention in ("flash", "flash-3") and EFFICIENT in operators:
+        fault = (
+            f"attention {strategy.attention} supports neither masks nor fp32, and this model at this precision uses one"
+        )
         raise NotEstimatedError(fault, "use --attention sdpa, which lets torch choose for each")
     if strategy.attention != "sdpa":
         return str(strategy.attention)
@@ -57,7 +59,7 @@ def takes_grouped_masks(strategy: Strategy, machine: Machine, gpu: GpuProfile) -
     """Whether cuDNN runs attention with a mask and with fewer heads of keys than of queries, where elsewhere torch goes
     the math path. Raises a NotEstimatedError for the kernels that take none, which end in an error when they are asked
     for by name (check_batch_size_and_num_heads_dense in ATen/native/transformers/sdp_utils_cpp.h)."""
-    if strategy.attention in ("flash", "efficient"):
+    if strategy.attention in ("flash", "flash-3", "efficient"):
         fault = f"attention {strategy.attention} does not support a mask with fewer heads of keys than of queries"
         raise NotEstimatedError(fault, "use --attention sdpa, which lets torch choose for each")
     return strategy.attention == "cudnn" or plain_kernel(machine, gpu) == "cudnn"
@@ -66,10 +68,10 @@ def takes_grouped_masks(strategy: Strategy, machine: Machine, gpu: GpuProfile) -
 def workspaces(name: str) -> tuple[str, ...]:
     """The tapes' workspace entries that hold for a kernel that runs where flash was recorded.
 
-    FlashAttention-2, cuDNN and memory-efficient attention all accumulate dq in fp32 for half-precision inputs. Of how
-    many rows differs: `take_rows_as_they_are`.
+    FlashAttention-2, FlashAttention-3 (hopper/flash_api.cpp at 000090d: ``dq_accum``), cuDNN and memory-efficient
+    attention all accumulate dq in fp32 for half-precision inputs. Of how many rows differs: `take_rows_as_they_are`.
     """
-    return ("flash",) if name in ("flash", "cudnn", "efficient") else ()
+    return ("flash",) if name in ("flash", "flash-3", "cudnn", "efficient") else ()
 
 
 def take_masks_as_they_are(run: Run) -> None:

@@ -35,11 +35,11 @@ from planner.layout.single_gpu import (
 )
 from planner.layout.stored_positions import stored_positions, stored_positions_in_validation
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
-from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_unpriced, refuse_whole_scores
+from planner.layout.unpriced import refuse_attention_of_others, refuse_trainers_of_cuda, refuse_unpriced
 from planner.spec.configuration import Configuration
 
 TRANSFORMS: tuple[Transform, ...] = (
-    refuse_whole_scores,
+    refuse_attention_of_others,
     # First what the recorded step itself is: what comes later copies it, or weaves into it, as it stands by then.
     stored_positions,
     context_parallel,

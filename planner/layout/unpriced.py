@@ -31,10 +31,24 @@ def refuse_trainers_of_cuda(gpu: GpuProfile, trainer: str) -> None:
         raise NotEstimatedError(fault, f"vplan suggest MODEL --gpu {gpu.name} prices a plain training loop there")
 
 
-def refuse_whole_scores(run: Run) -> None:
-    """Raises a NotEstimatedError for attention with whole scores, but of a trainer whose terms price them."""
-    if run.strategy.attention == "math" and whole_scores not in trainer_terms.terms(run.trainer):
-        raise NotEstimatedError("attention math is not estimated yet", "use --attention sdpa")
+HOPPER = 9
+"""Major compute capability of the cards that FlashAttention-3 is written for."""
+
+FLASH_3 = frozenset({"simpletuner"})
+"""Trainers whose settings name FlashAttention-3 (SimpleTuner bc8e6ab helpers/training/attention_backend.py
+``_DIFFUSERS_BACKEND_TARGETS``)."""
+
+
+def refuse_attention_of_others(run: Run) -> None:
+    """Raises a NotEstimatedError for attention with whole scores, but of a trainer whose terms price them, and for
+    FlashAttention-3, but of a trainer that has it, on the cards that it is written for."""
+    attention, trainer = run.strategy.attention, run.trainer
+    whole = attention == "math" and whole_scores not in trainer_terms.terms(trainer)
+    third = attention == "flash-3" and (
+        trainer.partition("@")[0] not in FLASH_3 or run.facts.gpu.capability[0] != HOPPER
+    )
+    if whole or third:
+        raise NotEstimatedError(f"attention {attention} is not estimated yet", "use --attention sdpa")
 
 
 def refuse_untaken(configuration: Configuration, facts: Facts) -> None:

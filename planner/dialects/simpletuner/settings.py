@@ -304,6 +304,10 @@ T5_TOKENS = {"sd3": 154}
 
 CLIP_TOKENS = 77
 
+PADDED_TOKENS = {"qwen_image": 1024}
+"""``model_family`` -> what every prompt is padded to, where our model's usual length is another
+(helpers/training/diffusers_overrides.py ``_patched_qwen_prompt_embeds_from_tokenizer``)."""
+
 
 def _prompt_length(settings: Settings) -> Fields:
     """``tokenizer_max_length`` counts T5's tokens; CLIP's stand before them."""
@@ -415,6 +419,9 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     family = family_of(settings)
     if family not in T5_TOKENS and of(settings, "tokenizer_max_length"):
         yield "tokenizer_max_length is not estimated: the model's usual length of prompts is"
+    if family in PADDED_TOKENS and fields["text_tokens"] is None:
+        padded = PADDED_TOKENS[family]
+        yield f"prompts are padded to {padded} tokens: pass --text-tokens {padded} for their memory and seconds"
     if fields["ema"] == "cpu" and not is_on(of(settings, "ema_cpu_only")):
         yield "without ema_cpu_only the average goes to the GPU at each update, which is not estimated"
     for precision in TEXT_ENCODERS:

@@ -89,12 +89,15 @@ ROTATED_FORWARD_LAUNCHES, ROTATED_BACKWARD_LAUNCHES = 20, 16
 
 def real_rotation(run: Run) -> None:
     """Its Qwen-Image rotates with real numbers (simpletuner/helpers/models/qwen_image/transformer.py
-    ``apply_rotary_emb_qwen`` with ``precompute_real_rope_qwen``). Its joint mask of one sample is not there: since 0.37
-    diffusers' ``QwenImagePipeline.encode_prompt``, which it inherits, gives no mask for a prompt without padding."""
+    ``apply_rotary_emb_qwen`` with ``precompute_real_rope_qwen``). It pads every prompt to 1024 tokens
+    (helpers/training/diffusers_overrides.py ``_patched_qwen_prompt_embeds_from_tokenizer``), and masks the padding of
+    one sample. Of several each attends by itself, to its own prompt without padding, which is timed as recorded: all
+    together, with a mask."""
     model = run.facts.model
     if not model.trained_with("simpletuner", "rotates-real-numbers"):
         return
     grid, work = run.grid, run.work
+    work.attention_masked = grid["B"] == 1
     width = model.config["num_attention_heads"] * model.config["attention_head_dim"]
     numbers = grid["B"] * (grid["F"] * grid["H"] * grid["W"] + grid["T"]) * width * model.blocks
     work.forward_bytes += ROTATED_FORWARD_BYTES * numbers
@@ -116,6 +119,7 @@ def one_sample_masked(run: Run) -> None:
         return
     tokens = grid["F"] * grid["H"] * grid["W"] + grid["T"]
     run.work.attention_masked = True
+    run.work.mask_bytes += HALF * model.config["num_attention_heads"] * tokens**2 * model.blocks
     run.work.forward_bytes += MASK_BYTES * tokens**2 * model.blocks
     run.work.forward_launches += MASK_LAUNCHES * model.blocks
 

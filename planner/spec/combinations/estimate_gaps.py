@@ -17,8 +17,8 @@ def _row(applies: Callable[[Configuration], bool], reason: str, fix: str) -> Com
     return Combination("not estimated", applies, reason, fix)
 
 
-_UNPRICED_ATTENTION = refused_values(Strategy, "attention") - {"math"}
-"""Of math the layout knows whose it is priced of (`planner.layout.unpriced.refuse_whole_scores`)."""
+_UNPRICED_ATTENTION = refused_values(Strategy, "attention") - {"math", "flash-3"}
+"""Of these two the layout knows whose they are priced of (`planner.layout.unpriced.refuse_attention_of_others`)."""
 
 # A quantised base under an engine that splits: what cannot be, and what only is not recorded. FSDP2 hands out plain
 # parameters in place of bitsandbytes' and torchao's, whose constants are gone then (bitsandbytes#1945, accelerate#3983;

@@ -480,3 +480,26 @@ def test_a_mask_slows_cudnn_down_as_it_was_measured():
     for model, masked in (("hunyuan-video", True), ("wan2.1-t2v-1.3b", False)):
         configuration = Configuration.of(Job(model=model, frames=17, height=480, width=768), Strategy(), ONE)
         assert step_work(laid_out(configuration)).attention.masked is masked
+
+
+def test_a_mask_of_all_pairs_is_read_beside_no_product_of_its_own():
+    """Its tiles are waited for (mem_eff_attention/kernel_forward.h), where one row stays in the card's cache."""
+    passes = {("attention", 1): Work(10**14, 10**11)}
+    one_row, pairs, unread = (
+        seconds(StepWork(work, attention=Attention(128, "cudnn", "cudnn", True, over_pairs))).compute
+        for work, over_pairs in ((passes, False), (passes, True), ({("attention", 1): Work(10**14, 0)}, True))
+    )
+    assert one_row == unread
+    assert pairs - unread == pytest.approx(1.02 * 10**11 / (COPY * 3352e9))
+
+
+@pytest.mark.parametrize(("model", "over_pairs"), [
+    ("hunyuan-video-1.5", True),  # transformer_hunyuan_video15.py makes the mask in each block's attention
+    ("ideogram-4", True),  # its mask is made once
+    ("hunyuan-video", False),  # one row a sample, beside a matrix in the refiner of its text
+    ("ernie-image", False),
+    ("wan2.1-t2v-1.3b", False),
+])  # fmt: skip
+def test_models_whose_mask_is_a_matrix(model, over_pairs):
+    configuration = Configuration.of(job_for(lookup.model(model), {}), Strategy(), ONE)
+    assert step_work(laid_out(configuration)).attention.over_pairs is over_pairs

@@ -6,6 +6,7 @@ import pytest
 
 from planner.catalog import lookup, shapes
 from planner.errors import NotEstimatedError
+from planner.estimate.estimate import estimate
 from planner.layout.attention_kernel import (
     copies_of_masks_of_numbers,
     keep_masks_of_numbers,
@@ -148,13 +149,33 @@ def test_one_library_keeps_both_ways_apart() -> None:
     assert [name.endswith("-cudnn") for name in steps] == [True, False]
 
 
-@pytest.mark.parametrize("attention", ["flash", "efficient"])
+@pytest.mark.parametrize("attention", ["flash", "flash-3", "efficient"])
 def test_kernels_that_take_no_grouped_mask_are_refused(attention: str) -> None:
     usual = lookup.model("wan2.1-t2v-1.3b")
     by_card = usual.replace(traits=usual.traits.replace(attends_by_card=True))
     configuration = Configuration.of(shapes.job_for(usual, {}), Strategy(attention=attention), Machine(gpu="h100-80gb"))
     with pytest.raises(NotEstimatedError, match="fewer heads of keys than of queries"):
         load_facts(configuration, by_card)
+
+
+@pytest.mark.parametrize(("trainer", "gpu", "refused"), [
+    ("simpletuner", "h100-80gb", False),
+    ("simpletuner", "l40s", True),  # it is written for Hopper
+    ("vplan", "h100-80gb", True),
+])  # fmt: skip
+def test_flash_attention_3_is_of_a_trainer_that_has_it_and_of_hopper(trainer: str, gpu: str, refused: bool) -> None:
+    model = lookup.model("wan2.1-t2v-1.3b")
+    configuration = Configuration.of(shapes.job_for(model, {}), Strategy(attention="flash-3"), Machine(gpu=gpu))
+    facts = load_facts(configuration)
+    if refused:
+        with pytest.raises(NotEstimatedError, match="attention flash-3 is not estimated yet"):
+            estimate(configuration, facts, trainer)
+        return
+    usual = Configuration.of(configuration.job, Strategy(), configuration.machine)
+    third, cudnn = (estimate(one, facts, trainer) for one in (configuration, usual))
+    assert third.attention_kernel == "flash-3" and cudnn.attention_kernel == "cudnn"
+    assert third.step_seconds < cudnn.step_seconds
+    assert third.peak.allocated_bytes == pytest.approx(cudnn.peak.allocated_bytes, rel=0.01)
 
 
 class _Names(Library):

@@ -108,7 +108,9 @@ def profiled(row: Mapping[str, Any]) -> Profiled | None:
     # What a row does not list, each below a thousandth of its pass, is taken for pointwise.
     seconds["pointwise"] += sum(listed["seconds"] for listed in passes) - sum(seconds.values())
     attention = roofline.attention_efficiency(facts.gpu, configuration.strategy, configuration.job, work.attention)
-    told = roofline._kernel_seconds(work.passes, facts.gpu, configuration.strategy, attention)
+    told = roofline._kernel_seconds(
+        work.passes, facts.gpu, configuration.strategy, attention, work.attention.over_pairs
+    )
     launches = sum(amount.flops for (kind, _), amount in work.passes.items() if kind == KERNELS)
     return Profiled(row["id"], {kind: alone[kind] for kind in KINDS}, seconds, operators, launches, told)
 

@@ -39,11 +39,16 @@ class Family(NamedTuple):
     implementation: str = "simpletuner"
     left_out: str | None = None
     note: str | None = None
+    hopper: dict[str, Any] = {}
+    """what of the strategy is so on the H100 alone"""
+    checkpointing: dict[str, Any] = {}
+    """what of the strategy is so with checkpoints alone"""
 
 
 CLIP = {"height": 448, "width": 576, "lora_rank": 16}
 LION = {"optimizer": "lion"}
-FLASH_3 = "its example asks for FlashAttention-3, which is not estimated: cuDNN on an H100"
+FLASH_3 = {"attention": "flash-3"}
+"""What both examples of Wan ask for (``attention_mechanism`` "flash-attn-3-hub"); on an L40S the second is taken."""
 STREAMED = "RamTorch streams the weights of all blocks from host RAM, each layer's as it is used"
 FAMILIES = {
     "Chroma": Family(
@@ -51,6 +56,7 @@ FAMILIES = {
         {"model": "chroma1-hd", "frames": 1, "height": 512, "width": 512, "lora_rank": 16},
         57,
         interval="one by one",
+        checkpointing={"attention": "efficient"},  # "Checkpointed Chroma rows use native-efficient", says the page
         note="the example's images are 512x512, whatever the page's heading says: at 1024x1024 the L40S would do 290 "
         "TFLOP/s; checkpointed rows take the memory-efficient kernel and as long on either card, so the GPU waits for "
         "the host in them, as in the page's AuraFlow (0.180 s without, 1.824 with on the H100, 0.833 on the L40S)",
@@ -68,8 +74,10 @@ FAMILIES = {
         "hv15",
         {"model": "hunyuan-video-1.5", "frames": 45, "batch_size": 2, **CLIP},
         54,
-        note="attention is FlexAttention with a score function that reads the mask twice for each score "
-        "(helpers/models/hunyuanvideo/modules/attention.py), for which no speed is published",
+        note="blocks are taken as diffusers' are, whose mask is a matrix of all pairs of tokens; since cc9a8ba3, of "
+        "the page's day, SimpleTuner's mask keys alone and take out the prompts' padding, and would be told half of "
+        "what is printed; the printed memory speaks for the matrix by its size (27.1 GiB told with it, 24.9 without) "
+        "and against it by what segments of two blocks hold more (-0.24 GiB; 0.9 and 0.1)",
     ),
     "Krea 2": Family(
         "krea2",
@@ -104,11 +112,12 @@ FAMILIES = {
     ),
     "Qwen Image": Family(
         "qwen",
-        {"model": "qwen-image", "frames": 1, "height": 1024, "width": 1024, "lora_rank": 8, "text_tokens": 32},
+        {"model": "qwen-image", "frames": 1, "height": 1024, "width": 1024, "lora_rank": 8, "text_tokens": 1024},
         60,
         LION,
         interval="ignored",
-        note="the one prompt is a single character, and is not padded",
+        note="the one prompt is a single character, padded to 1024 tokens and masked "
+        "(helpers/training/diffusers_overrides.py), as the printed memory says",
     ),
     "SD 1.x": Family("sd15", {"model": "sd1.5", "frames": 1, "height": 512, "width": 512, "lora_rank": 16}, 0),
     "SD3": Family(
@@ -124,14 +133,15 @@ FAMILIES = {
         },
         24,
     ),
-    "SDXL": Family("sdxl", {"model": "sdxl"}, 0, left_out="LyCORIS LoKr is no adapter of ours"),
+    "SDXL": Family("sdxl", {"model": "sdxl"}, 0, left_out="LoKr of factor 12, which is not recorded"),
     "Wan 2.1 T2V 1.3B": Family(
         "wan1.3b",
         {"model": "wan2.1-t2v-1.3b", "frames": 81, **CLIP},
         30,
         {"swap_blocks": 29},
         implementation="simpletuner@ramtorch",
-        note=f"{STREAMED}; {FLASH_3}",
+        note=STREAMED,
+        hopper=FLASH_3,
     ),
     "Wan 2.1 T2V 14B": Family(
         "wan14b",
@@ -139,7 +149,8 @@ FAMILIES = {
         40,
         {"swap_blocks": 39},
         implementation="simpletuner@ramtorch",
-        note=f"{STREAMED}; {FLASH_3}",
+        note=STREAMED,
+        hopper=FLASH_3,
     ),
     "Z-Image Turbo": Family(
         "z-image",
@@ -211,10 +222,19 @@ def row(
     precision, mode, card = cell
     stored, unlike = PRECISIONS[precision]
     checkpointing, refused = checkpointed(family, mode)
+    hopper = family.hopper if card == "H100" else {}
+    also = {} if mode == "none" else family.checkpointing
     return {
         "id": name,
         "job": {"method": "lora", "batch_size": 1, **family.job},
-        "strategy": {**TRAINED, **stored, **checkpointing, **family.strategy},
+        "strategy": {
+            **TRAINED,
+            **stored,
+            **checkpointing,
+            **family.strategy,
+            **hopper,
+            **also,
+        },
         "machine": {"gpu": CARDS[card], "gpus": 1},
         "step_seconds": printed[0],
         "peak_gib": printed[1],

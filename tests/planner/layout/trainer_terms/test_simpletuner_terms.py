@@ -8,7 +8,7 @@ import pytest
 
 from planner.catalog.lookup import model
 from planner.catalog.shapes import grid, job_for
-from planner.estimate.work import KERNELS, StepWork, attention_of, step_work
+from planner.estimate.work import KERNELS, StepWork, Work, attention_of, step_work
 from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
@@ -54,10 +54,12 @@ def test_qwen_image_takes_numbers_apart_to_rotate_them() -> None:
     assert again[1] - once[1] == 2 * (half[1] - once[1]) == 20 * blocks
 
 
-def test_a_prompt_of_qwen_image_without_padding_has_no_mask() -> None:
-    """diffusers' pipeline, which encodes it, gives none since 0.37."""
-    for trainer in ("simpletuner", "vplan"):
-        assert not attention_of(run_of(trainer, "qwen-image", IMAGE, gpu="l40s")).masked
+@pytest.mark.parametrize(("trainer", "masked"), [("simpletuner", True), ("vplan", False)])
+def test_the_padding_of_qwen_image_s_prompt_is_masked_in_one_sample(trainer: str, masked: bool) -> None:
+    attention = attention_of(run_of(trainer, "qwen-image", IMAGE, gpu="l40s"))
+    assert attention.masked is masked
+    assert attention.kernel == ("efficient" if masked else "flash")
+    assert not attention.over_pairs
 
 
 def test_one_sample_of_chroma_has_a_mask_over_all_pairs() -> None:
@@ -66,6 +68,11 @@ def test_one_sample_of_chroma_has_a_mask_over_all_pairs() -> None:
     assert attention_of(run_of("simpletuner", "chroma1-hd", job)).kernel == "efficient"
     assert beyond_ours("forward", "chroma1-hd", job) == (19 * pairs * 57, 5 * 57)
     assert not attention_of(run_of("vplan", "chroma1-hd", job)).masked
+    theirs, ours = (step_work(run_of(trainer, "chroma1-hd", job)) for trainer in ("simpletuner", "vplan"))
+    read = 2 * 24 * pairs * 57  # by each head, in 16 bits
+    assert theirs.forward["attention", 1] - ours.forward["attention", 1] == Work(0, read)
+    assert theirs.passes["attention", 1] - ours.passes["attention", 1] == Work(0, 2 * read)
+    assert theirs.attention.over_pairs and not ours.attention.over_pairs
 
 
 @pytest.mark.parametrize(("name", "width", "blocks"), [("wan2.1-t2v-1.3b", 1536, 30), ("wan2.1-t2v-14b", 5120, 40)])
