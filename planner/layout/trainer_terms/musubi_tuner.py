@@ -10,8 +10,8 @@ from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation, wider_adapters
 from planner.layout.trainer_terms.shared import (
     cache_kept_while_sampling,
-    checkpoints_saved_on_cpu,
     modulation_in_8_bits,
+    outputs_sent_to_cpu,
     positions_in_fp64,
     prompts_cached_apart,
     swap_in_place,
@@ -103,7 +103,7 @@ TERMS: tuple[Transform, ...] = (
         modulation_in_8_bits("musubi-tuner"),
         wider_adapters,
         swap_in_place,
-        checkpoints_saved_on_cpu,
+        outputs_sent_to_cpu,
     ),
     *(
         positions_in_fp64("musubi-tuner"),

@@ -52,9 +52,18 @@ def swapped_to_pinned_memory(run: Run) -> None:
 
 def checkpoints_saved_on_cpu(run: Run) -> None:
     """All arguments of a checkpoint are copied to ordinary host memory, those too that all blocks are given alike, and
-    come back when they are wanted (torch ``save_on_cpu`` without ``pin_memory``, ``tensor.cpu()``)."""
+    come back when they are wanted (torch ``save_on_cpu`` without ``pin_memory``, ``tensor.to("cpu")``)."""
+    outputs_sent_to_cpu(run)
     if run.strategy.gradient_checkpointing == "offload":
         run.host.copies_shared_inputs = True
+
+
+def outputs_sent_to_cpu(run: Run) -> None:
+    """A checkpointed block's outputs go to ordinary host memory, where the next block's checkpoint finds its inputs;
+    what all blocks are given alike stays on the GPU, once (``to_cpu(outputs)``: musubi-tuner 30c658c
+    utils/model_utils.py ``create_cpu_offloading_wrapper``, sd-scripts 48d368f library/flux_models.py
+    ``DoubleStreamBlock.forward``)."""
+    if run.strategy.gradient_checkpointing == "offload":
         run.host.checkpoints_pin = "none"
         fetched_when_needed(run)
 

@@ -14,8 +14,8 @@ from planner.layout.trainer_terms.sd_scripts.unet import VERSIONS
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
-    checkpoints_saved_on_cpu,
     modulation_in_8_bits,
+    outputs_sent_to_cpu,
     swap_in_place,
     swapped_to_pinned_memory,
 )
@@ -39,7 +39,7 @@ def t5_cast(run: Run) -> None:
 
 
 TERMS: tuple[Transform, ...] = (
-    *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
+    *(modulation_in_8_bits("sd-scripts"), swap_in_place, outputs_sent_to_cpu, cache_emptied),
     *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling, swapped_to_pinned_memory),
     text_encoders_together,
     t5_cast,
