@@ -251,16 +251,20 @@ def _distilled() -> dict[str, str]:
 
 def _meanings(name: str) -> tuple[str, ...]:
     """The models that a name which is none of theirs may mean: those of a group, or all that it is the start of."""
-    return other_models.group(name) or tuple(_variants(name.strip().lower()))
+    text = name.strip().lower()
+    joined = re.sub(r"(?<=[a-z])[\s_-]+(?=\d\.)", "", text)  # wan-2.1
+    return other_models.group(name) or tuple(_variants(text) or _variants(joined) or _variants(joined, dots=False))
 
 
-def _variants(text: str) -> list[str]:
-    """Names in which every word typed starts some word: `wan2.1`, `wan i2v`, `cogvideox-2`; 14b is also a14b."""
+def _variants(text: str, dots: bool = True) -> list[str]:
+    """Names in which every word typed starts some word: `wan2.1`, `wan i2v`, `cogvideox-2`; 14b is also a14b. Without
+    ``dots``: also `wan21`, `sd35`."""
     words = [word for word in re.split(r"[\s_/-]+", text) if word]
+    parts = {name: (name if dots else name.replace(".", "")).split("-") for name in model_names()}
     return [
         name
-        for name in model_names()
-        if words and all(any(part.startswith((word, f"a{word}")) for part in name.split("-")) for word in words)
+        for name, own in parts.items()
+        if words and all(any(part.startswith((word, f"a{word}")) for part in own) for word in words)
     ]
 
 

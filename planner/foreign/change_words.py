@@ -56,12 +56,18 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
     flags come last."""
     old: Settings = {}
     new: Settings = {}
+    left_out: list[str] = []
     for binding in case.dialect.bindings:
         if not fields & set(binding.fields):
             continue
+        before: Settings = {}
         with contextlib.suppress(InexpressibleError):  # what it is now has no word: it came about by itself
-            old |= binding.to_settings(case.fields)
-        new |= binding.to_settings(after)
+            before = binding.to_settings(case.fields)
+        behind = binding.to_settings(after)
+        if behind and behind.items() < before.items():  # as checkpoints that were in host RAM
+            left_out += before.keys() - behind.keys()
+        old |= before
+        new |= behind
         if isinstance(binding, Value) and binding.setting in old and binding.setting not in new:
             new[binding.setting] = binding.write(after[binding.field])  # the trainer's default, where another is typed
     typed = {
@@ -73,7 +79,7 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
     if launcher:
         yield " ".join(["accelerate launch", *launcher])
     yield from (words for name, words in typed.items() if not name.startswith("launch:"))
-    for name in old if not new else ():  # else what is said now stands for what was said
+    for name in old if not new else left_out:  # else what is said now stands for what was said
         yield f"without {name.rpartition(':')[2]}"
 
 

@@ -83,6 +83,8 @@ def check_target(name: str) -> str:
     if name in targets() or (len(begun) == 1 and name):
         return name if name in targets() else begun[0]
     listed = "export supports " + ", ".join(targets())
+    if "kohya" in name.lower():  # who wrote both
+        raise VplanError(f"there is no export to {name!r}", "did you mean sd-scripts (images) or musubi-tuner (video)?")
     raise VplanError(f"there is no export to {name!r}", did_you_mean(name, targets(), listed))
 
 

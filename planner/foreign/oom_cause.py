@@ -250,8 +250,21 @@ OPENINGS: dict[Cause, str] = {
 """How a line names the cause."""
 
 
+_SAID_OTHERWISE = {
+    "killed": "The process was killed",
+    "1 EB": "The request was too large",
+    "1455": "Windows ran out",
+    "python": "Python ran out",
+    "host": "Host RAM ran out",
+    "start": "CUDA could not start",
+    "kernel": "A kernel asked for too much",
+    "shared memory": "Shared memory ran out",
+}
+"""What is said of formats that are not named after who ran out."""
+
+
 def _without_size(form: str) -> str:
-    return {"killed": "The process was killed", "1 EB": "The request was too large"}.get(form, f"{form} ran out")
+    return _SAID_OTHERWISE.get(form, f"{form} ran out")
 
 
 def render(explanation: Explanation) -> list[str]:

@@ -108,7 +108,8 @@ FORMATS: tuple[Format, ...] = (
     _format("mmap", r"unable to mmap (\d+) bytes from file [^\n]*Cannot allocate memory", "host",
             "the system would not map a file of that size: its address space or overcommit is limited",
             "load without mmap, or set vm.overcommit_memory=1 (`ulimit -v` says whether a limit is set)", RAM),
-    _format("shared memory", r"killed by signal: Bus error|insufficient shared memory|unable to (?:open shared memory"
+    _format("shared memory", r"killed by signal: Bus error|insufficient shared memory|out of shared memory\."
+            r"|unable to (?:open shared memory"
             r" object|allocate shared memory|write to file </torch_)", "shared",
             "DataLoader workers hand batches over in /dev/shm, which was full", SHM),
     _format("numpy", r"MemoryError: Unable to allocate [^\n]{1,40} for an array", "host",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.dialects.base.bindings import Fields, Fixed, InexpressibleError
@@ -93,7 +93,15 @@ def _size(fix: Fix) -> int:
 
 def moves_of(case: Case) -> list[Move]:
     """The changes that its trainer knows and that change something of a case."""
-    return [move for move in (*case.dialect.moves, *smaller_batches(case.dialect)) if _is_change(case, move)]
+    known = (*case.dialect.moves, *smaller_batches(case.dialect))
+    return [_from_host_ram(case, move) for move in known if _is_change(case, move)]
+
+
+def _from_host_ram(case: Case, move: Move) -> Move:
+    """The move, which costs no forward pass where checkpoints are there already, in host RAM."""
+    if case.strategy.gradient_checkpointing == "offload" and move.changes == {"gradient_checkpointing": "full"}:
+        return replace(move, cost="checkpoints stay on the GPU")
+    return move
 
 
 def _is_change(case: Case, move: Move) -> bool:

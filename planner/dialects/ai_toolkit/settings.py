@@ -50,7 +50,6 @@ from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
-from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.lora_layers import WITHOUT_EXPERTS, on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
@@ -357,8 +356,6 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if references := fields["references"]:
         yield f"control images are priced as {references} of the sample's size"
     yield from own_model_notes("ai-toolkit", fields)
-    if masks := unpriced_masks_note("ai-toolkit", fields):
-        yield masks
     profile = lookup.model(fields["model"])
     if fields["method"] == "full":
         if any(name.startswith(f"{MODEL}only_if_contains") for name in settings):

@@ -49,7 +49,6 @@ from planner.dialects.diffusion_pipe.models import (
     write_shape,
 )
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.diffusion_pipe import LLAMA_IN_4_BITS
 from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
@@ -389,8 +388,6 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
             yield f"max_llama3_sequence_length {length} is not estimated: as {model.shape.text_tokens}"
     if model.trained_with("diffusion-pipe", "own-model"):
         yield f"its own code of {model.title} was not compared: priced as diffusers' model"
-    if masks := unpriced_masks_note("diffusion-pipe", fields):
-        yield masks
     if fields["method"] == "lora" and (
         note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
     ):

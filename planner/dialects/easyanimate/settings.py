@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from planner.catalog import lookup
 from planner.dialects.base.bindings import (
@@ -328,15 +329,16 @@ def several_gpus(fields: Fields) -> bool:
     return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
-_ZERO = "accelerate launch --use_deepspeed --deepspeed_config_file config/zero_stage{stage}_config.json"
-ZERO_2 = (
-    "accelerate launch --use_deepspeed --deepspeed_config_file config/zero_stage2_config.json "
-    "--deepspeed_multinode_launcher standard scripts/train.py ... --use_deepspeed"
-)
-ZERO_3 = (
-    "accelerate launch --use_deepspeed --zero_stage 3 --zero3_init_flag true --deepspeed_config_file "
-    "config/zero_stage3_config.json --deepspeed_multinode_launcher standard scripts/.../train.py ... --use_deepspeed"
-)
+ZERO_2 = "--deepspeed_config_file config/zero_stage2_config.json"
+ZERO_3 = "--zero_stage 3 --zero3_init_flag true --deepspeed_config_file config/zero_stage3_config.json"
+
+
+def launched_by_deepspeed(stage: str, settings: Settings) -> list[str]:
+    """Its own script under a stage of ZeRO, as its pages start it (scripts/README_TRAIN.md)."""
+    launcher = f"accelerate launch --use_deepspeed {stage} --deepspeed_multinode_launcher standard"
+    return [f"{launcher} {settings['script']} ... --use_deepspeed"]
+
+
 MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
@@ -345,7 +347,7 @@ MOVES = (
     Move(
         {"sharding": "zero-2", **DEEPSPEED},
         "gradients and states are sharded across the GPUs, with an fp32 master",
-        words_for=lambda settings: [ZERO_2],
+        words_for=partial(launched_by_deepspeed, ZERO_2),
         when=several_gpus,
     ),
 )

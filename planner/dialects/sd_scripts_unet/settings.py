@@ -351,13 +351,14 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    encoders = "the text encoder" if fields["model"] == "sd1.5" else "both text encoders"
+    one = fields["model"] == "sd1.5"
+    encoders, verb, stays = ("the text encoder", "is", "stays") if one else ("both text encoders", "are", "stay")
     if trains_text_encoders(settings):
         why = "--train_text_encoder" if fields["method"] == "full" else "no --network_train_unet_only"
         script = "sdxl_train.py" if fields["method"] == "full" else "train_network.py"
-        yield f"{encoders} are trained too: {why} ({AT} {script})"
+        yield f"{encoders} {verb} trained too: {why} ({AT} {script})"
     elif fields["text_encoder"] == "resident":
-        yield f"{encoders} stay on the GPU: not cached"
+        yield f"{encoders} {stays} on the GPU: not cached"
     if _fp8(settings):
         yield "the base is in fp8, priced from the recording in 16 bits: half of its bytes"
     if fields["model"] == "sd1.5" and fields["gradient_checkpointing"] == "full":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
@@ -243,7 +244,7 @@ DIALECT = replace(
         Move(
             {"sharding": "zero-3", **DEEPSPEED},
             "weights too are sharded across the GPUs and gathered for every block",
-            words_for=lambda settings: [easyanimate.ZERO_3],
+            words_for=partial(easyanimate.launched_by_deepspeed, easyanimate.ZERO_3),
             when=easyanimate.several_gpus,
         ),
     ),

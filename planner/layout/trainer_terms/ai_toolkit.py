@@ -9,6 +9,7 @@ from __future__ import annotations
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER, alive_after, encoders, load_component
 from planner.layout.phases import take_sizes
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
+from planner.layout.trainer_terms.attention_masks import masks_by_head
 from planner.layout.trainer_terms.lora_layers import (
     WITHOUT_EXPERTS,
     adapters_on_linear_layers,
@@ -135,7 +136,7 @@ def _swaps(run: Run) -> bool:
 
 TERMS: tuple[Transform, ...] = (
     *(loaded_on_the_cpu, modulation_in_8_bits("ai-toolkit"), wider_adapters, adapters_on_blocks, moved_whole),
-    *(average_as_trained, encoders_at_start, layers_of_encoders_offloaded),
+    *(average_as_trained, encoders_at_start, layers_of_encoders_offloaded, masks_by_head("ai-toolkit")),
     *(swap_in_place, layers_in_turn, cache_emptied, cache_kept_while_sampling, last_encoder_in_model("ai-toolkit")),
 )
 """``swap_in_place``: its rings are those of ``layers_in_turn``. ``cache_emptied``: ``flush`` behind every step of

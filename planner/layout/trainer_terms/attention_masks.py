@@ -1,5 +1,5 @@
 """Masks over all pairs of tokens that other trainers' code makes where the recorded model makes none, or smaller ones:
-they are not priced, and a note says what they take."""
+those for every head are priced, and a note says what the others take."""
 
 from __future__ import annotations
 
@@ -7,32 +7,56 @@ from typing import Any
 
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
+from planner.layout.run import Run, Transform
+from planner.layout.trainer_terms.shared import Span, hold, stretches_of_blocks
 from planner.spec.job import Job
+from planner.tape.program import Stage
 from planner.units import GIB
 
-MADE, RUNNING = 8, 3
-"""Bytes per pair and head of a mask for every head. As it is made: repeated in fp32, then int32 beside it
-(``.repeat(...).int().bool()`` in ai-toolkit's chroma/src/model.py and diffusion-pipe's models/chroma.py). While a block
-runs: the boolean mask, and the one of numbers that attention makes of it."""
+MADE, BOOLEAN, HALF = 8, 1, 2
+"""Bytes per pair (and head) of a mask. As one for every head is made: repeated in fp32, then int32 beside it; then the
+boolean one (``.repeat(...).int().bool()`` in ai-toolkit's chroma/src/model.py and diffusion-pipe's models/chroma.py).
+HALF: the one of numbers, which attention makes of it in each block, as diffusers' model does of a smaller one."""
 
-HALF = 2
-"""Bytes per pair of a mask of numbers, which each block makes anew (diffusers' transformer_chroma.py)."""
+
+def masks_by_head(trainer: str) -> Transform:
+    """Chroma's mask for every head, which all blocks share, and the one of numbers that each attention makes of it."""
+
+    def term(run: Run) -> None:
+        if not run.samples_only and run.facts.model.trained_with(trainer, "masks-by-head"):
+            for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+                _with_masks(run, stage)
+
+    return term
+
+
+def _with_masks(run: Run, stage: Stage) -> None:
+    grid, heads = run.grid, run.facts.model.config["num_attention_heads"]
+    pairs = heads * grid["B"] * (grid["H"] * grid["W"] + grid["T"]) ** 2
+    forward, backward = stretches_of_blocks(stage)
+    start = min(at[0] for at in forward.values())
+    spans = [
+        Span(MADE * pairs, "masks as they are made", start - 1, start - 1),
+        Span(BOOLEAN * pairs, "mask for every head", start, max(at[-1] for at in backward.values())),
+    ]
+    numbers = "mask of numbers for every head"
+    for block, again in backward.items():
+        ran = forward[block]
+        if run.strategy.gradient_checkpointing == "none":
+            spans.append(Span(HALF * pairs, numbers, ran[0], again[-1]))
+        else:
+            spans += [Span(HALF * pairs, numbers, at, end) for at, end in ((ran[0], ran[0]), (again[0], again[-1]))]
+    hold(run, stage, spans)
 
 
 def unpriced_masks_note(trainer: str, fields: dict[str, Any]) -> str | None:
     """A note on the masks that the estimate of a job leaves out; None where a trainer makes no other masks. ``fields``:
     of the job and the strategy, by name."""
     model = lookup.model(fields["model"])
-    by_head, one_sample = (model.trained_with(trainer, trait) for trait in ("masks-by-head", "masks-one-sample"))
-    if not by_head and not (one_sample and fields["batch_size"] == 1):
+    if not model.trained_with(trainer, "masks-one-sample") or fields["batch_size"] > 1:
         return None
     shape = {name: fields[name] for name in ("model", "height", "width", "batch_size")}
     atoms = grid(model, Job.read({**shape, "frames": 1}))
     pairs = atoms["B"] * (atoms["H"] * atoms["W"] + atoms["T"]) ** 2
-    if by_head:
-        heads = model.config["num_attention_heads"]
-        made, running = (pairs * heads * nbytes / GIB for nbytes in (MADE, RUNNING))
-        what = f"{made:.2f} GiB for a moment before the first block, {running:.2f} while blocks run"
-        return f"its own code of {model.title} masks all pairs of tokens for every head: not estimated, {what}"
     blocks = model.blocks if fields["gradient_checkpointing"] == "none" else 1
     return f"it pads and masks the prompt of one sample too: not estimated, {blocks * pairs * HALF / GIB:.2f} GiB"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.run import Run, Transform
+from planner.layout.trainer_terms.attention_masks import masks_by_head
 from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, adapters_on_modulation, wider_adapters
 from planner.layout.trainer_terms.shared import (
     checkpoints_saved_on_cpu,
@@ -91,7 +92,7 @@ TERMS: tuple[Transform, ...] = (
         kahan_buffer,
     ),
     *(adapters_on_modulation("diffusion-pipe"), swapped_to_pinned_memory, checkpoints_in_pinned_memory),
-    encoders_trained,
+    *(encoders_trained, masks_by_head("diffusion-pipe")),
 )
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers."""

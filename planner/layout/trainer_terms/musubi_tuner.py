@@ -9,11 +9,14 @@ from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation, wider_adapters
 from planner.layout.trainer_terms.shared import (
+    Span,
     cache_kept_while_sampling,
-    checkpoints_saved_on_cpu,
+    hold,
     modulation_in_8_bits,
+    outputs_sent_to_cpu,
     positions_in_fp64,
     prompts_cached_apart,
+    stretches_of_blocks,
     swap_in_place,
 )
 from planner.tape.program import Stage
@@ -37,35 +40,20 @@ def time_embedding_per_token(run: Run) -> None:
 
 
 def _per_token(run: Run, stage: Stage, token: int) -> None:
-    parts: dict[tuple[str, int], list[int]] = {}
-    for at, (moment, _) in enumerate(stage.stretches):
-        if moment.block >= 0:
-            parts.setdefault((moment.passes, moment.block), []).append(at)
-    forward, backward = ({block: at for (passes, block), at in parts.items() if passes == each}
-                         for each in ("forward", "backward"))  # fmt: skip
-    begins: dict[int, list[int]] = {}
-    ends: dict[int, list[int]] = {}
-
-    def held(size: int, name: str, first: int, last: int) -> None:
-        buffer = run.new(size, "activation", name)
-        begins.setdefault(first, []).append(buffer)
-        ends.setdefault(last, []).append(~buffer)
-
+    forward, backward = stretches_of_blocks(stage)
     start, turn = min(at[0] for at in forward.values()), min(at[0] for at in backward.values())
-    held(6 * token, "time embedding of each token", start, max(at[-1] for at in backward.values()))
-    held(token, "time embedding of each token, for the head", start, turn - 1)
+    spans = [
+        Span(6 * token, "time embedding of each token", start, max(at[-1] for at in backward.values())),
+        Span(token, "time embedding of each token, for the head", start, turn - 1),
+    ]
     for block, again in backward.items():
         own = "modulation of each token"
         if run.strategy.gradient_checkpointing == "none":
-            held(8 * token, own, forward[block][0], again[-1])
+            spans.append(Span(8 * token, own, forward[block][0], again[-1]))
             continue
         runs = max(forward[block], key=lambda at: len(stage.stretches[at][1]))  # others are its output's last use
-        held(8 * token, own, runs, runs)
-        held(8 * token, own, again[0], again[-1])
-    stage.stretches = [
-        (moment, [*begins.get(at, ()), *events, *ends.get(at, ())])
-        for at, (moment, events) in enumerate(stage.stretches)
-    ]
+        spans += [Span(8 * token, own, runs, runs), Span(8 * token, own, again[0], again[-1])]
+    hold(run, stage, spans)
 
 
 FP32 = 4
@@ -103,7 +91,7 @@ TERMS: tuple[Transform, ...] = (
         modulation_in_8_bits("musubi-tuner"),
         wider_adapters,
         swap_in_place,
-        checkpoints_saved_on_cpu,
+        outputs_sent_to_cpu,
     ),
     *(
         positions_in_fp64("musubi-tuner"),

@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from planner.layout.checkpoints.offload import fetched_when_needed
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.spec.job import SPLIT
-from planner.tape.program import Stage
+from planner.tape.program import Block, Stage
+
+
+class Span(NamedTuple):
+    """A tensor that the recording lacks, and the stretches of a step at whose start it comes and at whose end it
+    goes."""
+
+    size: int
+    name: str
+    first: int
+    last: int
+
+
+def hold(run: Run, stage: Stage, spans: Iterable[Span]) -> None:
+    """Adds tensors to a stage."""
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for span in spans:
+        buffer = run.new(span.size, "activation", span.name)
+        begins.setdefault(span.first, []).append(buffer)
+        ends.setdefault(span.last, []).append(~buffer)
+    stage.stretches = [
+        (moment, [*begins.get(at, ()), *events, *ends.get(at, ())])
+        for at, (moment, events) in enumerate(stage.stretches)
+    ]
+
+
+def stretches_of_blocks(stage: Stage) -> tuple[dict[Block, list[int]], dict[Block, list[int]]]:
+    """Where each block's forward is among a stage's stretches, and its backward."""
+    found: dict[str, dict[Block, list[int]]] = {"forward": {}, "backward": {}}
+    for at, (moment, _) in enumerate(stage.stretches):
+        if moment.block >= 0 and moment.passes in found:
+            found[moment.passes].setdefault((moment.module_list, moment.block), []).append(at)
+    return found["forward"], found["backward"]
 
 
 def encoders_whole(run: Run) -> None:
@@ -53,9 +88,18 @@ def swapped_to_pinned_memory(run: Run) -> None:
 
 def checkpoints_saved_on_cpu(run: Run) -> None:
     """All arguments of a checkpoint are copied to ordinary host memory, those too that all blocks are given alike, and
-    come back when they are wanted (torch ``save_on_cpu`` without ``pin_memory``, ``tensor.cpu()``)."""
+    come back when they are wanted (torch ``save_on_cpu`` without ``pin_memory``, ``tensor.to("cpu")``)."""
+    outputs_sent_to_cpu(run)
     if run.strategy.gradient_checkpointing == "offload":
         run.host.copies_shared_inputs = True
+
+
+def outputs_sent_to_cpu(run: Run) -> None:
+    """A checkpointed block's outputs go to ordinary host memory, where the next block's checkpoint finds its inputs;
+    what all blocks are given alike stays on the GPU, once (``to_cpu(outputs)``: musubi-tuner 30c658c
+    utils/model_utils.py ``create_cpu_offloading_wrapper``, sd-scripts 48d368f library/flux_models.py
+    ``DoubleStreamBlock.forward``)."""
+    if run.strategy.gradient_checkpointing == "offload":
         run.host.checkpoints_pin = "none"
         fetched_when_needed(run)
 

@@ -203,6 +203,12 @@ def test_an_ambiguous_model_lists_its_variants() -> None:
     assert "flux.1-dev, flux.1-kontext-dev, flux.2-dev" in refused(model, "flux").fix
 
 
+@pytest.mark.parametrize(("typed", "as_if"), [("wan21", "wan2.1"), ("wan-2.2", "wan2.2"), ("sd35", "sd3.5"),
+                                              ("wan 2.1 14b", "wan2.1-14b")])  # fmt: skip
+def test_a_version_means_the_same_without_its_dot_and_apart(typed: str, as_if: str) -> None:
+    assert refused(model, typed).fix == refused(model, as_if).fix
+
+
 def test_parameter_counts_are_those_of_the_published_architectures() -> None:
     """Billions, counted independently of the profiles."""
     known = {

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from planner import dialects
+from planner.catalog import lookup
+from planner.catalog.shapes import grid, job_for
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
+from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
+from planner.spec.configuration import Configuration
+from planner.spec.job import Machine, Strategy
 
+CHROMA = lookup.model("chroma1-hd")
 FLUX_SCRIPT = """accelerate launch --mixed_precision bf16 flux_train_network.py --model_type=chroma --network_dim 8 \\
   --pretrained_model_name_or_path flux1-something.safetensors --network_module networks.lora_flux \\
   --network_train_unet_only --blocks_to_swap 16 --gradient_checkpointing
@@ -73,10 +81,9 @@ def notes(folder: Path, name: str, text: str) -> tuple[str, str, tuple[str, ...]
         ("a.sh", FLUX_SCRIPT, "sd-scripts", "chroma1-hd", "its own code of Chroma1-HD was not compared"),
         ("a.sh", LUMINA_SCRIPT, "sd-scripts", "lumina-image-2.0", "adapters on Gemma 2 are not estimated"),
         ("a.toml", LUMINA_CONFIG, "sd-scripts", "lumina-image-2.0", "own code of Lumina Image 2.0 was not compared"),
-        # B = 1, 24 heads, S = 4096 + 512: 8 bytes of a pair are 3.80 GiB
-        ("a.toml", PIPE, "diffusion-pipe", "chroma1-hd", "not estimated, 3.80 GiB for a moment"),
+        ("a.toml", PIPE, "diffusion-pipe", "chroma1-hd", "latents and prompts are cached"),
         ("a.toml", LUMINA_PIPE, "diffusion-pipe", "lumina-image-2.0", "own code of Lumina Image 2.0 was not compared"),
-        ("a.yaml", OSTRIS, "ai-toolkit", "chroma1-hd", "not estimated, 0.42 GiB for a moment"),
+        ("a.yaml", OSTRIS, "ai-toolkit", "chroma1-hd", "resolutions are areas"),
         ("a.yaml", OSTRIS_LUMINA, "ai-toolkit", "lumina-image-2.0", "resolutions are areas"),
         ("a.yaml", OSTRIS_FLEX, "ai-toolkit", "flex.1-alpha", "resolutions are areas"),
         ("a.json", ONETRAINER, "onetrainer", "chroma1-hd", "compared with runs of OneTrainer's own code"),
@@ -95,6 +102,26 @@ def test_each_trainer_s_words(name: str, text: str, trainer: str, model: str, no
     read = notes(tmp_path, name, text)
     assert read[:3] == (trainer, model, ())
     assert note in read[3]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_masks_for_every_head_are_in_the_estimate(mode: str) -> None:
+    """B = 1, 24 heads, S = 4096 + 512: 8 bytes of a pair as they are made, then one, and two that attention makes in
+    each block, which stay until its backward."""
+    job = job_for(CHROMA, {"model": CHROMA.name, "frames": 1, "height": 1024, "width": 1024})
+    configuration = Configuration.of(job, Strategy(gradient_checkpointing=mode), Machine(gpu="h200"))
+    known, where = load_facts(configuration), grid(CHROMA, job)
+    ours, theirs = (lay_out(configuration, known, where, name) for name in ("vplan", "diffusion-pipe"))
+    pairs = 24 * (4096 + 512) ** 2
+    masks = Counter(theirs.sizes[at] for at, op in enumerate(theirs.program.op) if "mask" in op and "every" in op)
+    assert "mask for every head" not in ours.program.op and masks[pairs] == 1
+    assert masks[2 * pairs] == (CHROMA.blocks if mode == "none" else 2 * CHROMA.blocks)
+    held, most = 0, 0
+    for event in theirs.step.ops:
+        name = theirs.program.op[event if event >= 0 else ~event]
+        held += theirs.sizes[event if event >= 0 else ~event] * (1 if event >= 0 else -1) * ("every head" in name)
+        most = max(most, held)
+    assert held == 0 and most == pairs * (1 + 2 * (CHROMA.blocks if mode == "none" else 1))
 
 
 def test_a_batch_of_several_has_its_masks_in_the_estimate(tmp_path: Path) -> None:

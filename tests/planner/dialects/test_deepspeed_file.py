@@ -12,6 +12,7 @@ from planner import dialects
 from planner.dialects.base.deepspeed_file import zero_settings
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
+from planner.dialects.easyanimate.settings import ZERO_2, launched_by_deepspeed
 from planner.errors import VplanError
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
@@ -147,6 +148,12 @@ def test_a_shipped_config_says_the_same_as_the_file(tmp_path: Path) -> None:
     dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
     assert said(translate(dialect, given)) == []
     assert zero_settings(given.settings) == ZeroSettings(overlap=True)
+
+
+@pytest.mark.parametrize("script", ["scripts/train.py", "scripts/train_lora.py"])
+def test_a_change_to_deepspeed_names_the_script_that_was_given(script: str) -> None:
+    (zero_2,) = launched_by_deepspeed(ZERO_2, {"script": script})
+    assert f"standard {script} ... --use_deepspeed" in zero_2
 
 
 def test_every_key_of_zero_is_known() -> None:

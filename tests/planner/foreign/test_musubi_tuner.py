@@ -16,6 +16,7 @@ from planner.foreign.check import check_case
 from planner.foreign.pricing import Pricing
 from planner.foreign.smallest_change import moves_of
 from planner.layout import trainer_terms
+from planner.layout.checkpoints.block_inputs import offloaded_bytes
 from planner.layout.inputs import load_facts
 from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
@@ -30,12 +31,18 @@ COMMAND = """accelerate launch --mixed_precision bf16 src/musubi_tuner/{} --sdpa
 
 
 def case_of(
-    folder: Path, script: str, rank: int, words: str, shape: tuple[int, int, int] | None = None, gpu: str = "h200"
+    folder: Path,
+    script: str,
+    rank: int,
+    words: str,
+    shape: tuple[int, int, int] | None = None,
+    gpu: str = "h200",
+    **machine: int,
 ) -> Case:
     (folder / "a.sh").write_text(COMMAND.format(script, rank, words))
     dialect, given = dialects.read_script(from_file(folder / "a.sh"))
     told = dict(zip(("frames", "height", "width"), shape, strict=True)) if shape else {}
-    return settle(dialect, given, told, {"gpu": gpu})
+    return settle(dialect, given, told, {"gpu": gpu, **machine})
 
 
 def run_of(case: Case) -> Run:
@@ -219,3 +226,21 @@ def test_what_is_cached_ends_in_its_own_phase(tmp_path: Path) -> None:
     case = case_of(tmp_path, "hv_1_5_train_network.py", 4, "--task t2v --vae_sample_size 0", (25, 544, 960), "12GB")
     found = Pricing(case).outcome(case)
     assert (found.estimate.verdict, found.phase, found.moment) == ("no", "encode", "encoding prompts and clips")
+
+
+def test_a_change_that_leaves_a_flag_out_says_so(tmp_path: Path) -> None:
+    """Where host RAM is what is short, checkpoints stay on the GPU; the change had no words, as it writes no flag."""
+    words = "--task t2v-14B --gradient_checkpointing_cpu_offload"
+    case = case_of(tmp_path, "wan_train_network.py", 16, words, (81, 480, 832), "80GB", host_ram=14 * GIB)
+    (fix, *_) = check_case(case).fixes
+    assert fix.change == ("without --gradient_checkpointing_cpu_offload",)
+    assert fix.cost == "checkpoints stay on the GPU" and fix.outcome.estimate.verdict == "fits"
+
+
+def test_checkpoints_in_host_ram_keep_what_all_blocks_are_given_on_the_gpu(tmp_path: Path) -> None:
+    """A block's outputs go to the CPU (utils/model_utils.py ``create_cpu_offloading_wrapper``), the time embedding of
+    each token, which is 3.75 GiB of every block's arguments, does not."""
+    words = "--task t2v-A14B --fp8_base --fp8_scaled --gradient_checkpointing_cpu_offload"
+    case = case_of(tmp_path, "wan_train_network.py", 16, words, (81, 480, 832), "48GB")
+    inputs = 39 * 2 * 21 * 30 * 52 * 5120  # the first is made outside the blocks
+    assert offloaded_bytes(run_of(case)) == inputs

@@ -111,6 +111,7 @@ FORMATS: list[tuple[str, str, Cause, str]] = [
     ("shm", "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that "
      "dataloader's "
      "workers are out of shared memory. Please try to raise your shared memory limit.", "shared", "/dev/shm"),
+    ("shm bare", "Bus error. It is possible that dataloader's workers are out of shared memory.", "shared", "/dev/shm"),
     ("shm full", "RuntimeError: unable to open shared memory object </torch_91_2> in read-write mode: No space "
      "left", "shared",
      "/dev/shm"),

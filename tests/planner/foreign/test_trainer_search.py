@@ -93,6 +93,7 @@ def test_export_of_a_model_plans_first(tmp_path: Path) -> None:
             "diffusion-pipe cannot do what this needs here: vae_tiling",
         ),
         (["wan2.1-t2v-14b", "--for", "musuby"], "there is no export to 'musuby'"),
+        (["sdxl", "--for", "kohya_ss"], "there is no export to 'kohya_ss'"),
     ],
 )
 def test_what_a_trainer_cannot_do_is_one_sentence(words: list[str], message: str) -> None:

@@ -14,9 +14,9 @@ from planner.layout.trainer_terms.sd_scripts.unet import VERSIONS
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
-    checkpoints_saved_on_cpu,
     last_encoder_in_model,
     modulation_in_8_bits,
+    outputs_sent_to_cpu,
     swap_in_place,
     swapped_to_pinned_memory,
 )
@@ -58,7 +58,7 @@ def conditioner_kept(run: Run) -> None:
 
 
 TERMS: tuple[Transform, ...] = (
-    *(modulation_in_8_bits("sd-scripts"), swap_in_place, checkpoints_saved_on_cpu, cache_emptied),
+    *(modulation_in_8_bits("sd-scripts"), swap_in_place, outputs_sent_to_cpu, cache_emptied),
     *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling, swapped_to_pinned_memory),
     text_encoders_together,
     t5_cast,
