@@ -28,6 +28,10 @@ PARTS = ("transformer", "unet", "prior")
 
 MODELS = {
     "STABLE_DIFFUSION_15": "sd1.5",
+    "STABLE_DIFFUSION_20": "sd2.1",
+    "STABLE_DIFFUSION_20_BASE": "sd2.1",
+    "STABLE_DIFFUSION_21": "sd2.1",
+    "STABLE_DIFFUSION_21_BASE": "sd2.1",
     "STABLE_DIFFUSION_3": "sd3-medium",
     "STABLE_DIFFUSION_XL_10_BASE": "sdxl",
     "FLUX_DEV_1": "flux.1-dev",
@@ -365,7 +369,7 @@ DIALECT = Dialect(
     source="https://github.com/Nerogar/OneTrainer at 23df3832",
     scripts=("config.json",),
     table=(
-        FunctionPair(("model",), (f"{CONFIG}model_type",), _model, _nothing, {"model": ", ".join(MODELS.values())}),
+        FunctionPair(("model",), (f"{CONFIG}model_type",), _model, _nothing, {"model": ", ".join(dict.fromkeys(MODELS.values()))}),
         FunctionPair(("method",), (f"{CONFIG}training_method",), _method, _nothing, {"method": "lora, full"}),
         When("method", ONLY_LORA, Value("lora_rank", f"{CONFIG}lora_rank", 16, int)),
         FunctionPair(
