@@ -249,6 +249,7 @@ MODELS = (
     "sd3-medium",
     "sd3.5-medium",
     "sd1.5",
+    "sd2.1",
     "sdxl",
     "qwen-image",
     "z-image",

@@ -26,6 +26,8 @@ SCRIPTS = {
     ("sdxl", "full"): "examples/text_to_image/train_text_to_image_sdxl.py",
     ("sd1.5", "lora"): "examples/text_to_image/train_text_to_image_lora.py",
     ("sd1.5", "full"): "examples/text_to_image/train_text_to_image.py",
+    ("sd2.1", "lora"): "examples/text_to_image/train_text_to_image_lora.py",
+    ("sd2.1", "full"): "examples/text_to_image/train_text_to_image.py",
 }
 """(model, method) -> its example."""
 

@@ -28,6 +28,10 @@ PARTS = ("transformer", "unet", "prior")
 
 MODELS = {
     "STABLE_DIFFUSION_15": "sd1.5",
+    "STABLE_DIFFUSION_20": "sd2.1",
+    "STABLE_DIFFUSION_20_BASE": "sd2.1",
+    "STABLE_DIFFUSION_21": "sd2.1",
+    "STABLE_DIFFUSION_21_BASE": "sd2.1",
     "STABLE_DIFFUSION_3": "sd3-medium",
     "STABLE_DIFFUSION_XL_10_BASE": "sdxl",
     "FLUX_DEV_1": "flux.1-dev",
@@ -345,6 +349,8 @@ def _compiled(value: Any) -> str:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5 and SD 1.5 alone"
     yield from own_model_notes("onetrainer", fields)
+    if fields["model"] == "sd2.1" and str(_of(settings, "model_type")).endswith("_BASE"):
+        yield "the bases of SD 2 predict the noise, at 512 pixels: memory is SD 2.1's"
     if str(_of(settings, "quantization.svd_dtype", "NONE")) != "NONE" and fields["weights_dtype"] in QUANTISED:
         rank, dtype = _of(settings, "quantization.svd_rank", 16), _of(settings, "quantization.svd_dtype")
         yield (
@@ -365,7 +371,7 @@ DIALECT = Dialect(
     source="https://github.com/Nerogar/OneTrainer at 23df3832",
     scripts=("config.json",),
     table=(
-        FunctionPair(("model",), (f"{CONFIG}model_type",), _model, _nothing, {"model": ", ".join(MODELS.values())}),
+        FunctionPair(("model",), (f"{CONFIG}model_type",), _model, _nothing, {"model": ", ".join(dict.fromkeys(MODELS.values()))}),
         FunctionPair(("method",), (f"{CONFIG}training_method",), _method, _nothing, {"method": "lora, full"}),
         When("method", ONLY_LORA, Value("lora_rank", f"{CONFIG}lora_rank", 16, int)),
         FunctionPair(

@@ -1,4 +1,4 @@
-"""sd-scripts' words for SDXL and SD 1.5, read at 48d368f: sdxl_train_network.py, train_network.py and sdxl_train.py.
+"""sd-scripts' words for SDXL, SD 1.5 and SD 2.1, read at 48d368f: sdxl_train_network.py, train_network.py and sdxl_train.py.
 
 Their U-Net is kohya's own code, and its LoRA trains the text encoders too unless that is switched off.
 """
@@ -104,22 +104,30 @@ def _script(settings: Settings) -> str:
 def _model(settings: Settings) -> Fields:
     """The script says which: every checkpoint that sdxl_train_network.py loads has SDXL's shape, and every one that
     train_network.py loads SD 1.5's, unless --v2 says SD 2's."""
-    if settings.get("--v2"):
-        raise VplanError("SD 2.x is not known to vplan (--v2)", "leave --v2 out for SD 1.5")
     if settings.get("model"):
         return {"model": lookup.model(str(settings["model"])).name}
-    return {"model": "sd1.5" if _script(settings) == SD_LORA else "sdxl"}
+    if _script(settings) != SD_LORA:
+        return {"model": "sdxl"}
+    return {"model": "sd2.1" if settings.get("--v2") else "sd1.5"}
 
 
-FILES = {"sdxl": "sd_xl_base_1.0.safetensors", "sd1.5": "v1-5-pruned.safetensors"}
+SD = ("sd1.5", "sd2.1")
+"""Ours that train_network.py trains, with one text encoder."""
+
+FILES = {
+    "sdxl": "sd_xl_base_1.0.safetensors",
+    "sd1.5": "v1-5-pruned.safetensors",
+    "sd2.1": "v2-1_768-ema-pruned.safetensors",
+}
 """Ours -> the file of its weights on the Hub."""
 
 
 def _write_model(fields: Fields) -> Settings:
     if fields["model"] not in FILES:
-        why = "these scripts train SDXL and SD 1.5"
+        why = "these scripts train SDXL, SD 1.5 and SD 2.1"
         raise InexpressibleError(UnsupportedValue("model", fields["model"], "sdxl", why))
-    return {"--pretrained_model_name_or_path": FILES[fields["model"]]}
+    velocity: Settings = {"--v2": True, "--v_parameterization": True} if fields["model"] == "sd2.1" else {}
+    return {"--pretrained_model_name_or_path": FILES[fields["model"]], **velocity}
 
 
 def _method(settings: Settings) -> Fields:
@@ -128,8 +136,7 @@ def _method(settings: Settings) -> Fields:
 
 
 def _write_method(fields: Fields) -> Settings:
-    lora = SD_LORA if fields["model"] == "sd1.5" else SDXL_LORA
-    scripts = {"lora": lora} if fields["model"] == "sd1.5" else {"lora": lora, "full": SDXL_FULL}
+    scripts = {"lora": SD_LORA} if fields["model"] in SD else {"lora": SDXL_LORA, "full": SDXL_FULL}
     if fields["method"] not in scripts:
         why = "its scripts train a LoRA, and SDXL in full"
         raise InexpressibleError(UnsupportedValue("method", fields["method"], "lora", why))
@@ -235,7 +242,7 @@ def _version(settings: Settings, fields: Fields) -> str:
 
 
 def _text_encoder(settings: Settings) -> Fields:
-    """SD 1.5's script has no cache for it."""
+    """The script of SD 1.5 and 2.1 has no cache for it."""
     on = settings.get("--cache_text_encoder_outputs") or settings.get("--cache_text_encoder_outputs_to_disk")
     cached_outputs = on and _script(settings) != SD_LORA
     whole = _fp8(settings) and not settings.get("--fp8_base_unet") and not cached_outputs
@@ -256,7 +263,7 @@ def _write_text_encoder(fields: Fields) -> Settings:
     """Text encoders are not trained unless the plan is of a command that does (`_version`)."""
     half = _half(fields)
     kept, dtype = fields["text_encoder"], fields["text_encoder_dtype"]
-    places = ("resident",) if fields["model"] == "sd1.5" else ("resident", "cached")
+    places = ("resident",) if fields["model"] in SD else ("resident", "cached")
     wrong = []
     if kept not in places:
         why = "its text encoder stays on the GPU" if places == ("resident",) else "they are cached, or stay on the GPU"
@@ -351,7 +358,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    one = fields["model"] == "sd1.5"
+    one = fields["model"] in SD
     encoders, verb, stays = ("the text encoder", "is", "stays") if one else ("both text encoders", "are", "stay")
     if trains_text_encoders(settings):
         why = "--train_text_encoder" if fields["method"] == "full" else "no --network_train_unet_only"
@@ -361,7 +368,9 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{encoders} {stays} on the GPU: not cached"
     if _fp8(settings):
         yield "the base is in fp8, priced from the recording in 16 bits: half of its bytes"
-    if fields["model"] == "sd1.5" and fields["gradient_checkpointing"] == "full":
+    if fields["model"] == "sd2.1" and not settings.get("--v_parameterization"):
+        yield "without --v_parameterization it predicts the noise, as the bases at 512 pixels do: memory is SD 2.1's"
+    if fields["model"] in SD and fields["gradient_checkpointing"] == "full":
         yield "its own U-Net checkpoints a whole transformer, priced with the block in it: up to 8 % too high"
     if fields["vae"] == "resident":
         yield "the VAE stays on the GPU: --cache_latents is not given"
@@ -380,13 +389,17 @@ def _flags(plan: Plan) -> ModelFlags:
 
 DIALECT = Dialect(
     name="sd-scripts@unet",
-    title="sd-scripts (SDXL, SD 1.5)",
+    title="sd-scripts (SDXL, SD 1.5, SD 2.1)",
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
     drops_inputs=False,  # networks/lora.py `forward`: "normal dropout" of `lora_down`
     scripts=SCRIPTS,
     table=(
         FunctionPair(
-            ("model",), ("--pretrained_model_name_or_path",), _model, _write_model, {"model": "SDXL, SD 1.5 by script"}
+            ("model",),
+            ("--pretrained_model_name_or_path", "--v2", "--v_parameterization"),
+            _model,
+            _write_model,
+            {"model": "SDXL, SD 1.5 by script; SD 2.1 by --v2"},
         ),
         FunctionPair(("method",), ("script",), _method, _write_method, {"method": "lora; full for SDXL"}),
         When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4)),
@@ -472,7 +485,7 @@ DIALECT = Dialect(
             {"version": ""},
             "the text encoder is no longer trained",
             words_for=lambda settings: ["--network_train_unet_only"],
-            when=lambda fields: fields["model"] == "sd1.5" and fields["version"] == "te",
+            when=lambda fields: fields["model"] in SD and fields["version"] == "te",
         ),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),

@@ -206,7 +206,7 @@ def _version(settings: Settings, fields: Fields) -> str:
     return QUANTISED_WHOLE if on_gpu and base.endswith(("-quanto", "-torchao")) else ""
 
 
-NO_SWAP = ("sdxl", "sd1x", "ideogram")
+NO_SWAP = ("sdxl", "sd1x", "sd2x", "ideogram")
 """Families without block swap: none of their files in helpers/models/ has it."""
 
 ALL_STACKS = ("flux", "flux2", "chroma", "hidream")

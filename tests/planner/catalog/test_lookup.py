@@ -56,6 +56,7 @@ def test_every_bundled_model_is_sound() -> None:
         "sd3-medium",
         "sd3.5-medium",
         "sd1.5",
+        "sd2.1",
         "mochi-1",
         "ltx-video-13b",
         "ltx-2",
@@ -152,6 +153,8 @@ def test_every_bundled_model_is_sound() -> None:
         ("Tongyi-MAI/Z-Image", "z-image"),
         ("latentsync", "latentsync-1.6-stage1"),
         ("sd15", "sd1.5"),
+        ("stabilityai/stable-diffusion-2-1", "sd2.1"),
+        ("sd2.0", "sd2.1"),
     ],
 )
 def test_model_names_as_people_type_them(typed: str, name: str) -> None:
@@ -170,9 +173,10 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("hunyuan-video-1.5", 8_327),
         ("ernie-image", 8_033),
         ("anima", 1_956),
+        ("sd2.1", 865.91),
     ],
 )
-def test_parameters_are_the_published_ones(name: str, millions: int) -> None:
+def test_parameters_are_the_published_ones(name: str, millions: float) -> None:
     assert model(name).parameters == pytest.approx(millions * 10**6, rel=0.001)
 
 

@@ -687,6 +687,7 @@ def test_diffsynth_trains_the_model_that_is_recorded_from_its_own_code() -> None
         ("musubi-tuner", "wan2.1-t2v-1.3b", "none", {"fp64 copy"}),
         ("musubi-tuner", "wan2.1-t2v-1.3b", "full", {"fp64 copy"}),
         ("sd-scripts@unet", "sd1.5", "full", set()),
+        ("sd-scripts@unet", "sd2.1", "full", set()),
     ],
 )
 def test_kohya_s_trainers_train_what_is_recorded_from_their_own_code(

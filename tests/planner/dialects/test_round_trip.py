@@ -27,7 +27,7 @@ OURS = (
 )
 MODELS = (
     *("wan2.1-i2v-14b-480p", "wan2.2-t2v-a14b", "flux.1-dev", "easyanimate-v5.1-7b", "latentsync-1.6-stage1"),
-    *("cogvideox-5b", "sdxl", "sd1.5"),
+    *("cogvideox-5b", "sdxl", "sd1.5", "sd2.1"),
 )
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "lora_rank": (4, 16, 128),

@@ -27,7 +27,7 @@ MODELS = {
     "easyanimate": ("easyanimate-v5.1-7b",),
     "latentsync": ("latentsync-1.6-stage1",),
     "musubi-tuner": ("wan2.1-t2v-14b", "wan2.2-t2v-a14b", "qwen-image"),
-    "sd-scripts": ("flux.1-dev", "sdxl", "sd1.5", "hunyuan-image-2.1", "sd3.5-medium"),
+    "sd-scripts": ("flux.1-dev", "sdxl", "sd1.5", "sd2.1", "hunyuan-image-2.1", "sd3.5-medium"),
     "simpletuner": ("flux.1-dev", "wan2.1-t2v-1.3b", "qwen-image", "sdxl"),
     "videox-fun": ("wan2.1-t2v-14b",),
 }

@@ -150,6 +150,7 @@ PROMPTS = {
     "sd3.5-medium": ("StableDiffusion3Pipeline", {"prompt_2": None, "prompt_3": None}, ("prompt", "", "pooled")),
     "sdxl": ("StableDiffusionXLPipeline", {}, ("prompt", "", "pooled")),
     "sd1.5": ("StableDiffusionPipeline", {"num_images_per_prompt": 1}, ("prompt",)),
+    "sd2.1": ("StableDiffusionPipeline", {"num_images_per_prompt": 1}, ("prompt",)),
     "qwen-image": ("QwenImagePipeline", {"max_sequence_length": 512}, ("prompt",)),
     "flux.2-klein-4b": ("Flux2KleinPipeline", {}, ("prompt", "text_ids")),
     "flux.2-dev": ("Flux2Pipeline", {}, ("prompt", "text_ids")),

@@ -226,6 +226,15 @@ TINY: dict[str, dict[str, Any]] = {
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
         "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
     },
+    "sd2.1": {
+        "block_out_channels": [8, 16],
+        "attention_head_dim": [1, 2],
+        "cross_attention_dim": 8,
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    },
     "latentsync-1.6-stage1": {
         "block_out_channels": [8, 16],
         "attention_head_dim": 2,

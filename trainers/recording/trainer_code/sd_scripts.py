@@ -1,4 +1,4 @@
-"""sd-scripts' SD 1.5: its U-Net (library/original_unet.py), its adapters, and the step of ``train_network.py``."""
+"""sd-scripts' SD 1.5 and 2.1: its U-Net (library/original_unet.py), its adapters, and the step of ``train_network.py``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Te
 def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
     """As ``process_batch``, ``get_noise_pred_and_target`` and ``call_unet`` of ``train_network.py`` compute it, and
     ``add_noise`` of diffusers' DDPMScheduler. They are written out here, as that file imports what today's transformers
-    has no more."""
+    has no more. The velocity that SD 2.1 predicts, one more tensor as small as the latents, is left out."""
     latents = batch["latents"] * SCALE
     noise = torch.randn_like(latents)
     share = torch.rand(len(latents), 1, 1, 1)

@@ -44,6 +44,7 @@ def test_lora_of_sdxl_trains_its_text_encoders_unless_told_otherwise(tmp_path: P
     ("words", "fields"),
     [
         ("train_network.py --mixed_precision bf16", {"model": "sd1.5", "method": "lora"}),
+        ("train_network.py --v2 --v_parameterization", {"model": "sd2.1", "method": "lora", "text_encoder": "resident"}),
         ("sdxl_train.py --mixed_precision bf16", {"method": "full", "weights_dtype": "fp32", "autocast": "bf16"}),
         ("sdxl_train.py --mixed_precision bf16 --full_bf16", {"weights_dtype": "bf16", "autocast": "bf16"}),
         ("sdxl_train.py --mixed_precision no", {"weights_dtype": "fp32", "autocast": "none"}),
@@ -59,6 +60,12 @@ def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Pa
     assert {name: together[name] for name in fields} == fields
 
 
+def test_sd_2_without_the_velocity_is_a_base_of_512_pixels(tmp_path: Path) -> None:
+    words = "train_network.py --v2 --mixed_precision fp16 --sdpa"
+    assert any("predicts the noise" in note for note in command(tmp_path, words).notes)
+    assert not any("predicts the noise" in note for note in command(tmp_path, f"{words} --v_parameterization").notes)
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -68,7 +75,6 @@ def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Pa
         (SDXL + "--cpu_offload_checkpointing", "stops sdxl_train_network.py"),
         (SDXL + "--cache_text_encoder_outputs", "while the text encoders are trained"),
         ("sdxl_train.py --train_text_encoder --learning_rate_te2 0", "one of SDXL's text encoders is not priced"),
-        ("train_network.py --v2", "SD 2.x"),
         (SDXL + "--cache_latents --vae_batch_size 8", "--vae_batch_size is not priced with --cache_latents"),
         ("sdxl_train.py --xformers --diffusers_xformers", "holds the scores of all heads"),
         ("anima_train.py", "anima_train.py of sd-scripts is not supported"),
