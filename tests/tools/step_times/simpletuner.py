@@ -93,7 +93,14 @@ FAMILIES = {
         {"model": "ltx-video-2b", "frames": 41, "text_tokens": 226, **CLIP},
         28,
     ),
-    "LTXVideo2 2.3": Family("ltx23", {"model": "ltx-2"}, 48, left_out="LTX-2.3 is another model than LTX-2"),
+    "LTXVideo2 2.3": Family(
+        "ltx23",
+        {"model": "ltx-2.3", "frames": 49, "height": 704, "width": 1280, "lora_rank": 16},
+        48,
+        note="the printed memory says 1280x704 (47.95 GiB, told 47.88); launches decide, and the example's "
+        "flash-attn-varlen-hub takes the padding out around each of a block's six attentions with operators of its own, "
+        "which are not counted",
+    ),
     "Lumina2": Family(
         "lumina2",
         {
