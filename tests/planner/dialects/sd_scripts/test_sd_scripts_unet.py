@@ -44,7 +44,10 @@ def test_lora_of_sdxl_trains_its_text_encoders_unless_told_otherwise(tmp_path: P
     ("words", "fields"),
     [
         ("train_network.py --mixed_precision bf16", {"model": "sd1.5", "method": "lora"}),
-        ("train_network.py --v2 --v_parameterization", {"model": "sd2.1", "method": "lora", "text_encoder": "resident"}),
+        (
+            "train_network.py --v2 --v_parameterization",
+            {"model": "sd2.1", "method": "lora", "text_encoder": "resident"},
+        ),
         ("sdxl_train.py --mixed_precision bf16", {"method": "full", "weights_dtype": "fp32", "autocast": "bf16"}),
         ("sdxl_train.py --mixed_precision bf16 --full_bf16", {"weights_dtype": "bf16", "autocast": "bf16"}),
         ("sdxl_train.py --mixed_precision no", {"weights_dtype": "fp32", "autocast": "none"}),
