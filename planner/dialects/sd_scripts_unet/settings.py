@@ -1,4 +1,5 @@
-"""sd-scripts' words for SDXL, SD 1.5 and SD 2.1, read at 48d368f: sdxl_train_network.py, train_network.py and sdxl_train.py.
+"""sd-scripts' words for SDXL, SD 1.5 and SD 2.1, read at 48d368f: sdxl_train_network.py, train_network.py and
+sdxl_train.py.
 
 Their U-Net is kohya's own code, and its LoRA trains the text encoders too unless that is switched off.
 """

@@ -65,7 +65,7 @@ def test_a_base_of_onetrainer_is_priced_as_it_and_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["stabilityai/stable-diffusion-2-base", "stable-diffusion-2-1-base"])
 def test_bases_have_another_law_and_name_the_model_of_their_shape(name: str) -> None:
-    with pytest.raises(VplanError, match="sd2.1, with --prediction epsilon"):
+    with pytest.raises(VplanError, match=r"sd2\.1, with --prediction epsilon"):
         lookup.model(name)
 
 

@@ -1,4 +1,4 @@
-"""sd-scripts' SD 1.5 and 2.1: its U-Net (library/original_unet.py), its adapters, and the step of ``train_network.py``."""
+"""sd-scripts' SD 1.5 and 2.1: its U-Net (library/original_unet.py), adapters, and the step of ``train_network.py``."""
 
 from __future__ import annotations
 
