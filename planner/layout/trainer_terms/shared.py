@@ -108,8 +108,9 @@ def last_encoder_in_model(trainer: str) -> Transform:
     """The term of a trainer whose model has the last text encoder in it, frozen: Anima's conditioner (ai-toolkit
     27a03a9 extensions_built_in/diffusion_models/anima/anima.py ``AnimaTrainableModel``; SimpleTuner bc8e6ab
     helpers/models/anima/transformer.py ``_LLMAdapter``; sd-scripts 48d368f library/anima_models.py), and LTX-2's
-    connectors (SimpleTuner helpers/models/ltxvideo2/model.py ``model_predict``). What it makes on the way is gone before the first block, and is not added. It is in 16 bits over a quantised base too, where
-    ai-toolkit quantises it."""
+    connectors (SimpleTuner helpers/models/ltxvideo2/model.py ``model_predict``). What it makes on the way is gone
+    before the first block, and is not added. It is in 16 bits over a quantised base too, where ai-toolkit quantises
+    it."""
 
     def term(run: Run) -> None:
         """The encoder's weights lie beside the model's."""

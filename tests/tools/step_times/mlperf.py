@@ -40,8 +40,8 @@ SD2 = Benchmark(
     {"sharding": "zero-1", "text_encoder": "cached", "vae": "cached"},
     None,
     "encoded prompts and latents of SD 2's base, which is 2.1's in shape; fp16 with fp32 masters, a distributed fused "
-    "Adam; its step is captured in CUDA graphs (run_and_time.sh CAPTURE_CUDAGRAPH_ITERS), so that small batches wait for "
-    "no launches",
+    "Adam; its step is captured in CUDA graphs (run_and_time.sh CAPTURE_CUDAGRAPH_ITERS), so that small batches wait "
+    "for no launches",
 )
 FLUX = Benchmark(
     "flux1",

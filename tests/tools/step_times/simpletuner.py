@@ -98,8 +98,8 @@ FAMILIES = {
         {"model": "ltx-2.3", "frames": 49, "height": 704, "width": 1280, "lora_rank": 16},
         48,
         note="the printed memory says 1280x704 (47.95 GiB, told 47.88); launches decide, and the example's "
-        "flash-attn-varlen-hub takes the padding out around each of a block's six attentions with operators of its own, "
-        "which are not counted",
+        "flash-attn-varlen-hub takes the padding out around each of a block's six attentions with operators of its "
+        "own, which are not counted",
     ),
     "Lumina2": Family(
         "lumina2",
