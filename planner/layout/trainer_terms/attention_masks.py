@@ -8,7 +8,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.shared import Span, hold, stretches_of_blocks
+from planner.layout.trainer_terms.shared import HeldTensor, hold, stretches_of_blocks
 from planner.spec.job import Job
 from planner.tape.program import Stage
 from planner.units import GIB
@@ -23,6 +23,7 @@ def masks_by_head(trainer: str) -> Transform:
     """Chroma's mask for every head, which all blocks share, and the one of numbers that each attention makes of it."""
 
     def term(run: Run) -> None:
+        """The masks for every head."""
         if not run.samples_only and run.facts.model.trained_with(trainer, "masks-by-head"):
             for stage in filter(None, (run.first_step, run.step, run.accumulate)):
                 _with_masks(run, stage)
@@ -36,16 +37,18 @@ def _with_masks(run: Run, stage: Stage) -> None:
     forward, backward = stretches_of_blocks(stage)
     start = min(at[0] for at in forward.values())
     spans = [
-        Span(MADE * pairs, "masks as they are made", start - 1, start - 1),
-        Span(BOOLEAN * pairs, "mask for every head", start, max(at[-1] for at in backward.values())),
+        HeldTensor(MADE * pairs, "masks as they are made", start - 1, start - 1),
+        HeldTensor(BOOLEAN * pairs, "mask for every head", start, max(at[-1] for at in backward.values())),
     ]
     numbers = "mask of numbers for every head"
     for block, again in backward.items():
         ran = forward[block]
         if run.strategy.gradient_checkpointing == "none":
-            spans.append(Span(HALF * pairs, numbers, ran[0], again[-1]))
+            spans.append(HeldTensor(HALF * pairs, numbers, ran[0], again[-1]))
         else:
-            spans += [Span(HALF * pairs, numbers, at, end) for at, end in ((ran[0], ran[0]), (again[0], again[-1]))]
+            spans += [
+                HeldTensor(HALF * pairs, numbers, at, end) for at, end in ((ran[0], ran[0]), (again[0], again[-1]))
+            ]
     hold(run, stage, spans)
 
 

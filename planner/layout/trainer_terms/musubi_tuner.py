@@ -9,7 +9,7 @@ from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation, wider_adapters
 from planner.layout.trainer_terms.shared import (
-    Span,
+    HeldTensor,
     cache_kept_while_sampling,
     hold,
     modulation_in_8_bits,
@@ -43,16 +43,16 @@ def _per_token(run: Run, stage: Stage, token: int) -> None:
     forward, backward = stretches_of_blocks(stage)
     start, turn = min(at[0] for at in forward.values()), min(at[0] for at in backward.values())
     spans = [
-        Span(6 * token, "time embedding of each token", start, max(at[-1] for at in backward.values())),
-        Span(token, "time embedding of each token, for the head", start, turn - 1),
+        HeldTensor(6 * token, "time embedding of each token", start, max(at[-1] for at in backward.values())),
+        HeldTensor(token, "time embedding of each token, for the head", start, turn - 1),
     ]
     for block, again in backward.items():
         own = "modulation of each token"
         if run.strategy.gradient_checkpointing == "none":
-            spans.append(Span(8 * token, own, forward[block][0], again[-1]))
+            spans.append(HeldTensor(8 * token, own, forward[block][0], again[-1]))
             continue
         runs = max(forward[block], key=lambda at: len(stage.stretches[at][1]))  # others are its output's last use
-        spans += [Span(8 * token, own, runs, runs), Span(8 * token, own, again[0], again[-1])]
+        spans += [HeldTensor(8 * token, own, runs, runs), HeldTensor(8 * token, own, again[0], again[-1])]
     hold(run, stage, spans)
 
 

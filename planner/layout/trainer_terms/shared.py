@@ -13,7 +13,7 @@ from planner.spec.job import SPLIT
 from planner.tape.program import Block, Stage
 
 
-class Span(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor that the recording lacks, and the stretches of a step at whose start it comes and at whose end it
     goes."""
 
@@ -23,7 +23,7 @@ class Span(NamedTuple):
     last: int
 
 
-def hold(run: Run, stage: Stage, spans: Iterable[Span]) -> None:
+def hold(run: Run, stage: Stage, spans: Iterable[HeldTensor]) -> None:
     """Adds tensors to a stage."""
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
