@@ -42,7 +42,7 @@ class Chip(Record):
 
     name: Text
     title: Text
-    family: Count
+    metal_family: Count
     """GPU family of Metal"""
     cores: Count
     """GPU cores, the most there are"""
@@ -111,7 +111,7 @@ def card(chip: Chip, memory_gb: int) -> GpuProfile:
         title=f"Apple {chip.title} with {memory_gb} GB",
         vendor="apple",
         architecture="apple",
-        compute_capability=f"{chip.family}.0",
+        compute_capability=f"{chip.metal_family}.0",
         multiprocessors=chip.cores,
         class_gb=memory_gb,
         nvml_total_mib=memory_gb * KIB,

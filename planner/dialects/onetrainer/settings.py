@@ -349,7 +349,7 @@ def _compiled(value: Any) -> str:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5 and SD 1.5 alone"
     yield from own_model_notes("onetrainer", fields)
-    if fields["model"] == "sd2.1" and str(_of(settings, "model_type")).endswith("_BASE"):
+    if re.fullmatch(r"STABLE_DIFFUSION_2\d_BASE", str(_of(settings, "model_type"))):
         yield "the bases of SD 2 predict the noise, at 512 pixels: memory is SD 2.1's"
     if str(_of(settings, "quantization.svd_dtype", "NONE")) != "NONE" and fields["weights_dtype"] in QUANTISED:
         rank, dtype = _of(settings, "quantization.svd_rank", 16), _of(settings, "quantization.svd_dtype")
