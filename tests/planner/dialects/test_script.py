@@ -168,15 +168,12 @@ def test_an_unread_trainer_is_refused_by_name_with_those_we_read() -> None:
 
 def test_another_script_of_a_trainer_names_all_that_are_read() -> None:
     done = CliRunner().invoke(
-        cli, ["check", "--gpu", "24GB", "--json", "--", "python", "anima_train_network.py", "--x"]
+        cli, ["check", "--gpu", "24GB", "--json", "--", "python", "scripts/train_reward_lora.py", "--x"]
     )
     error = json.loads(done.stdout)["error"]
-    assert error["message"] == "anima_train_network.py of sd-scripts is not supported"
-    scripts = {"flux_train.py", "flux_train_network.py", "sdxl_train.py", "sdxl_train_network.py", "train_network.py"}
+    assert error["message"] == "scripts/train_reward_lora.py of EasyAnimate is not supported"
     named = set(error["fix"].removeprefix("supported scripts of it: ").split(", "))
-    assert named == scripts | {
-        *("lumina_train_network.py", "hunyuan_image_train_network.py", "sd3_train.py", "sd3_train_network.py")
-    }
+    assert named == {"scripts/train.py", "scripts/train_lora.py"}
 
 
 @pytest.mark.parametrize(
