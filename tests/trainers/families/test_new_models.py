@@ -101,7 +101,7 @@ def test_a_model_of_a_known_class_is_one_file(own_profiles: Path) -> None:
 
 def test_a_model_of_a_new_class_is_one_python_file_more(own_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     added(own_profiles, "skyreels-tiny", family="skyreels", diffusers_class="SkyReelsV2Transformer3DModel")
-    unknown = "family 'skyreels' of skyreels-tiny is unknown; known: any_class, .*cogvideox, .*, wan"
+    unknown = "family 'skyreels' of skyreels-tiny is unknown; known: anima, any_class, .*cogvideox, .*, wan"
     with pytest.raises(VplanError, match=unknown):
         families.family(lookup.model("skyreels-tiny"))
     (own_profiles / "families").mkdir()
