@@ -69,13 +69,14 @@ def test_scales_of_8_bit_states_are_those_of_the_rank(name: str) -> None:
         assert nbytes == 4 * -(-numbers // 256) or max(nbytes, numbers) <= BLOCK_ROUND_BYTES, scale
 
 
-MOST_FILES, MOST_BYTES = 100, 11_000_000
+FILES_PER_MODEL, MOST_BYTES = 2.1, 11_000_000
+"""A model has a pack of its own, and few bring more than one VAE or text encoder that no other has."""
 
 
 def test_recordings_are_shipped_as_packs_that_travel_light() -> None:
     files = [path for path in TAPES.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".zip"}
-    assert len(files) <= MOST_FILES
+    assert len(files) <= FILES_PER_MODEL * len(lookup.model_names())
     assert sum(path.stat().st_size for path in files) <= MOST_BYTES
 
 
