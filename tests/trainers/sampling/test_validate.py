@@ -83,7 +83,11 @@ def test_a_sample_of_random_parts_has_the_jobs_shape(name: str) -> None:
     assert made.seen == ["denoise", "decode"]
 
 
-REFUSED = {"wan2.2-animate-14b": "what a folder of clips does not have", "ideogram-4": "a second model for guidance"}
+REFUSED = {
+    "wan2.2-animate-14b": "what a folder of clips does not have",
+    "ideogram-4": "a second model for guidance",
+    "anima": "a modular pipeline",
+}
 
 
 def test_every_family_that_trains_samples_or_is_refused_by_name() -> None:
