@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Remark, Settings, UnsupportedValue
 from planner.dialects.base.dialect import Invocation
@@ -80,6 +81,12 @@ def size(settings: Settings) -> Fields:
     batches = [int(value) for value in inside(settings, "batch_size")]
     batch = max(batches, default=int(settings.get("--train_batch_size", 1)))
     return {"height": height, "width": width, "batch_size": batch}
+
+
+def size_in_cells(settings: Settings, model: str) -> Fields:
+    """The same where buckets are made of whole cells of a model (``verify_bucket_reso_steps``)."""
+    fields, step = size(settings), lookup.model(model).shape.size_multiple
+    return fields | {name: fields[name] // step * step for name in ("height", "width") if fields[name]}
 
 
 def write_size(fields: Fields) -> Settings:

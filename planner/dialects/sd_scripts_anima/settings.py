@@ -8,6 +8,7 @@ norms keep queries and keys once, in fp32, where diffusers' keep them in 16 bits
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from planner.catalog import lookup
 from planner.dialects.base import block_swap
@@ -27,7 +28,14 @@ from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_default
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
 from planner.dialects.sd_scripts import network_module
-from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, refuse_images_at_once, size
+from planner.dialects.sd_scripts.common import (
+    cached,
+    names,
+    read_command,
+    read_config,
+    refuse_images_at_once,
+    size_in_cells,
+)
 from planner.dialects.sd_scripts.engine import AT, half_precision, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
@@ -46,7 +54,7 @@ from planner.errors import VplanError
 SCRIPT, FULL = "anima_train_network.py", "anima_train.py"
 MODEL = "anima"
 ADAPTERS = "networks.lora_anima"
-FILE = "anima-base-v1.0.safetensors"
+FILE = "anima-preview3-base.safetensors"
 
 
 def read_script(script: Script) -> Invocation | None:
@@ -89,12 +97,6 @@ def _write_targets(fields: Fields) -> Settings:
         why = "its adapters are on every linear layer of the blocks but modulation"
         raise InexpressibleError(UnsupportedValue("lora_targets", fields["lora_targets"], wide, why))
     return {}
-
-
-def _size(settings: Settings) -> Fields:
-    """Buckets are made of whole cells (``verify_bucket_reso_steps(16)``)."""
-    fields, step = size(settings), lookup.model(MODEL).shape.size_multiple
-    return fields | {name: fields[name] // step * step for name in ("height", "width") if fields[name]}
 
 
 CPU_OFFLOAD, UNSLOTH = "--cpu_offload_checkpointing", "--unsloth_offload_checkpointing"
@@ -210,7 +212,7 @@ DIALECT = Dialect(
         Value("lora_rank", "--network_dim", 4),
         Value("lora_dropout", "--network_dropout", 0.0, float),
         FunctionPair(("lora_targets",), (), _targets, _write_targets, {"lora_targets": "every layer but modulation"}),
-        size_pair(_size),
+        size_pair(partial(size_in_cells, model=MODEL)),
         FunctionPair(
             ("gradient_checkpointing",),
             ("--gradient_checkpointing", UNSLOTH),

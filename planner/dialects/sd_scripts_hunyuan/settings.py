@@ -6,6 +6,7 @@ Its model is a code of its own (library/hunyuan_image_models.py), which is price
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from planner.catalog import lookup
 from planner.dialects.base import block_swap
@@ -25,7 +26,14 @@ from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_default
 from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.dialects.base.script import Script
 from planner.dialects.sd_scripts import network_module
-from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, refuse_images_at_once, size
+from planner.dialects.sd_scripts.common import (
+    cached,
+    names,
+    read_command,
+    read_config,
+    refuse_images_at_once,
+    size_in_cells,
+)
 from planner.dialects.sd_scripts.engine import AT, half_precision, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
@@ -70,12 +78,6 @@ def _write_model(fields: Fields) -> Settings:
     if fields["model"] != MODEL:
         raise InexpressibleError(UnsupportedValue("model", fields["model"], MODEL, "this script trains one model"))
     return {"--pretrained_model_name_or_path": FILE}
-
-
-def _size(settings: Settings) -> Fields:
-    """Buckets are made of whole cells of the VAE (``verify_bucket_reso_steps(32)``)."""
-    fields, step = size(settings), lookup.model(MODEL).shape.size_multiple
-    return fields | {name: fields[name] // step * step for name in ("height", "width") if fields[name]}
 
 
 def _formats(settings: Settings) -> Fields:
@@ -178,7 +180,7 @@ DIALECT = Dialect(
         Choice("method", {"lora": {"script": SCRIPT}}, "this script trains LoRA alone"),
         Value("lora_rank", "--network_dim", 4),
         Value("lora_dropout", "--network_dropout", 0.0, float),
-        size_pair(_size),
+        size_pair(partial(size_in_cells, model=MODEL)),
         CHECKPOINTING,
         ACCUMULATION,
         OPTIMIZER,
