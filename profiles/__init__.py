@@ -11,6 +11,7 @@ APPLE = FOLDER / "apple.toml"
 OTHER_CARDS = FOLDER / "other_cards.toml"
 MODELS = FOLDER / "models"
 OTHER_MODELS = FOLDER / "other_models.toml"
+OTHER_SCRIPTS = FOLDER / "other_scripts.toml"
 """Models that people name and that none of `MODELS` describes."""
 
 MODEL_LISTS = FOLDER / "model_lists"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import profiles
 from planner.catalog.names import other_models
+from planner.dialects import other_scripts
 from planner.dialects.base import flags
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, quoted
@@ -16,6 +17,7 @@ from planner.errors import VplanError, quoted
 if TYPE_CHECKING:
     from planner.dialects.base.dialect import Dialect
 
+REHEARSE = "`vplan rehearse --gpu 24GB -- COMMAND` measures any training command without a GPU"
 PASS_COMMAND = "pass the command that starts the training, or one of `vplan check --help`'s trainers"
 
 
@@ -125,7 +127,7 @@ def refusal(script: Script, readers: Sequence[Dialect]) -> VplanError:
     if script.programs and not any(program.launcher for program in script.programs):
         fix = "pass the command that starts the training: `vplan check --gpu 24GB -- accelerate launch train.py ...`"
         return VplanError(f"{named} starts no Python script", fix)
-    return VplanError(f"{named} does not belong to a supported trainer", _trainers(readers))
+    return VplanError(f"{named} does not belong to a supported trainer", f"{_trainers(readers)}; {REHEARSE}")
 
 
 def _has(sign: str, names: str, words: Sequence[str]) -> bool:
@@ -156,8 +158,17 @@ def _other_script(script: Script, readers: Sequence[Dialect]) -> VplanError | No
             known = readable(reader.name, readers)
             if entry_point.path not in known:
                 fault = f"{entry_point.path} of {reader.title} is not supported"
-                return VplanError(fault, f"supported scripts of it: {', '.join(known)}")
+                return VplanError(fault, _scripts(known))
+    titles = {reader.name: reader.title.partition(" (")[0] for reader in readers}
+    for program in script.programs:
+        if found := other_scripts.whose(program.script):
+            fault = f"{program.script} of {_joined(titles[trainer] for trainer in found)} is not supported"
+            return VplanError(fault, _scripts(readable(found[0], readers)) if len(found) == 1 else REHEARSE)
     return None
+
+
+def _scripts(known: Sequence[str]) -> str:
+    return f"{REHEARSE}; supported scripts of it: {', '.join(known)}"
 
 
 def _names(typed: str, path: str) -> bool:

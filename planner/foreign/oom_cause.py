@@ -15,7 +15,7 @@ from typing import Any
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.estimate.estimate import describe_moment
 from planner.estimate.stages import ReplayedStage
-from planner.foreign.oom_formats import FORMATS, Cause, Format
+from planner.foreign.oom_formats import CUT_OFF, FORMATS, Cause, Format
 from planner.foreign.oom_message import OomMessage, allocation_bytes, format_size
 from planner.units import MIB, format_gib
 
@@ -169,7 +169,7 @@ def _by_phase(phase: str, played: Sequence[ReplayedStage] | None) -> str:
 
 def _format_of(message: OomMessage) -> Format | None:
     """The format of a message that is not an allocator's own with numbers."""
-    return next((each for each in FORMATS if each.name == message.form), None)
+    return next((each for each in (*FORMATS, CUT_OFF) if each.name == message.form), None)
 
 
 def _cause(message: OomMessage) -> tuple[Cause, str]:
@@ -253,6 +253,7 @@ OPENINGS: dict[Cause, str] = {
 _SAID_OTHERWISE = {
     "killed": "The process was killed",
     "1 EB": "The request was too large",
+    "cut off": "Out of memory",
     "1455": "Windows ran out",
     "python": "Python ran out",
     "host": "Host RAM ran out",
@@ -283,7 +284,8 @@ def render(explanation: Explanation) -> list[str]:
     lines += [f"  {name:<24}{format_gib(nbytes):>12}" for name, nbytes in parts if nbytes is not None]
     if message.frame:
         lines.append(f"Requested by {message.frame}.")
-    lines.append(f"{OPENINGS[explanation.cause]}: {explanation.why}.")
+    opening = "Whose memory is not said" if message.form == CUT_OFF.name else OPENINGS[explanation.cause]
+    lines.append(f"{opening}: {explanation.why}.")
     if explanation.asked:
         lines.append("In this job it can be:")
         for one in explanation.asked:

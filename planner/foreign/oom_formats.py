@@ -136,7 +136,19 @@ csrc/pythonInterface.cpp and csrc/ops.cu (CUDA_CHECK_RETURN); safetensors #528; 
 ERROR_COMMITMENT_LIMIT."""
 
 
+CUT_OFF = _format("cut off", r"out of memory|OutOfMemoryError", "unknown",
+    "the text ends before the numbers, which say what tensors, PyTorch's cache and other processes held",
+    "paste the message to its end (`CUDA out of memory. Tried to allocate ...`), or the log as a file",
+    "`vplan check --gpu CARD` of the command, without --error, says what it needs and the smallest change that fits",
+    "gradient checkpointing, cached latents and prompts, block swap, a smaller shape; then an 8-bit optimizer or a"
+    " quantised base")  # fmt: skip
+"""What is left of PyTorch's message where people quote its first words alone."""
+
+
 def find(text: str) -> tuple[Format, re.Match[str]] | None:
-    """The first of these errors in a text, and of several that begin there the most telling."""
+    """The first of these errors in a text, and of several that begin there the most telling; `CUT_OFF` where there is
+    no other."""
     found = [(each, match) for each in FORMATS if (match := each.pattern.search(text))]
+    if not found and (match := CUT_OFF.pattern.search(text)):
+        return CUT_OFF, match
     return min(found, key=lambda entry: entry[1].start(), default=None)

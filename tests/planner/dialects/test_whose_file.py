@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from planner import dialects
+from planner.dialects import other_scripts
 from planner.dialects.base.dialect import translate
-from planner.dialects.base.script import from_file
+from planner.dialects.base.script import PythonCommand, Script, from_file
 from planner.errors import VplanError
 
 FLYMYAI = """pretrained_model_name_or_path: Qwen/Qwen-Image
@@ -114,3 +115,36 @@ def test_a_config_of_flux_scripts_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f'{text}network_module = "networks.lora_flux"\n')
     dialect, given = dialects.read_script(from_file(tmp_path / "a.toml"))
     assert (dialect.name, given.settings["script"]) == ("sd-scripts", "flux_train_network.py")
+
+
+@pytest.mark.parametrize(
+    ("path", "whose"),
+    [
+        ("train_db.py", "sd-scripts"),
+        ("/opt/sd-scripts/train_db.py", "sd-scripts"),
+        ("scripts\\z_image_fun\\train_control.py", "VideoX-Fun"),
+        ("train_control.py", "VideoX-Fun or EasyAnimate"),
+        ("train_controlnet.py", "sd-scripts or diffusers' examples"),
+        ("examples/controlnet/train_controlnet.py", "diffusers' examples"),
+        ("scripts/mova/train.py", "VideoX-Fun"),
+    ],
+)
+def test_a_script_that_is_not_read_is_refused_by_its_trainers_name(path: str, whose: str) -> None:
+    script = Script("the command", (PythonCommand("python", {}, path, ()),))
+    with pytest.raises(VplanError) as caught:
+        dialects.read_script(script)
+    assert f"of {whose} is not supported" in caught.value.message
+    assert "vplan rehearse" in caught.value.fix
+
+
+def test_a_name_of_many_is_nobodys() -> None:
+    assert other_scripts.whose("train.py") == []
+    assert other_scripts.whose("my_loop.py") == []
+
+
+def test_no_script_that_is_read_is_listed_as_another() -> None:
+    readers = [reader for reader in dialects.all_dialects().values() if reader.read_script is not None]
+    for entry in other_scripts.scripts():
+        for path in entry.scripts:
+            script = Script("the command", (PythonCommand("python", {}, path, ()),))
+            assert not any(reader.read_script(script) for reader in readers), path

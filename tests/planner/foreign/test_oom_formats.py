@@ -120,6 +120,9 @@ FORMATS: list[tuple[str, str, Cause, str]] = [
     ("triton", "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 147456, "
      "Hardware limit: "
      "101376. Reducing block sizes or `num_stages` may help.", "kernel", "no memory of the card"),
+    ("first words", "torch.OutOfMemoryError: CUDA out of memory.", "unknown", "ends before the numbers"),
+    ("its name", "OutOfMemoryError", "unknown", "ends before the numbers"),
+    ("three words", "out of memory", "unknown", "ends before the numbers"),
     ("1EB", "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory.", "large",
      "overflowed"),
 ]  # fmt: skip
