@@ -330,6 +330,10 @@ def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[Com
     )
     layers = [entry.run.encoding_only.by_layer for entry in played if entry.run.encoding_only.by_layer]
     words = (f"{name} is larger than the card and runs layer by layer" for name in dict.fromkeys(layers))
+    apart = (
+        f"{name} is larger than the card: the command that caches prompts needs its option for 8 bits or the CPU"
+        for name in dict.fromkeys(name.partition("-")[0] for name in phases.encoders_left_out(run))
+    )
     compiled = ("torch.compile decides what backward keeps: estimated as without it, with 10 % more margin either way",)
     more = compiled if run.strategy.compile != "none" else ()
     part = ("activations are those of full training, so this is an upper bound",) if run.job.trainable else ()
@@ -337,7 +341,7 @@ def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[Com
     tried = ".".join(map(str, NEWEST_TRIED))
     newer = f"torch {run.machine.torch} is newer than what estimates were compared with ({tried})"
     untried = (newer,) if is_untried(run.machine.torch) else ()
-    return (*_of_class(run), *left_out, *words, *_elastic(run.strategy), *more, *part, *chosen, *untried)
+    return (*_of_class(run), *left_out, *words, *apart, *_elastic(run.strategy), *more, *part, *chosen, *untried)
 
 
 _CHOSEN_LAYERS = (

@@ -58,33 +58,48 @@ class Encoding(NamedTuple):
 def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
     """What is encoded before training, and the memory that it takes.
 
-    One sample at a time, each encoder alone, and layer by layer when a text encoder is larger than the card; or
-    together, where a trainer holds them so (`DeviceTerms`). ``may_wait``: only those of which some
-    may wait in host RAM, which the VAE does not. On Apple's GPUs nothing: what MPS takes to encode is not known.
+    One sample at a time, each encoder alone; or together, where a trainer holds them so (`DeviceTerms`). A text encoder
+    that is larger than the card comes layer by layer, and is left out where a command of its own caches prompts.
+    ``may_wait``: only those of which some may wait in host RAM, which the VAE does not. On Apple's GPUs nothing: what
+    MPS takes to encode is not known.
     """
     if run.facts.gpu.vendor == "apple":
         return []
     components = encoders(run, "cached", 1)
     if run.samples_only:  # the prompts of a batch go through each encoder together, whether it then waits or is gone
         components = [entry for place in ("cached", "swapped") for entry in encoders(run, place, batch_samples(run))]
-    gpu = run.facts.gpu
-    room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
     groups = _on_the_gpu_together(run, components)
     if may_wait:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     found = []
     for group in filter(None, groups):
         weights = int(group[0].parameters * BYTES_PER_PARAMETER[group[0].dtype])
-        layers = weights + BESIDE_WHOLE_BYTES > room and len(group) == 1 and group[0].piece_of_layers
-        layers = layers and not run.device.encoders_whole
+        larger = len(group) == 1 and _is_larger_than_the_card(run, group[0])
+        if larger and run.device.prompts_cached_apart:
+            continue
+        layers = larger and not run.device.encoders_whole
         if layers:
             group = (group[0]._replace(offload="layers"),)
-        workspaces = workspace_bytes(gpu), kept_workspaces(gpu, run.machine.torch)
+        workspaces = workspace_bytes(run.facts.gpu), kept_workspaces(run.facts.gpu, run.machine.torch)
         memory = encoding_memory(group, *workspaces)
         by_layer = group[0].name.partition("-")[0] if layers else ""
         only = EncodingOnly(memory.peak_bytes, weights if layers else memory.waiting_bytes, by_layer)
         found.append(Encoding(group, *workspaces, only, memory.split_bytes))
     return found
+
+
+def _is_larger_than_the_card(run: Run, component: ComponentPass) -> bool:
+    """Whether a text encoder has no room on the card as a whole."""
+    gpu = run.facts.gpu
+    weights = int(component.parameters * BYTES_PER_PARAMETER[component.dtype])
+    room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
+    return component.piece_of_layers and weights + BESIDE_WHOLE_BYTES > room
+
+
+def encoders_left_out(run: Run) -> list[str]:
+    """The text encoders, by name, that are larger than the card and that a command of its own runs."""
+    cached = encoders(run, "cached", 1) if run.device.prompts_cached_apart else []
+    return [component.name for component in cached if _is_larger_than_the_card(run, component)]
 
 
 def _on_the_gpu_together(run: Run, components: list[ComponentPass]) -> list[tuple[ComponentPass, ...]]:

@@ -94,6 +94,9 @@ class DeviceTerms:
     encoders_whole: bool = False
     """whether a trainer puts a text encoder on the GPU whole, where ours brings one that is larger layer by layer"""
 
+    prompts_cached_apart: bool = False
+    """whether a command of its own caches prompts, so that this one needs no room for the text encoders"""
+
     vae_tile: tuple[int, ...] = ()
     """rows and columns of a tile of the VAE and of the stride between tiles, pixels, of a trainer whose tiles are not
     those of the recording"""

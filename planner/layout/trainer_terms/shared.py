@@ -66,8 +66,7 @@ def prompts_cached_apart(run: Run) -> None:
     ``--fp8_t5`` and ``--device cpu``, ltx-trainer's process_captions.py): a text encoder larger than the card is no
     reason why that command does not fit. Prompts of samples are encoded where it trains (musubi-tuner
     wan_train_network.py ``process_sample_prompts``)."""
-    if run.strategy.validation_mode == "off":
-        run.device.encoders_whole = False
+    run.device.prompts_cached_apart = run.strategy.validation_mode == "off"
 
 
 def swap_in_place(run: Run) -> None:

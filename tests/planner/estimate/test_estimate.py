@@ -122,6 +122,15 @@ def test_a_text_encoder_larger_than_the_card_encodes_layer_by_layer() -> None:
     assert not any("layer by layer" in assumption for assumption in large.assumptions)
 
 
+def test_a_text_encoder_that_another_command_runs_needs_no_room_in_this_one() -> None:
+    """musubi-tuner's caching script moves it to the GPU whole."""
+    configuration = Configuration.of(job(), CHECKPOINTED, Machine(gpu=card_lookup.gpu("8GB").name, host_ram=64 * GIB))
+    found = estimate(configuration, load_facts(configuration), "musubi-tuner")
+    assert found.phases["encode"].device_bytes < found.budget_bytes  # the VAE's, which is cached apart as well
+    assert any("the command that caches prompts" in assumption for assumption in found.assumptions)
+    assert not any("layer by layer" in assumption for assumption in found.assumptions)
+
+
 def test_what_encodes_in_every_step_is_there_beside_the_states() -> None:
     kinds = ("cached", "resident", "swapped")
     cached, resident, swapped = (priced(job(), gpu="80GB", text_encoder=kind, vae=kind) for kind in kinds)
