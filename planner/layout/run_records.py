@@ -163,6 +163,9 @@ class WorkTerms:
     mask_bytes: int = 0
     """what all heads read of that mask in one forward, where it is a matrix of all pairs of tokens"""
 
+    captured: bool = False
+    """whether a trainer replays its whole step as one CUDA graph"""
+
 
 class Handover:
     """Values that one transformation leaves for a later one."""
