@@ -186,7 +186,7 @@ def attention_of(run: Run) -> Attention:
     machine, gpu = run.machine, run.facts.gpu
     operators = run.facts.step.ops
     masked = run.work.attention_masked
-    kernel = attention_kernel.kernel(run.strategy, machine, gpu, operators, masked=masked)
+    kernel = run.work.attention_kernel or attention_kernel.kernel(run.strategy, machine, gpu, operators, masked=masked)
     plain = attention_kernel.plain_kernel(machine, gpu)
     recorded = attention_kernel.FLASH not in operators
     over_pairs = run.work.mask_bytes > 0 or (recorded and _masks_pairs(run.facts.step))

@@ -160,6 +160,9 @@ class WorkTerms:
     attention_masked: bool = False
     """whether a trainer gives attention a mask where none is recorded"""
 
+    attention_kernel: str = ""
+    """the kernel that a trainer calls itself, as `planner.layout.attention_kernel.kernel` names it"""
+
     mask_bytes: int = 0
     """what all heads read of that mask in one forward, where it is a matrix of all pairs of tokens"""
 
