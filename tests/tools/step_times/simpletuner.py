@@ -100,8 +100,8 @@ FAMILIES = {
         implementation="simpletuner@unpadded",
         note="all clips of that film are 832x640 by the example's resolution of 720 pixels, whatever the heading says: "
         "so says what segments of two blocks hold more than single ones (0.88 GiB printed, 1.2 counted, 1.9 at "
-        "1280x704) and what every other two do in int8 (33.7 GiB printed, 43 counted in bf16, 72); launches decide, and "
-        "the host waits for the GPU four times in each forward of a block, which is not priced",
+        "1280x704) and what every other two do in int8 (33.7 GiB printed, 43 counted in bf16, 72); launches decide, "
+        "and the host waits for the GPU four times in each forward of a block, which is not priced",
     ),
     "Lumina2": Family(
         "lumina2",
