@@ -184,7 +184,7 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
         kernels /= strategy.context_parallel
         # Copies take the card's bandwidth too.
         kernels += nbytes / (COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9 * ROOFLINE_USUAL)
-        turn = KernelBatch.of(part, strategy, kernels, launch_seconds, extra)
+        turn = KernelBatch.of(part, strategy, kernels, launch_seconds, extra, work.captured)
         turns.append(turn._replace(copies=nbytes / host_rate(gpu, machine), beside=traffic.host_beside))
     if work.encoding:  # of what stays on the GPU or comes for each batch
         forward = {half: _attention_passes(gpu, work.attention, half)[0] for half in (0, 1)}
@@ -194,7 +194,7 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
     if strategy.offload_optimizer == "none":
         share = 1 if strategy.sharding in ("none", "ddp") else configuration.shards
         stepping = _kernel_seconds(work.optimizer, gpu, strategy, reached) / share
-        turns.append(KernelBatch.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS))
+        turns.append(KernelBatch.of(work.optimizer, strategy, stepping, BARE_LAUNCH_SECONDS, captured=work.captured))
     copied = strategy.gradient_accumulation * (traffic.host_forward_bytes + traffic.host_backward_bytes)
     hidden = copied / host_rate(gpu, machine) + _exchange_seconds(configuration, traffic, gpu)
     waiting = traffic.host_waiting_bytes / host_rate(gpu, machine)
@@ -255,13 +255,19 @@ class KernelBatch(NamedTuple):
 
     @classmethod
     def of(
-        cls, work: Mapping[Kind, Work], strategy: Strategy, kernels: float, launch_seconds: float, extra: float = 0.0
+        cls,
+        work: Mapping[Kind, Work],
+        strategy: Strategy,
+        kernels: float,
+        launch_seconds: float,
+        extra: float = 0.0,
+        captured: bool = False,
     ) -> KernelBatch:
         """The turn of some work whose kernels take so long together, and a launch ``launch_seconds``; ``extra``: how
-        many launches more take as long as what slow ones take longer."""
+        many launches more take as long as what slow ones take longer; ``captured``: in a CUDA graph."""
         recorded = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
         launches = recorded * _left_by_fusion(work, strategy)
-        if strategy.compile == "cudagraphs":  # one launch replays the whole graph
+        if captured or strategy.compile == "cudagraphs":  # one launch replays the whole graph
             return cls(kernels, GRAPH_GAP_SECONDS * launches, 0.0)
         return cls(kernels, GAP_SECONDS * launches, launch_seconds * (launches + extra))
 

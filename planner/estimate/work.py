@@ -69,6 +69,8 @@ class StepWork(NamedTuple):
     """launches of the passes that are forward's, again, inside backward"""
     encoding: Mapping[Kind, Work] = {}
     """of one micro-batch's prompts and clips, where that is not done before training"""
+    captured: bool = False
+    """whether the whole step is replayed as one CUDA graph, as it was launched: not by a compiler"""
 
 
 Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
@@ -83,7 +85,8 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
     nbytes = run.work.optimizer_bytes + _in_place_bytes(run)
     own = {(KERNELS, 0): Work(run.work.optimizer_launches, 0), ("pointwise", 0): Work(0, nbytes)}
     encoding = encoding_work(run)
-    return StepWork(both, add_work(optimizer, own), forward, attention_of(run), recomputed_launches(run), encoding)
+    recomputed, stepping = recomputed_launches(run), add_work(optimizer, own)
+    return StepWork(both, stepping, forward, attention_of(run), recomputed, encoding, run.work.captured)
 
 
 FOREACH_ADAMW, FUSED_ADAMW, ADAMW_8BIT, CLIPPING = 18, 7, 4, 2
@@ -183,7 +186,7 @@ def attention_of(run: Run) -> Attention:
     machine, gpu = run.machine, run.facts.gpu
     operators = run.facts.step.ops
     masked = run.work.attention_masked
-    kernel = attention_kernel.kernel(run.strategy, machine, gpu, operators, masked=masked)
+    kernel = run.work.attention_kernel or attention_kernel.kernel(run.strategy, machine, gpu, operators, masked=masked)
     plain = attention_kernel.plain_kernel(machine, gpu)
     recorded = attention_kernel.FLASH not in operators
     over_pairs = run.work.mask_bytes > 0 or (recorded and _masks_pairs(run.facts.step))

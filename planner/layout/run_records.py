@@ -163,8 +163,14 @@ class WorkTerms:
     attention_masked: bool = False
     """whether a trainer gives attention a mask where none is recorded"""
 
+    attention_kernel: str = ""
+    """the kernel that a trainer calls itself, as `planner.layout.attention_kernel.kernel` names it"""
+
     mask_bytes: int = 0
     """what all heads read of that mask in one forward, where it is a matrix of all pairs of tokens"""
+
+    captured: bool = False
+    """whether a trainer replays its whole step as one CUDA graph"""
 
 
 class Handover:

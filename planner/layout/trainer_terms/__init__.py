@@ -22,6 +22,7 @@ NAMES = (
     "latentsync",
     "ltx-trainer",
     "musubi-tuner",
+    "nemo",
     "onetrainer",
     "sd-scripts",
     "simpletuner",

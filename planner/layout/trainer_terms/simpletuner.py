@@ -106,6 +106,30 @@ def real_rotation(run: Run) -> None:
     work.backward_launches += ROTATED_BACKWARD_LAUNCHES * model.blocks
 
 
+TIMED_FORWARD_BYTES, TIMED_BACKWARD_BYTES = 34, -93
+"""Bytes a number of the clip's hidden states that an LTX-2.3 block moves more than diffusers', counted from both
+sources under one recorder (6160 and 3640 tokens): it makes and reads nine scales, shifts and gates for each token, and
+five between the streams, where diffusers has one of each for all, and rotates in 16 bits, not in fp32."""
+
+TIMED_FORWARD_LAUNCHES, TIMED_BACKWARD_LAUNCHES = -18, -24
+"""The operators of a block that it launches more: rotations in 16 bits take fewer."""
+
+
+def time_of_each_token(run: Run) -> None:
+    """Its LTX-2.3 is given the noise level for each token of the clip (simpletuner/helpers/models/ltxvideo2/model.py
+    ``model_predict``: ``target_timesteps[:, None].expand``), and rotates in the dtype of the hidden states
+    (ltxvideo2/transformer.py ``_rope_to_dtype``). What embeds the levels, once a step, is not counted."""
+    model, grid, work = run.facts.model, run.grid, run.work
+    if not model.trained_with("simpletuner", "time-per-token"):
+        return
+    width = model.config["num_attention_heads"] * model.config["attention_head_dim"]
+    numbers = grid["B"] * grid["F"] * grid["H"] * grid["W"] * width * model.blocks
+    work.forward_bytes += TIMED_FORWARD_BYTES * numbers
+    work.backward_bytes += TIMED_BACKWARD_BYTES * numbers
+    work.forward_launches += TIMED_FORWARD_LAUNCHES * model.blocks
+    work.backward_launches += TIMED_BACKWARD_LAUNCHES * model.blocks
+
+
 MASK_BYTES, MASK_LAUNCHES = 19, 5
 """Bytes a pair of tokens and operators a block that a mask over all pairs takes to be made in a Chroma block's forward,
 and made numbers of for attention: the class's own, counted with two samples, which it masks everywhere."""
@@ -162,6 +186,7 @@ TERMS: tuple[Transform, ...] = (
     shift,
     blocks_in_16_bits,
     real_rotation,
+    time_of_each_token,
     one_sample_masked,
     encoders_together,
     cache_kept_while_sampling,
@@ -261,7 +286,35 @@ def inputs_kept(run: Run) -> None:
         keep_by_block(run, stage, kept, "inputs of frozen layers")
 
 
+UNPADDED = "unpadded"
+"""The version of LTX-2.3 with ``attention_mechanism`` flash-attn-varlen-hub."""
+
+UNPADDED_FORWARD_BYTES, UNPADDED_BACKWARD_BYTES = 8, 20
+"""Bytes a number of the prompts' hidden states that taking padding out moves: keys and values are gathered (4 each);
+behind them zeros are made, and filled (10 each). Counted under the recorder that makes our tapes."""
+
+UNPADDED_FORWARD_LAUNCHES, UNPADDED_BACKWARD_LAUNCHES = 16, 8
+"""The operators of a block that it takes more, in the two of its six attentions that have a mask."""
+
+
+def padding_taken_out(run: Run) -> None:
+    """Both attentions to a prompt have a mask, though it masks nothing: learnt registers are in the padding's place
+    (simpletuner/helpers/models/ltxvideo2/connectors.py ``LTX2ConnectorTransformer1d``, model.py ``model_predict``).
+    Their lengths, and the places of what is no padding, are made anew in each, and the host waits for both (diffusers
+    attention_dispatch.py ``_flash_varlen_attention_hub``, ``.item()`` and ``nonzero``). The other four have none."""
+    model, grid, work = run.facts.model, run.grid, run.work
+    work.attention_kernel = "flash"
+    text = (
+        grid["B"] * grid["T"] * sum(model.config[key] for key in ("cross_attention_dim", "audio_cross_attention_dim"))
+    )
+    work.forward_bytes += UNPADDED_FORWARD_BYTES * text * model.blocks
+    work.backward_bytes += UNPADDED_BACKWARD_BYTES * text * model.blocks
+    work.forward_launches += UNPADDED_FORWARD_LAUNCHES * model.blocks
+    work.backward_launches += UNPADDED_BACKWARD_LAUNCHES * model.blocks
+
+
 OLDER: dict[str, tuple[Transform, ...]] = {
+    UNPADDED: (padding_taken_out,),
     QUANTISED_WHOLE: (quantised_whole,),
     TORCHAO_WHOLE: (rounded_by_torchao,),
     QUANTO: (left_in_16_bits,),

@@ -16,6 +16,7 @@ from planner.estimate import host_ram
 from planner.estimate.estimate import estimate
 from planner.estimate.stages import replay_stages
 from planner.estimate.traffic import traffic
+from planner.estimate.work import step_work
 from planner.layout import inputs as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoints.block_inputs import block_inputs
@@ -94,6 +95,12 @@ def test_a_version_adds_what_it_did_differently() -> None:
     today = trainer_terms.terms("musubi-tuner")
     assert trainer_terms.terms("musubi-tuner@0000000") == today
     assert trainer_terms.terms("musubi-tuner@36f3a98") == (*today, musubi_tuner.modulation_in_16_bits)
+
+
+def test_a_step_of_nemo_s_that_is_one_cuda_graph_takes_the_memory_it_did() -> None:
+    plain, captured = done_by("nemo"), done_by("nemo@captured")
+    assert peaks(plain) == peaks(captured)
+    assert step_work(captured) == step_work(plain)._replace(captured=True)
 
 
 FIRST_FORWARD = LOADED + LAST_FORWARD - CUBLAS // 2

@@ -160,6 +160,14 @@ def test_launches_count_only_where_the_gpu_waits_for_them():
     assert seconds(many, compile="cudagraphs").launch == 0
 
 
+def test_a_captured_step_waits_for_no_launches_and_its_kernels_stay_as_they_are():
+    many = WORK._replace(passes={**WORK.passes, LAUNCHES: Work(10**6, 0)})
+    captured = many._replace(captured=True)
+    assert seconds(captured).launch == 0
+    assert seconds(captured).compute == pytest.approx(seconds(many).compute)
+    assert seconds(captured).total == pytest.approx(seconds(many).compute + (10**6 + 100) * GRAPH_GAP_SECONDS)
+
+
 def test_launches_take_what_was_measured_on_this_machine():
     many = StepWork({**WORK.passes, LAUNCHES: Work(10**6, 0)})
     assert seconds(many, H100.replace(launch_us=20)).total == pytest.approx(20)

@@ -81,3 +81,19 @@ def test_wan_s_blocks_move_less_forward_and_more_backward(name: str, width: int,
     numbers = 5 * 30 * 52 * width * blocks
     assert beyond_ours("forward", name, clip) == (-66 * numbers, -7 * blocks)
     assert beyond_ours("passes", name, clip) == ((111 - 66) * numbers, (20 - 7) * blocks)
+
+
+def test_ltx_2_3_is_told_the_time_of_each_token_and_takes_padding_out_around_two_attentions() -> None:
+    """Bytes and operators as counted from both sources under one recorder."""
+    clip = {"frames": 9, "height": 448, "width": 576}
+    numbers, blocks = 2 * 14 * 18 * 4096, 48
+    text = 1024 * (4096 + 2048)
+    assert beyond_ours("forward", "ltx-2.3", clip) == (34 * numbers * blocks, -18 * blocks)
+    assert beyond_ours("passes", "ltx-2.3", clip) == ((34 - 93) * numbers * blocks, -(18 + 24) * blocks)
+    versions = ("simpletuner", "simpletuner@unpadded")
+    plain, unpadded = (step_work(run_of(version, "ltx-2.3", clip, gpu="h100-80gb")) for version in versions)
+    for part, nbytes, launches in (("forward", 8, 16), ("passes", 8 + 20, 16 + 8)):
+        before, after = (_pointwise(work, part) for work in (plain, unpadded))
+        assert after[0] - before[0] == nbytes * text * blocks
+        assert after[1] - before[1] == launches * blocks
+    assert (plain.attention.kernel, unpadded.attention.kernel) == ("cudnn", "flash")
