@@ -1,5 +1,5 @@
-"""Fewer cases than a full product, chosen by a rule: for what is claimed of every model and of every option, where a pair
-of the two runs no code that neither runs with others."""
+"""Fewer cases than a full product, chosen by a rule: for what is claimed of every model and of every option, where a
+pair of the two runs no code that neither runs with others."""
 
 from __future__ import annotations
 

@@ -586,10 +586,7 @@ def test_blocks_without_parts_are_not_nested() -> None:
         built(profile, "lora", gradient_checkpointing="full", nested_checkpointing=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "limit"),
-    [(*case[:-1], *case[-1]) for case in in_turns(IN_BLOCKS, [("full", None), ("partial", 1)])],
-)
+@pytest.mark.parametrize(("name", "mode"), in_turns(IN_BLOCKS, ["full", "partial"]))
 def test_checkpointing_runs_blocks_again_in_the_order_they_ran(name: str, mode: str) -> None:
     """Every block twice under full, the first only under partial."""
     profile, limit = tiny(name), 1 if mode == "partial" else None
