@@ -369,34 +369,6 @@ def test_what_vplan_sets_for_itself_is_not_handed_on(place: Path, cache: str) ->
     rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source))
 
 
-@needs_cuda_wheel
-def test_two_ranks(place: Path, cache: str) -> None:
-    source = """
-        import os
-        import torch
-        import torch.distributed as distributed
-        rank = int(os.environ["RANK"])
-        torch.cuda.set_device(rank)
-        distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
-        told = torch.tensor([rank + 1.0], device="cuda")
-        distributed.all_reduce(told)
-        assert told.item() == 3
-        with torch.device("cuda"):
-            model = torch.nn.Linear(4096, 4096, bias=False)
-        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
-        optimizer = torch.optim.SGD(model.parameters())
-        for _ in range(3):
-            model(torch.randn(8, 4096, device="cuda")).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    """
-    launch = (CUDA_PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", program(place, source))
-    answer = rehearse(place, cache, "--gpu", "2x4090", "--steps", "2", "--", *launch)
-    assert answer["verdict"] == "fits"
-    assert [(rank["rank"], rank["device"]) for rank in answer["ranks"]] == [(0, 0), (1, 1)]
-    assert len({rank["allocated_bytes"] for rank in answer["ranks"]}) == 1
-
-
 SMALL = """
     import torch
     ids = torch.tensor([5, 0, 7, 0], device="cuda")
@@ -427,41 +399,61 @@ def test_small_values_are_true(place: Path, cache: str) -> None:
     assert not any("not computed" in note for note in answer["assumptions"])
 
 
-EXCHANGES = """
+RANKS = """
     import os
     import torch
     import torch.distributed as dist
+
+    def exchange(rank):
+        given, taken = torch.full((4,), rank + 1.0, device="cuda"), torch.empty(4, device="cuda")
+        told = given[:1].clone()
+        dist.all_reduce(told)
+        assert told.item() == 3
+        both = [dist.P2POp(dist.irecv, taken, 1 - rank), dist.P2POp(dist.isend, given, 1 - rank)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        assert taken.tolist() == [2.0 - rank] * 4
+        for number in range(3):  # nobody waits for what he sends
+            if rank == 0:
+                dist.send(torch.full((2,), float(number), device="cuda"), 1)
+        for number in range(3):
+            if rank == 1:
+                message = torch.empty(2, device="cuda")
+                dist.recv(message, 0)
+                assert message.tolist() == [number] * 2
+        dist.all_to_all_single(taken, torch.arange(4.0, device="cuda") + 10 * rank)
+        assert taken.tolist() == [2 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank]
+        parts = [torch.empty(1 + rank, device="cuda") for _ in range(2)]
+        dist.all_to_all(parts, [torch.full((1 + to,), 10.0 * rank + to, device="cuda") for to in range(2)])
+        assert [part.tolist() for part in parts] == [[10.0 * of + rank] * (1 + rank) for of in range(2)]
+        gathered = [torch.empty(4, device="cuda") for _ in range(2)] if rank == 0 else None
+        dist.gather(given, gathered)
+        assert rank or [part[0].item() for part in gathered] == [1, 2]
+
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    given, taken = torch.full((4,), rank + 1.0, device="cuda"), torch.empty(4, device="cuda")
-    both = [dist.P2POp(dist.irecv, taken, 1 - rank), dist.P2POp(dist.isend, given, 1 - rank)]
-    for work in dist.batch_isend_irecv(both):
-        work.wait()
-    assert taken.tolist() == [2.0 - rank] * 4
-    for number in range(3):  # nobody waits for what he sends
-        if rank == 0:
-            dist.send(torch.full((2,), float(number), device="cuda"), 1)
-    for number in range(3):
-        if rank == 1:
-            message = torch.empty(2, device="cuda")
-            dist.recv(message, 0)
-            assert message.tolist() == [number] * 2
-    dist.all_to_all_single(taken, torch.arange(4.0, device="cuda") + 10 * rank)
-    assert taken.tolist() == [2 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank]
-    parts = [torch.empty(1 + rank, device="cuda") for _ in range(2)]
-    dist.all_to_all(parts, [torch.full((1 + to,), 10.0 * rank + to, device="cuda") for to in range(2)])
-    assert [part.tolist() for part in parts] == [[10.0 * of + rank] * (1 + rank) for of in range(2)]
-    gathered = [torch.empty(4, device="cuda") for _ in range(2)] if rank == 0 else None
-    dist.gather(given, gathered)
-    assert rank or [part[0].item() for part in gathered] == [1, 2]
+    exchange(rank)
+    open(f"exchanged-{rank}", "w").close()
+    with torch.device("cuda"):
+        model = torch.nn.Linear(4096, 4096, bias=False)
+    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        model(torch.randn(8, 4096, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 """
 
 
 @needs_cuda_wheel
-def test_what_ranks_send_to_each_other_arrives(place: Path, cache: str) -> None:
-    launch = (CUDA_PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", program(place, EXCHANGES))
-    assert rehearse(place, cache, "--gpu", "2x4090", "--steps", "0", "--", *launch)["verdict"] == "fits"
+def test_what_two_ranks_send_to_each_other_arrives_and_they_train(place: Path, cache: str) -> None:
+    launch = (CUDA_PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", program(place, RANKS))
+    answer = rehearse(place, cache, "--gpu", "2x4090", "--steps", "2", "--", *launch)
+    assert answer["verdict"] == "fits"
+    assert all((place / f"exchanged-{rank}").exists() for rank in range(2))
+    assert [(rank["rank"], rank["device"]) for rank in answer["ranks"]] == [(0, 0), (1, 1)]
+    assert len({rank["allocated_bytes"] for rank in answer["ranks"]}) == 1
 
 
 FSDP = """
