@@ -44,14 +44,13 @@ def plans() -> list[GridEntry]:
     entries = read_grid(profiles.GRIDS / "all-models.toml")
     named = [entry for entry in entries if entry.job.model in (MODELS + CAPPED if entry.is_capped else MODELS)]
     quick = sorted((entry for entry in named if entry.gpus == 1), key=lambda entry: ORDER.index(entry.job.model))
-    able = [
+    return [
         entry
         for entry in quick
         if entry.strategy.validation_mode == "off"
         and entry.strategy.weights_dtype != "int8"
         and entry.strategy.optimizer not in ("came", "prodigy")
     ]
-    return covering(able, facts)
 
 
 def facts(entry: GridEntry) -> set[Hashable]:
@@ -70,11 +69,18 @@ def runner() -> Iterator[RehearsalRunner]:
         yield RehearsalRunner(interpreter=interpreter, server=server)
 
 
+CHOSEN = covering(plans(), facts)
+
+
 def test_there_are_enough() -> None:
     assert len(plans()) >= 40 and sum(entry.is_capped for entry in plans()) >= 9
+    assert {entry.job.model for entry in CHOSEN if entry.is_capped} == set(ORDER)
+    assert {(entry.job.model, entry.job.method) for entry in CHOSEN if not entry.is_capped} == {
+        (model, method) for model in MODELS for method in ("lora", "full")
+    }
 
 
-@pytest.mark.parametrize("entry", plans(), ids=lambda entry: re.sub(r"[^\w.]+", "-", entry.title))
+@pytest.mark.parametrize("entry", CHOSEN, ids=lambda entry: re.sub(r"[^\w.]+", "-", entry.title))
 def test_a_plan_takes_what_is_said(entry: GridEntry, runner: RehearsalRunner) -> None:
     machine = Machine(gpu="h100-80gb", torch=torch_release(runner.interpreter))
     predicted = candidate(entry, machine)
