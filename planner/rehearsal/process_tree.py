@@ -42,31 +42,29 @@ class ProcessTreeRam(NamedTuple):
 
 def host_ram() -> ProcessTreeRam:
     """The host RAM of this moment."""
-    parts = [_memory(process.pid) for process in descendants()]
+    parts = [_fields(process.pid, "smaps_rollup", "Pss") for process in descendants()]
     private = sum(part.get("Pss_Anon", 0) + part.get("Pss_File", 0) for part in parts)
     return ProcessTreeRam(private, sum(part.get("Pss", 0) for part in parts))
 
 
-def resident_bytes() -> int:
-    """No less than `host_ram().held`, and cheap: pages that processes share count for each of them.
+def host_ram_bound() -> ProcessTreeRam:
+    """No less than `host_ram()`, and cheap: pages that processes share count for each of them.
 
     Adding up a process's mappings takes the kernel tens of milliseconds a GiB, and holds up the process meanwhile.
     """
-    total = 0
-    for process in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
-    return total
+    parts = [_fields(process.pid, "status", "Rss") for process in descendants()]
+    private = sum(part.get("RssAnon", 0) + part.get("RssFile", 0) for part in parts)
+    return ProcessTreeRam(private, private + sum(part.get("RssShmem", 0) for part in parts))
 
 
-def _memory(pid: int) -> dict[str, int]:
-    """Bytes by name, as Linux adds them up over the mappings of a process."""
+def _fields(pid: int, file: str, prefix: str) -> dict[str, int]:
+    """Bytes by name, as Linux tells them of a process in a file of `/proc`."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        lines = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # gone, or not ours
         return {}
-    fields = dict(line.split(":", 1) for line in lines[1:] if ":" in line)
-    return {name: int(value.split()[0]) * KIB for name, value in fields.items() if name.startswith("Pss")}
+    fields = dict(line.split(":", 1) for line in lines if line.startswith(prefix))
+    return {name: int(value.split()[0]) * KIB for name, value in fields.items()}
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:

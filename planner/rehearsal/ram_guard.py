@@ -10,7 +10,7 @@ from types import TracebackType
 import psutil
 
 from planner.errors import VplanError
-from planner.rehearsal.process_tree import descendants, host_ram, resident_bytes
+from planner.rehearsal.process_tree import descendants, host_ram, host_ram_bound
 from planner.units import format_gib
 
 OWN_RAM_SHARE = 0.9
@@ -49,7 +49,7 @@ class RamGuard:
 
     def _watch(self) -> None:
         while not self._done.wait(TICK_SECONDS):
-            if resident_bytes() <= self.limit:
+            if host_ram_bound().held <= self.limit:
                 continue
             took = host_ram().held
             if took > self.limit:

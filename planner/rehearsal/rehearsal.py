@@ -29,7 +29,7 @@ from planner.rehearsal.hollow.hollow_request import HollowRequest
 from planner.rehearsal.interpreter import Interpreter
 from planner.rehearsal.live_memory import ProcessMemory, read_histories
 from planner.rehearsal.observations import Observed, read_observed
-from planner.rehearsal.process_tree import adopt_orphans, end_all, host_ram
+from planner.rehearsal.process_tree import adopt_orphans, end_all, host_ram, host_ram_bound
 from planner.rehearsal.ram_guard import spare_ram
 from planner.signals import unwind_on_signals
 
@@ -93,7 +93,7 @@ class RehearsalOutcome:
     pinned_bytes: int = 0
     """the most that was pinned at once"""
     held_bytes: int = 0
-    """RAM of this machine that all processes really had in the end"""
+    """RAM of this machine that all processes really had at the last look"""
     sandbox: Mapping[str, bool] = field(default_factory=dict)
     """which of `network` and `shared_memory` were the command's own"""
     log: str = ""
@@ -186,7 +186,7 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
     """Watch until one of the endings; the processes may still be there."""
     start = time.monotonic()
     spare = spare_ram()
-    peak = pinned_peak = 0
+    peak = pinned_peak = most = held = 0
     first_done: float | None = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -195,8 +195,11 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
         code = process.poll()
         table, observed = read_table(folder), read_observed(folder)
         pinned_peak = max(pinned_peak, table.pinned_bytes)
-        ram = host_ram()
-        peak = max(peak, ram.private + table.pinned_bytes)
+        bound = host_ram_bound()
+        if bound.private + table.pinned_bytes > most or bound.held > spare:  # else it is no new peak
+            most = max(most, bound.private + table.pinned_bytes)
+            ram = host_ram()
+            peak, held = max(peak, ram.private + table.pinned_bytes), ram.held
         now = time.monotonic()
         if first_done is None and any(seen.end == "steps" for seen in observed):
             first_done = now
@@ -207,12 +210,12 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
             ending = "steps"
         elif rehearsal.host_ram and peak > rehearsal.host_ram:
             ending = "host-ram"
-        elif ram.held > spare:  # pinned memory that nobody wrote to takes none
+        elif held > spare:  # pinned memory that nobody wrote to takes none
             ending = "machine-ram"
         elif now - start > rehearsal.time_limit:
             ending = "time"
         if ending:
-            return RehearsalOutcome(ending, code, now - start, observed, table, peak, pinned_peak, ram.held)
+            return RehearsalOutcome(ending, code, now - start, observed, table, peak, pinned_peak, held)
 
 
 def _all_have_stepped(observed: Sequence[Observed]) -> bool:

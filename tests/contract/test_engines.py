@@ -252,7 +252,6 @@ FSDP = [
         (WAN, "lora", {}),
         (WAN, "lora", {"adapter_dtype": "bf16", "optimizer_step": "fused"}),
         (COG, "full", {}),
-        (SAVED_TABLE, "full", {}),
         (SAVED_TABLE, "full", {"weights_dtype": "bf16"}),
     ]
 ]

@@ -21,6 +21,7 @@ from torch.utils import cpp_extension  # noqa: E402
 from planner.launch.launch import RunRequest  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from tests.contract import training  # noqa: E402
+from tests.covering import in_turns  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers.parallel.start import start  # noqa: E402
 
@@ -64,8 +65,7 @@ def compare(found: Path, wanted: Path) -> None:
         assert torch.allclose(ours[name].float(), tensor.float(), atol=2e-4), name
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize(("sharding", "method"), in_turns(SHARDINGS, ["lora", "full"]))
 def test_two_ranks_train_what_one_does_and_go_on_from_a_checkpoint(
     place: runs.Place, tmp_path: Path, sharding: str, method: str
 ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.test_whole_jobs import answer, run
+from tests.command_line import typed
+from tests.e2e.test_whole_jobs import answer
 
 WAN = ("suggest", "wan2.1-t2v-1.3b", "--frames", "81", "--gpu", "h100-80gb")
 SHARDED = ("suggest", "wan2.1-t2v-14b", "--frames", "49", "--method", "full", "--gpu", "h100-80gb")
@@ -37,7 +38,7 @@ def test_a_limit_that_nothing_keeps_is_said() -> None:
     assert not found["meets"] and not any(row["meets"] for row in found["gpu_counts"])
     assert found["plan"]["step_seconds_high"] == min(row["step_seconds_high"] for row in found["gpu_counts"])
     assert "no number of GPUs tried (1, 2, 4, 8) keeps --max-step-seconds 0.01" in " ".join(
-        run(*WAN, "--max-step-seconds", "0.01", code=3).stdout.split()
+        typed(*WAN, "--max-step-seconds", "0.01", code=3).stdout.split()
     )
 
 
@@ -49,7 +50,7 @@ def test_gpus_share_samples_where_a_step_is_too_long() -> None:
     assert chosen == found["plan"]["machine"]["gpus"] > 1
     alone = [row["step_seconds"] for row in found["gpu_counts"] if row["context_parallel"] == 1]
     assert min(alone) > 13
-    shown = " ".join(run(*long, "--max-step-seconds", "13").stdout.split())
+    shown = " ".join(typed(*long, "--max-step-seconds", "13").stdout.split())
     assert f"--gpus {chosen} --context-parallel {chosen}" in shown and f"{chosen} to a sample" in shown
 
 
@@ -76,7 +77,7 @@ def test_typed_gpus_are_the_only_ones_asked_about() -> None:
     ],
 )
 def test_limits_that_mean_nothing_are_refused(words: tuple[str, ...], fault: str) -> None:
-    assert fault in run(*words, code=2).stderr
+    assert fault in typed(*words, code=2).stderr
 
 
 def test_a_count_whose_plan_gives_up_quality_says_so() -> None:
@@ -84,5 +85,5 @@ def test_a_count_whose_plan_gives_up_quality_says_so() -> None:
     found = answer(*long)
     (one,) = (row for row in found["gpu_counts"] if row["gpus"] == 1)
     assert one["lossy"] == found["plan"]["lossy"] == ["weights_dtype"]
-    rows = [line for line in run(*long).stdout.splitlines() if line.lstrip().startswith("1 ") and " to " in line]
+    rows = [line for line in typed(*long).stdout.splitlines() if line.lstrip().startswith("1 ") and " to " in line]
     assert rows and "fits (lossy)" in rows[0]

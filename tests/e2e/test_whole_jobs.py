@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
-import vplan
+from planner.commands import cli
 from planner.spec.plan import read_plan
+from tests.command_line import typed
 
 WAN = ("wan2.1-t2v-1.3b", "--frames", "81", "--gradient-checkpointing", "full")
 H100 = ("--gpu", "h100-80gb")
 
 
-def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(vplan.command(*words), capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
-    return done
-
-
 def answer(*words: str, code: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*words, "--json", code=code).stdout)
+    found: dict[str, Any] = json.loads(typed(*words, "--json", code=code).stdout)
     return found
 
 
@@ -66,7 +60,7 @@ def test_a_job_is_the_sum_of_its_parts_and_costs_what_its_hours_cost() -> None:
     assert parts["samples"]["seconds"] == pytest.approx(4 * 50 * 2 * one_step / 4, rel=0.25)
     copied = found["disk_bytes"] / 55e9  # over the card's link, 40 times
     assert parts["checkpoints"]["seconds"] == pytest.approx(40 * copied)
-    page = " ".join(run("estimate", *WAN, *H100, *words).stdout.split())
+    page = " ".join(typed("estimate", *WAN, *H100, *words).stdout.split())
     assert f"2000 steps: {whole['hours']:.2f} to {whole['hours_high']:.2f} hours" in page
     assert "kWh at 700 W" in page and "at 2.5 per GPU-hour" in page
 
@@ -131,7 +125,7 @@ def test_every_class_of_card_has_hours_and_the_best_are_named() -> None:
     assert {name for name, price in money.items() if price is not None} == {"24GB", "192GB"}
     assert priced["cheapest_by"] == "money"
     assert priced["cheapest"] == min(("24GB", "192GB"), key=lambda name: money[name])
-    page = run(*words).stdout
+    page = typed(*words).stdout
     assert "hours" in page and "kWh" in page and f"fastest: {found['fastest']}, " in page
     assert f"cheapest in energy: {found['cheapest']}, " in page
 
@@ -158,12 +152,12 @@ def test_one_suggestion_tells_its_whole_job() -> None:
     ],
 )
 def test_bad_lengths_are_named_with_their_fix(words: tuple[str, ...], code: int, fault: str) -> None:
-    done = run("estimate", *WAN, *H100, *words, code=code)
+    done = typed("estimate", *WAN, *H100, *words, code=code)
     assert fault in done.stderr and "fix: " in done.stderr and done.stdout == ""
 
 
 def test_a_job_that_only_samples_has_no_length() -> None:
-    done = run("estimate", "wan2.1-t2v-1.3b", *H100, "--method", "sample", "--steps", "10", code=1)
+    done = typed("estimate", "wan2.1-t2v-1.3b", *H100, "--method", "sample", "--steps", "10", code=1)
     assert "a job that only samples has no steps" in done.stderr
 
 
@@ -222,8 +216,8 @@ def test_the_shapes_of_the_data_get_batches_that_fit_and_even_out_steps(data: st
     for shape, entry in told.items():
         batch = entry["batch_size"]
         more = "x".join(map(str, (*shape, batch + 1)))
-        asked = vplan.command("estimate", str(path), "--buckets", more, "--json")
-        one = json.loads(subprocess.run(asked, capture_output=True, text=True, check=False).stdout)
+        asked = ("estimate", str(path), "--buckets", more, "--json")
+        one = json.loads(CliRunner().invoke(cli, asked, prog_name="vplan").stdout)
         samples = {(49, 240, 416): 5, (33, 416, 240): 3, (1, 240, 416): 30}[shape]
         assert batch == samples or one["step_seconds"] > 1.02 * slowest or one["verdict"] != "fits"
 
@@ -245,7 +239,7 @@ def test_a_resolution_and_a_length_are_limits(data: str) -> None:
 
 
 def test_the_table_is_for_people_too(data: str) -> None:
-    page = run("estimate", *WAN_24, "--gradient-checkpointing", "full", "--buckets", "auto", "--data", data).stdout
+    page = typed("estimate", *WAN_24, "--gradient-checkpointing", "full", "--buckets", "auto", "--data", data).stdout
     assert "shape of the data" in page and "--buckets 49x240x416x1," in page
 
 
@@ -267,7 +261,7 @@ def test_a_step_of_several_shapes_is_as_long_as_the_slowest() -> None:
     ],
 )
 def test_what_lacks_is_said(words: tuple[str, ...], code: int, fault: str) -> None:
-    done = run(*words, code=code)
+    done = typed(*words, code=code)
     assert fault in done.stderr and "fix: " in done.stderr and done.stdout == ""
 
 

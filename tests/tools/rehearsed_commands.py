@@ -12,7 +12,7 @@ import json
 import shlex
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,26 @@ def rows(outcome: str = "ok") -> Iterator[dict[str, Any]]:
     for file in sorted((profiles.REHEARSALS / "commands").glob("*.jsonl")):
         found = map(json.loads, file.read_text(encoding="utf-8").splitlines())
         yield from (row for row in found if row["measured"]["outcome"] == outcome)
+
+
+def facts(row: dict[str, Any]) -> set[Hashable]:
+    """A trainer's scripts, flags and words of its config, by which `covering` chooses rows."""
+    trainer = row["trainer"]["repository"]
+    words = {word.partition("=")[0] for word in row["command"] if word.startswith("--") or word.endswith(".py")}
+    written = (row.get("config"), *row.get("files", {}).values())
+    return {(trainer, word) for word in words} | {(trainer, *leaf) for config in written for leaf in _leaves(config)}
+
+
+def _leaves(config: Any, key: str = "") -> Iterator[tuple[str, str | bool]]:
+    """The switches and words that a config says, under their keys."""
+    if isinstance(config, dict):
+        for name, value in config.items():
+            yield from _leaves(value, name)
+    elif isinstance(config, list):
+        for value in config:
+            yield from _leaves(value, key)
+    elif isinstance(config, bool | str):
+        yield key, config
 
 
 def checked(row: dict[str, Any], folder: Path) -> Checked:

@@ -110,7 +110,8 @@ def test_a_checkpoint_is_copied_and_stays_while_training_goes_on(
 
 def test_adapters_that_are_split_are_gathered_beside() -> None:
     """For the LoRA files, on rank 0: fp32 weights, and two states."""
-    adapter = sum(laid_out(WAN, SHORT).sizes[b] for b in laid_out(WAN, SHORT).named("gradient").values())
+    run = laid_out(WAN, SHORT)
+    adapter = sum(run.sizes[b] for b in run.named("gradient").values())
     assert needs(WAN, SHORT).parts["saving"] == 3 * adapter
     assert needs(WAN, SHORT, ema="gpu").parts["saving"] == (4 + 1) * adapter
     assert needs(WAN, SHORT, 2, sharding="fsdp").parts["saving"] == (3 + 1) * adapter

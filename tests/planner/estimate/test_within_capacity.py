@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Hashable
 
 import pytest
 
+from planner.catalog import lookup
+from planner.catalog.shapes import grid
 from planner.estimate import cache_flushes
 from planner.estimate.estimate import assess, estimate, estimate_on_card, outside_bytes, replay
 from planner.evidence.jsonl import rows_by_id
 from planner.evidence.measurement import ProbeRow
 from planner.evidence.published import shipped_rehearsals
 from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
 from planner.spec.configuration import Configuration
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Estimate
 from planner.units import GIB
+from tests.covering import covering
 
 JOB = Job(model="sd1.5", method="full", frames=1, height=512, width=512, batch_size=4)
 CLASSIC = Strategy(expandable_segments=False, gradient_checkpointing="none")
 
 
+@functools.cache
 def answer(spare: float | None = None) -> Estimate:
     """Of the plan on a card that has `spare` GiB beyond what is allocated and the context."""
     configuration = Configuration.of(JOB, CLASSIC, Machine(gpu="h100-80gb"))
@@ -70,11 +77,20 @@ def test_there_are_capped_rows_of_both_outcomes() -> None:
     assert len(CAPPED) >= 70 and {row.measured.outcome for row in CAPPED} == {"ok", "oom"}
 
 
-@pytest.mark.parametrize("row", CAPPED, ids=lambda row: row.id)
+def facts_of(row: ProbeRow) -> set[Hashable]:
+    """Each outcome of each family and each method, and each method's options."""
+    job, options, ran_out = row.configuration.job, row.configuration.strategy.to_json(), row.requested_bytes is not None
+    usual = Strategy().to_json()
+    said = {(job.method, *option) for option in options.items() if option[1] != usual[option[0]]}
+    return {(ran_out, lookup.model(job.model).family), (ran_out, job.method), *said}
+
+
+@pytest.mark.parametrize("row", covering(CAPPED, facts_of), ids=lambda row: row.id)
 def test_a_replay_at_the_cap_runs_out_where_the_rehearsal_did(row: ProbeRow) -> None:
     assert row.capped_bytes is not None
     facts = load_facts(row.configuration)
-    capacity = row.capped_bytes - outside_bytes(replay(row.configuration, facts)[0])
+    run = lay_out(row.configuration, facts, grid(facts.model, row.configuration.job))
+    capacity = row.capped_bytes - outside_bytes(run)
     played = replay(row.configuration, facts, capacity_bytes=capacity)[1]
     assert cache_flushes.runs_out(played) == (row.requested_bytes is not None)
 

@@ -10,7 +10,7 @@ from planner.catalog import lookup
 from planner.foreign.export import targets
 from tests.tools.exported_grid import FAULTS, STRATEGIES, ask
 
-MODELS_OF_EACH = 3
+MODELS_OF_EACH = 2
 
 
 @pytest.mark.parametrize("target", targets())

@@ -1,9 +1,8 @@
-"""`vplan suggest --for TRAINER` and `vplan export MODEL`, through the real command line."""
+"""`vplan suggest --for TRAINER` and `vplan export MODEL`, as they are typed."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from planner.catalog.shapes import job_for
 from planner.foreign.trainer_search import fitting_for, suggest_for
 from planner.search.question import Question
 from planner.spec.job import Machine, Strategy
+from tests.command_line import typed
 
 
 def run(*words: str, code: int = 0) -> Any:
-    done = subprocess.run(vplan.command(*words, "--json"), capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr + done.stdout
-    return json.loads(done.stdout)
+    return json.loads(typed(*words, "--json", code=code).stdout)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 from planner.tape.variants import OPTIMIZERS
 from planner.units import GIB
+from tests.covering import in_turns
 
 MODEL = lookup.model("cogvideox-2b")
 SHORT = {"frames": 9, "height": 240, "width": 352}
@@ -337,8 +338,7 @@ def test_a_strategy_without_a_recording_is_left_out_and_a_damaged_one_is_refused
         Search(question, getter(VplanError("tape x is damaged", "record it"))).best(question.job)
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("optimizer", sorted({optimizer for optimizer, _ in OPTIMIZERS}))
+@pytest.mark.parametrize(("optimizer", "gpus"), in_turns(sorted({optimizer for optimizer, _ in OPTIMIZERS}), [1, 2]))
 def test_every_optimizer_that_is_typed_is_searched_with_what_is_estimated_of_it(optimizer: str, gpus: int) -> None:
     # Some are not estimated over shares, or in host RAM: that says nothing of the rest.
     for card in ("8GB", "48GB"):
@@ -477,15 +477,14 @@ def test_blocks_that_wait_in_host_ram_are_counted_there_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "typed"),
+    ("name", "typed", "verdict"),
     [
-        ("flux.1-dev", {"weights_dtype": "bf16"}),
-        ("flux.1-dev", {"weights_dtype": "nf4"}),
-        ("sd3.5-large", {}),
-        ("wan2.2-t2v-a14b", {"inactive_expert": "gpu"}),
+        ("flux.1-dev", {"weights_dtype": "bf16"}, "fits"),
+        ("flux.1-dev", {"weights_dtype": "nf4"}, "tight"),
+        ("sd3.5-large", {}, "fits"),
+        ("wan2.2-t2v-a14b", {"inactive_expert": "gpu"}, "tight"),
     ],
 )
-@pytest.mark.parametrize("verdict", ["fits", "tight"])
 def test_what_is_known_without_a_look_is_what_looks_say(name: str, typed: dict[str, Any], verdict: str) -> None:
     model = lookup.model(name)
     ruled_out = no_smaller = 0

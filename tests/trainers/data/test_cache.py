@@ -31,6 +31,8 @@ from trainers.data.store import NO_ROOM, Digests, Store
 from trainers.families.common.base import Family
 from trainers.families.common.encoding import Encoder
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,6 +25,8 @@ from trainers.data import cache, packed_encoders, parts
 from trainers.families.common.encoding import Encoder, pipeline
 from trainers.step import step
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -31,6 +31,8 @@ from trainers.data.entries import read_entries, write_entries  # noqa: E402
 from trainers.data.sampler import BatchSampler  # noqa: E402
 from trainers.families.common import random_draws  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 FRAMES, SIDE, CLIP = 4, 64, 14
 PLAIN = Strategy(**runs.PLAIN, vae_dtype="fp32", text_encoder_dtype="fp32")
 

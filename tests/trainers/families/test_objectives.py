@@ -27,6 +27,8 @@ from trainers.families.common import noise_levels, random_draws  # noqa: E402
 from trainers.families.common.encoding import Encoder  # noqa: E402
 from trainers.sampling import pipelines, validate  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 ALIKE = ("wan2.1-t2v-1.3b", "wan2.2-i2v-a14b", "flux.1-dev", "flux.2-dev")
 """As a sibling that has more to it."""
 

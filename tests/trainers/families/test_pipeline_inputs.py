@@ -27,6 +27,8 @@ from trainers.families.common.base import Family  # noqa: E402
 from trainers.sampling import pipelines, validate  # noqa: E402
 from trainers.step import step  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 SIBLINGS = ("cogvideox-5b", "cogvideox1.5-5b", "flux.2-klein-4b with a reference", "wan2.2-ti2v-5b with one frame")
 """Models whose inputs are made otherwise than those of the ones of their family in `tiny.MODELS`."""
 

@@ -21,6 +21,8 @@ from trainers.data import layer_offload  # noqa: E402
 from trainers.measuring.measure import measure  # noqa: E402
 from trainers.measuring.phases import ProbedTraining, ProbeRequest  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 
 class Report:
     """A report that stays in memory."""

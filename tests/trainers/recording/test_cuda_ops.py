@@ -3,6 +3,7 @@ meanwhile."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
@@ -406,6 +407,9 @@ def test_autocast_computes_rms_norm_in_fp32_since_torch_2_12() -> None:
     assert normed(in_fp32=False) == HALF
 
 
+source_of = functools.cache(inspect.getsource)
+"""The layers of torch are those of all families."""
+
 ONE_OF_EACH_FAMILY = {lookup.model(name).family: name for name in lookup.model_names()}
 
 
@@ -414,7 +418,7 @@ def test_families_that_call_torch_s_rms_norm_are_known(family: str) -> None:
     profile = lookup.model(ONE_OF_EACH_FAMILY[family])
     job, strategy = next(StepVariant.all(profile)).records(profile)
     model = step.build_model(profile, job.replace(method="full"), strategy, shallow_config(profile))
-    sources = (inspect.getsource(kind) for kind in {type(module) for module in model.modules()})
+    sources = (source_of(kind) for kind in {type(module) for module in model.modules()})
     assert any("F.rms_norm(" in source for source in sources) == (profile.traits.rms_norm != "none")
 
 

@@ -25,6 +25,7 @@ from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.parameter_table import read_parameters
 from planner.tape.program import Program
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
+from tests.covering import in_turns
 from trainers.families import family
 from trainers.recording import tapes
 from trainers.recording.comparison import NOT_COMPARED, first_difference
@@ -109,9 +110,7 @@ def levels(events: list[int], sizes: list[int]) -> list[int]:
     return [*found, level]
 
 
-@pytest.mark.parametrize(
-    ("name", "blocks"), [*[(name, tapes.RECORDED_BLOCKS) for name in STEPS], (LORA_ONE, 9), (FULL_MANY, 9)]
-)
+@pytest.mark.parametrize(("name", "blocks"), in_turns(STEPS, [9, tapes.RECORDED_BLOCKS]))
 def test_a_step_tape_is_what_is_recorded_at_another_shape_and_depth(name: str, blocks: int) -> None:
     trace = direct(name, blocks)
     program = Program()

@@ -29,6 +29,8 @@ from trainers.sampling import samples  # noqa: E402
 from trainers.step import experts  # noqa: E402
 from trainers.train import TrainingRun  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 STEPS = 4
 
 
