@@ -191,6 +191,8 @@ class Traits(Record):
     """of one sample, when nobody says: ``num_inference_steps`` of its pipeline's call (diffusers pipelines)"""
     stored_positions: str = ""
     """buffer with the table of sine positions for the shape in the config, from which any other shape's is made anew"""
+    depthwise: tuple[Text, ...] = ()
+    """ends of the names of convolutions with a filter for each channel: an adapter of one reads all channels"""
     saved_tables: tuple[Text, ...] = ()
     """buffers that a checkpoint holds: they are loaded in the weights' format, and no engine splits or casts them"""
     wide_is_all_linear: Flag = False

@@ -47,6 +47,13 @@ class LinearLayer(NamedTuple):
     rows: int
     columns: int
     block: Block | None
+    window: int = 1
+    """numbers of each channel that a filter of a depthwise convolution reads"""
+
+    @property
+    def numbers(self) -> int:
+        """Those of an adapter of rank 1."""
+        return self.rows + self.window * self.columns
 
 
 def is_named(layer: str, targets: Iterable[str]) -> bool:
@@ -71,7 +78,7 @@ def adapters_as_named(run: Run) -> None:
         raise VplanError(fault, f"--lora-targets takes the ends of names like {example}")
     layers = linear_layers(run)
     lacking = [layers[name] for name in wanted - recorded if name in layers]
-    added = run.job.lora_rank * sum(layer.rows + layer.columns for layer in lacking)
+    added = run.job.lora_rank * sum(layer.numbers for layer in lacking)
     add_adapters(run, added)  # by what is recorded, of which nothing may be left
     _leave_out(run, recorded - wanted)
     compute_adapters(run, lacking)
@@ -98,6 +105,7 @@ def linear_layers(run: Run) -> dict[str, LinearLayer]:
 def _linear_layers(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> dict[str, LinearLayer]:
     recorded = recorded_step(configuration, load_facts(configuration))
     table, sizes = parameters(recorded.facts.model.name), recorded.program.bytes_of(dict(shape))
+    depthwise = recorded.facts.model.traits.depthwise
     layers: dict[str, LinearLayer] = {}
     for name, buffer in recorded.named("weight").items():
         if not name.endswith(".weight") or ADAPTER in name or not table.is_parameter(name):
@@ -105,7 +113,9 @@ def _linear_layers(configuration: Configuration, shape: tuple[tuple[str, int], .
         rows, elements = table.rows_of(name, 1), table.elements(name, sizes[buffer])
         if elements > rows:  # not of a norm
             layer = name.removesuffix(".weight").removesuffix(".base_layer")
-            layers[layer] = LinearLayer(rows, elements // rows, recorded.facts.step.block_of(name))
+            columns, block = elements // rows, recorded.facts.step.block_of(name)
+            apart = layer.endswith(depthwise)  # as many channels go in as come out
+            layers[layer] = LinearLayer(rows, rows, block, columns) if apart else LinearLayer(rows, columns, block)
     return layers
 
 

@@ -159,7 +159,7 @@ DIFFUSERS = Source(
         "examples/dreambooth/train_dreambooth_lora_flux2.py examples/dreambooth/train_dreambooth_lora_flux2_klein.py "
         "examples/dreambooth/train_dreambooth_lora_hidream.py "
         "examples/dreambooth/train_dreambooth_lora_krea2.py examples/dreambooth/train_dreambooth_lora_lumina2.py "
-        "examples/dreambooth/train_dreambooth_lora_qwen_image.py "
+        "examples/dreambooth/train_dreambooth_lora_qwen_image.py examples/dreambooth/train_dreambooth_lora_sana.py "
         "examples/dreambooth/train_dreambooth_lora_sd3.py examples/dreambooth/train_dreambooth_lora_sdxl.py "
         "examples/dreambooth/train_dreambooth_lora_z_image.py examples/dreambooth/train_dreambooth_sd3.py "
         "examples/dreambooth/train_dreambooth.py "

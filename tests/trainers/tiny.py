@@ -176,6 +176,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     "hidream": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "axes_dims_rope": [4, 2, 2]}
     | {"caption_channels": [8, 8], "text_emb_dim": 16, "llama_layers": [0, 1, 2, 2], "max_resolution": [16, 16]},
     "anima": {**SMALL, "attention_head_dim": 12, "text_embed_dim": 8, "adaln_lora_dim": 4},
+    "sana": {**SMALL, "attention_head_dim": 8, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8}
+    | {"cross_attention_dim": 16, "caption_channels": 8},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
     "easyanimate": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "mmdit_layers": 1},
 }
@@ -211,6 +213,7 @@ ENCODERS = {
         "text_encoder_4": "LlamaForCausalLM",
     },
     "anima": {"text_encoder": "Qwen3Model", "text_conditioner": "AnimaTextConditioner"},
+    "sana": {"text_encoder": "Gemma2Model"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
 }
@@ -227,6 +230,8 @@ VAES: dict[str, dict[str, object]] = {
     "AutoencoderKLHunyuanImage": {"block_out_channels": [32, 32, 32, 32, 64, 128], "layers_per_block": 1},
     "AutoencoderKLLTXVideo": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": [1, 1, 1, 1, 1]}
     | {"decoder_block_out_channels": [8, 8, 8, 8], "decoder_layers_per_block": [1, 1, 1, 1, 1]},
+    "AutoencoderDC": {"encoder_block_out_channels": [32] * 6, "decoder_block_out_channels": [32] * 6}
+    | {"encoder_layers_per_block": [1] * 6, "decoder_layers_per_block": [1] * 6},
     "AutoencoderKLMochi": {"encoder_block_out_channels": [32, 32, 32, 32], "layers_per_block": [1, 1, 1, 1, 1]}
     | {"decoder_block_out_channels": [32, 32, 32, 32]},
 }
@@ -264,6 +269,7 @@ MODELS = (
     "ideogram-4",
     "hidream-i1",
     "anima",
+    "sana-1.6b",
     "latentsync-1.6-stage1",
 )
 """Bundled models whose samples can be encoded, at least one of each kind of condition."""

@@ -143,7 +143,8 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
     def run() -> Tensor:
         batch = torch.randn(size, dtype=DTYPES[dtype])
         if part == "encode":
-            drawn: Tensor = model.encode(batch, return_dict=False)[0].sample()
+            encoded = model.encode(batch, return_dict=False)[0]
+            drawn: Tensor = encoded if isinstance(encoded, Tensor) else encoded.sample()  # without a posterior: DC-AE
             return drawn
         # a VAE that takes noise out at the last step is told how much (ltx/pipeline_ltx.py: decode_timestep)
         noise = [torch.zeros(1, dtype=DTYPES[dtype])] if vae.config.get("timestep_conditioning") else []

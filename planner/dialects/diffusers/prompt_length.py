@@ -10,12 +10,16 @@ from planner.dialects.diffusers.models import SCRIPTS
 
 FLAG = "--max_sequence_length"
 
+MASKED = ("train_dreambooth_lora_sana.py",)
+"""Scripts that give the model the padding too, and a mask."""
 
-def _others(model: str) -> int | None:
+
+def _others(model: str, script: str) -> int | None:
     """A model's text tokens beside those of its longest encoder, which are CLIP's; None where no prompt is padded."""
     profile = lookup.model(model)
     padded = max(encoder.max_tokens for encoder in profile.text_encoders)
-    unpadded = profile.inputs.get("text_mask", True) or profile.shape.text_tokens < padded
+    masked = profile.inputs.get("text_mask", True) and not script.endswith(MASKED)
+    unpadded = masked or profile.shape.text_tokens < padded
     return None if unpadded else profile.shape.text_tokens - padded
 
 
@@ -29,7 +33,7 @@ def _default(script: str) -> int | None:
 def _read(settings: Settings) -> Fields:
     default = _default(str(settings["script"]))
     model = lookup.model(require_model(settings, "--pretrained_model_name_or_path"))
-    others = _others(model.name)
+    others = _others(model.name, str(settings["script"]))
     if default is None or others is None:
         return {"text_tokens": None}
     tokens = others + int(settings.get(FLAG, default))
@@ -38,7 +42,7 @@ def _read(settings: Settings) -> Fields:
 
 def _write(fields: Fields) -> Settings:
     script = SCRIPTS.get((fields["model"], fields["method"]))
-    default, others = _default(script) if script else None, _others(fields["model"])
+    default, others = (_default(script), _others(fields["model"], script)) if script else (None, None)
     if default is None or others is None:
         return {}
     length = (fields["text_tokens"] or lookup.model(fields["model"]).shape.text_tokens) - others

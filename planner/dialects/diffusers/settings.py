@@ -229,25 +229,27 @@ def _write_optimizer(fields: Fields) -> Settings:
 
 
 def _text_encoder(script: str, captions: bool = False, offload: bool = False) -> str:
-    """Where a script has its text encoders; ``offload``: with --offload, which Lumina 2's obeys too. Prompts are
-    encoded once where they are all alike, and SDXL in full computes every embedding before; then their encoders are
+    """Where a script has its text encoders; ``offload``: with --offload, which those of `PIPELINE` obey too. Prompts
+    are encoded once where they are all alike, and SDXL in full computes every embedding before; then their encoders are
     gone, but for those that `HELD` holds on to. CogVideoX's stay, and those of texts to images and of ``captions``,
     which a `PER_CAPTION` script encodes in the loop."""
     in_the_loop = "cogvideo" in script or "text_to_image" in script or (captions and script.endswith(PER_CAPTION))
-    held = script.endswith(HELD) and not (offload and script.endswith(LUMINA))
+    held = script.endswith(HELD) and not (offload and script.endswith(PIPELINE))
     return "resident" if (in_the_loop or held) and not script.endswith(BEFORE) else "cached"
 
 
 BEFORE = "train_text_to_image_sdxl.py"
 """Computes embeddings and latents before training."""
 
-LUMINA = "train_dreambooth_lora_lumina2.py"
+PIPELINE = ("train_dreambooth_lora_lumina2.py", "train_dreambooth_lora_sana.py")
+"""Scripts whose ``text_encoding_pipeline`` has the text encoder."""
+
 SDXL_SCRIPTS = ("train_dreambooth_lora_sdxl.py", "train_text_to_image_sdxl.py")
-VAE_IN_FP32 = (*SDXL_SCRIPTS, LUMINA, "train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py")
+VAE_IN_FP32 = (*SDXL_SCRIPTS, *PIPELINE, "train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py")
 OTHER_VAE = "train_text_to_image_lora_sdxl.py"
-HELD = ("train_dreambooth_lora_flux.py", "train_dreambooth_lora_sdxl.py", LUMINA)
+HELD = ("train_dreambooth_lora_flux.py", "train_dreambooth_lora_sdxl.py", *PIPELINE)
 """``main`` deletes some of its names for the encoders: FLUX.1's list ``text_encoders`` still has both, and SDXL's
-``text_encoder_one`` and ``_two`` are left; Lumina 2's ``text_encoding_pipeline`` has it. FLUX.1 at 512 pixels rehearses
+``text_encoder_one`` and ``_two`` are left; so is `PIPELINE`. FLUX.1 at 512 pixels rehearses
 at 41.75 GiB, of which they are 9.1."""
 
 PER_CAPTION = ("train_dreambooth_flux.py", "train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py")
@@ -348,7 +350,7 @@ def _write_text_encoder_dtype(fields: Fields) -> Settings:
 
 
 def _vae_dtype(settings: Settings) -> Fields:
-    """What most scripts make of it is the mixed precision's format. The VAEs of SDXL, SD 3 and Lumina 2 are fp32
+    """What most scripts make of it is the mixed precision's format. The VAEs of SDXL, SD 3, Lumina 2 and SANA are fp32
     (`vae.to(accelerator.device, dtype=torch.float32)`), but for one that is named to the LoRA script of SDXL."""
     script = str(settings["script"])
     named = settings.get("--pretrained_vae_model_name_or_path") is not None
@@ -509,7 +511,7 @@ DIALECT = Dialect(
             ("--pretrained_vae_model_name_or_path",),
             _vae_dtype,
             _write_vae_dtype,
-            {"vae_dtype": "bf16; SDXL, SD 3 and Lumina 2: fp32"},
+            {"vae_dtype": "bf16; SDXL, SD 3, Lumina 2 and SANA: fp32"},
         ),
         *our_defaults("inactive_expert", "group_offload", "group_offload_stream", "attention", "compile"),
         *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),

@@ -44,9 +44,9 @@ MODELS = {
     "CHROMA_1": "chroma1-hd",
     "HI_DREAM_FULL": "hidream-i1",
 }
-"""Its ModelType -> ours; STABLE_DIFFUSION_35 and FLUX_2 have several, told by their names."""
+"""Its ModelType -> ours; those of `BY_NAME` have several, told by their names."""
 
-BY_NAME = ("STABLE_DIFFUSION_35", "FLUX_2")
+BY_NAME = ("STABLE_DIFFUSION_35", "FLUX_2", "SANA")
 
 FORMATS = {
     "FLOAT_32": "fp32",

@@ -28,7 +28,7 @@ SAMPLES = "data:samples"
 ALIGNMENT = "aspect_bucket_alignment"
 USUAL_ALIGNMENT = 64
 FORCED = {
-    **dict.fromkeys(("flux", "sdxl", "sd1x", "sd2x", "sd3", "lumina2", "hidream", "ltxvideo", "ltxvideo2"), 64),
+    **dict.fromkeys(("flux", "sdxl", "sd1x", "sd2x", "sd3", "lumina2", "hidream", "sana", "ltxvideo", "ltxvideo2"), 64),
     **dict.fromkeys(("qwen_image", "wan"), 32),
     **dict.fromkeys(("anima", "flux2"), 16),
 }

@@ -17,7 +17,7 @@ SEGMENTS = ("flux", "flux2", "hunyuanvideo", "krea2", "ltxvideo", "ltxvideo2", "
 """Families that checkpoint as many blocks together as the interval says (``checkpoint_sequential_state`` in
 helpers/models/*/transformer.py)."""
 
-ONE_BY_ONE = ("anima", "chroma", "ernie", "hidream", "ideogram", "qwen_image")
+ONE_BY_ONE = ("anima", "chroma", "ernie", "hidream", "ideogram", "qwen_image", "sana")
 """Families that checkpoint one block of as many as the interval says (``should_checkpoint_block``). All others ignore
 it (helpers/training/default_settings/safety_check.py)."""
 

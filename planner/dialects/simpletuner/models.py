@@ -35,6 +35,11 @@ MODELS: dict[str, dict[str, str]] = {
     "krea2": dict.fromkeys(("", "raw", "turbo"), "krea-2"),
     "ernie": dict.fromkeys(("", "base", "turbo"), "ernie-image"),
     "anima": dict.fromkeys(("", "preview-3", "base-v1.0", "release", "preview-2", "preview"), "anima"),
+    "sana": {
+        **dict.fromkeys(("", "sana1.5-4.8b-1024"), "sana1.5-4.8b"),
+        "sana1.5-1.6b-1024": "sana1.5-1.6b",
+        "sana1.0-1.6b-1024": "sana-1.6b",
+    },
     "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
     "ltxvideo2": {

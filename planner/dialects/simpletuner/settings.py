@@ -249,9 +249,9 @@ def _ramtorch(settings: Settings) -> bool:
     return of(settings, "ramtorch") in (True, "true")
 
 
-ATTENTION_ALONE = ("sd3",)
-"""Families whose usual adapters are on the image stream's attention alone, where our model's are on more
-(``DEFAULT_LORA_TARGET`` in helpers/models/sd3/model.py)."""
+SECOND_CHOICE = ("sd3", "sana")
+"""Families whose usual adapters are on our model's second choice of layers: of SD 3 the image stream's attention alone,
+of SANA what goes out of attention too (``DEFAULT_LORA_TARGET`` in helpers/models/{sd3,sana}/model.py)."""
 
 
 def _layers(settings: Settings) -> Fields:
@@ -261,7 +261,7 @@ def _layers(settings: Settings) -> Fields:
 
 
 def _usual_layers(method: str, family: str, weights: str) -> bool:
-    return family not in ATTENTION_ALONE or method != "lora" or weights in QUANTISED
+    return family not in SECOND_CHOICE or method != "lora" or weights in QUANTISED
 
 
 def _write_layers(fields: Fields) -> Settings:

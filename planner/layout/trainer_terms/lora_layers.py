@@ -155,7 +155,7 @@ def adapters_on_linear_layers(of_blocks: bool) -> Transform:
         if run.job.method != "lora":
             return
         layers = {name: layer for name, layer in linear_layers(run).items() if layer.block or not of_blocks}
-        there = run.job.lora_rank * sum(layer.rows + layer.columns for layer in layers.values())
+        there = run.job.lora_rank * sum(layer.numbers for layer in layers.values())
         each = 4 if run.strategy.adapter_dtype == "fp32" else 2
         own = run.total_bytes(run.named("gradient").values())
         add_adapters(run, there - own // (each * run.trained_experts))

@@ -82,6 +82,9 @@ def test_every_bundled_model_is_sound() -> None:
         "flex.1-alpha",
         "lumina-image-2.0",
         "anima",
+        "sana-1.6b",
+        "sana1.5-1.6b",
+        "sana1.5-4.8b",
     }
     for name in names:
         profile = model(name)
@@ -137,6 +140,8 @@ def test_every_bundled_model_is_sound() -> None:
         ("hunyuan image", "hunyuan-image-2.1"),
         ("baidu/ERNIE-Image", "ernie-image"),
         ("circlestone-labs/Anima", "anima"),
+        ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "sana-1.6b"),
+        ("Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", "sana1.5-4.8b"),
         ("ideogram", "ideogram-4"),
         ("HiDream-ai/HiDream-I1-Full", "hidream-i1"),
         ("HiDream-ai/HiDream-I1-Dev", "hidream-i1"),
@@ -173,6 +178,9 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("hunyuan-video-1.5", 8_327),
         ("ernie-image", 8_033),
         ("anima", 1_956),
+        ("sana-1.6b", 1_604),
+        ("sana1.5-1.6b", 1_605),
+        ("sana1.5-4.8b", 4_722),
         ("sd2.1", 865.91),
     ],
 )

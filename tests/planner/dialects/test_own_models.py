@@ -67,6 +67,7 @@ def diffusion_pipe(kind: str) -> tuple[str, str]:
         (diffusion_pipe("hidream"), "diffusion-pipe", "hidream-i1", True),
         (simpletuner("anima"), "simpletuner", "anima", True),
         (ai_toolkit("anima"), "ai-toolkit", "anima", False),
+        (simpletuner("sana"), "simpletuner", "sana1.5-4.8b", True),
         (simpletuner("krea2"), "simpletuner", "krea-2", False),
         (ai_toolkit("sd3"), "ai-toolkit", "sd3.5-large", False),
     ],

@@ -86,6 +86,7 @@ UNDONE = {
     ),
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "anima": lambda latents, vae: by_channel(latents, vae.config),
+    "sana-1.6b": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
     "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
 }
 """How each family's pipeline turns latents back into what its VAE decodes (diffusers 0.42, pipelines/)."""
@@ -131,12 +132,15 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
 def posterior_of(
     model: Path, profile: ModelProfile, clip: Path, frames: int, entry: cache.Entry
 ) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The VAE, and what it makes of a clip, drawn as the entry was."""
+    """The VAE, and what it makes of a clip, drawn as the entry was where it has a posterior."""
     import diffusers
 
     vae = getattr(diffusers, profile.vae.class_name).from_pretrained(model / "vae")
     pixels = torch.from_numpy(scan.clips.frames(clip, range(frames), 64, 64)).permute(3, 0, 1, 2)[None] / 127.5 - 1
-    posterior = vae.encode(pixels if profile.vae.takes_clips else pixels[:, :, 0]).latent_dist
+    encoded = vae.encode(pixels if profile.vae.takes_clips else pixels[:, :, 0])
+    if "latent" in encoded:
+        return vae, encoded.latent
+    posterior = encoded.latent_dist
     generator = torch.Generator().manual_seed(int(entry.path.stem[:15], 16))
     return vae, posterior.mode() if profile.family in MODE else posterior.sample(generator)
 
@@ -159,6 +163,7 @@ PROMPTS = {
     "krea-2": ("Krea2Pipeline", {}, ("prompt", "prompt_mask")),
     "hunyuan-image-2.1": ("HunyuanImagePipeline", {}, ("prompt", "prompt_mask", "glyphs", "glyph_mask")),
     "lumina-image-2.0": ("Lumina2Pipeline", {}, ("prompt", "prompt_mask")),
+    "sana-1.6b": ("SanaPipeline", {}, ("prompt", "prompt_mask")),
 }
 """How a family's pipeline is asked for embeddings, with all its encoders at once, and what it answers, in order."""
 

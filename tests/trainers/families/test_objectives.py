@@ -93,7 +93,8 @@ class Oracle(torch.nn.Module):
             assert level == pytest.approx(1.0, abs=2e-3)  # UniPC counts its timesteps in whole numbers
             self.noise = noisy
         else:
-            torch.testing.assert_close(noisy, (1 - level) * self.clean + level * self.noise, atol=2e-3, rtol=2e-3)
+            rounded = 2e-3 * max(1.0, float((self.noise - self.clean).abs().max()))
+            torch.testing.assert_close(noisy, (1 - level) * self.clean + level * self.noise, atol=rounded, rtol=2e-3)
         return (self.said(self.sign * (self.noise - self.clean)),)
 
 
@@ -114,9 +115,8 @@ def test_a_model_that_predicts_what_training_asks_for_samples_the_clip_it_was_tr
     with torch.no_grad():
         latents = turn.encode(encoder, clip)["latents"][None]
         pixels = clip.permute(3, 0, 1, 2)[None] / 127.5 - 1
-        expected = vae.decode(
-            vae.encode(pixels if made.profile.vae.takes_clips else pixels[:, :, 0]).latent_dist.mode()
-        )
+        encoded = vae.encode(pixels if made.profile.vae.takes_clips else pixels[:, :, 0])
+        expected = vae.decode(encoded.latent if "latent" in encoded else encoded.latent_dist.mode())
     made.model = Oracle(made, latents, monkeypatch)
     asked = pipelines.SampleInputs(vae=lambda: vae, steps=3)
     found = validate.sample(made.model, made.profile, made.job, FP32, CPU, asked)

@@ -37,13 +37,13 @@ from trainers.recording.any_class.pipeline_source import pipelines_of
 from trainers.recording.recorder import RawAllocation, RawRecording
 from trainers.recording.tapes import leave_out_aligned_copies
 
-SANA = {
-    "_class_name": "SanaTransformer2DModel",
+COGVIEW = {
+    "_class_name": "CogView4Transformer2DModel",
     "num_attention_heads": 4,
     "attention_head_dim": 32,
-    "num_cross_attention_heads": 4,
-    "cross_attention_head_dim": 32,
-    "cross_attention_dim": 128,
+    "text_embed_dim": 64,
+    "time_embed_dim": 32,
+    "condition_dim": 16,
     "num_layers": 7,
 }
 STEP = "step-lora-half-half-none-one"
@@ -117,13 +117,13 @@ def wrote(place: Path, config: dict[str, Any]) -> Path:
 
 
 def test_a_class_without_a_family_is_recorded_as_it_runs_at_full_depth(tmp_path: Path) -> None:
-    done = vplan("record", wrote(tmp_path / "mine", SANA), "--variant", STEP, "--json")
+    done = vplan("record", wrote(tmp_path / "mine", COGVIEW), "--variant", STEP, "--json")
     assert done.exit_code == 0, done.output
     profile = lookup.model("mine")
     call = ForwardCall.read(profile.inputs)
-    assert (profile.family, profile.kind, profile.vae.spatial) == (FAMILY, "image", 32)
-    assert call.forward["hidden_states"] == "B 32 H W" and call.forward["encoder_hidden_states"] == "B T 2304"
-    assert any("hidden_states is [B 32 H W], found by dry runs" in note for note in call.assumed)
+    assert (profile.family, profile.kind, profile.vae.spatial) == (FAMILY, "image", 8)
+    assert call.forward["hidden_states"] == "B 16 2H 2W" and call.forward["encoder_hidden_states"] == "B T 64"
+    assert any("hidden_states is [B 16 2H 2W], found by dry runs" in note for note in call.assumed)
     variant = StepVariant("lora", Precision("half", "half", False), "none", True)
     case = Case.of(profile, variant)
     assert from_tape(case).peak == directly(case)[0].peak

@@ -320,6 +320,15 @@ TINY: dict[str, dict[str, Any]] = {
         "text_embed_dim": 8,
         "adaln_lora_dim": 4,
     },
+    "sana-1.6b": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "caption_channels": 8,
+    },
     "lumina-image-2.0": {
         "num_attention_heads": 2,
         "num_kv_heads": 1,

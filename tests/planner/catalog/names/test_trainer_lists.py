@@ -100,7 +100,7 @@ def test_another_config_of_the_same_class_is_a_model_of_its_own(name: str) -> No
 
 
 def test_a_class_that_is_not_bundled_is_to_be_recorded() -> None:
-    error = refusal("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers")
+    error = refusal("Efficient-Large-Model/Sana_600M_1024px_diffusers")
     assert "SanaTransformer2DModel" in error.fix
     assert "vplan record FOLDER" in error.fix
 
