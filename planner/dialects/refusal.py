@@ -168,7 +168,7 @@ def _other_script(script: Script, readers: Sequence[Dialect]) -> VplanError | No
 
 
 def _scripts(known: Sequence[str]) -> str:
-    return f"{REHEARSE}; supported scripts of it: {', '.join(known)}"
+    return f"supported scripts of it: {', '.join(known)}; {REHEARSE}"
 
 
 def _names(typed: str, path: str) -> bool:

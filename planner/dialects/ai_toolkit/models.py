@@ -11,7 +11,7 @@ from planner.dialects.base.launchers import find_model
 from planner.dialects.base.layer_names import chosen_layers, layer_names
 from planner.dialects.base.values import as_list, integer, number
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
+from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE, UINTX
 from planner.layout.trainer_terms.lora_layers import WITHOUT_EXPERTS
 from planner.spec.job import QUANTISED, Bucket, ValidationShape
 
@@ -92,12 +92,19 @@ def _experts_of(settings: Settings, model: str) -> Fields:
 
 def version_of(settings: Settings, fields: Fields) -> str:
     """The version of the memory terms that applies, joined by a dash: `QUANTISED_WHOLE` when the model goes to the GPU
-    whole before it is quantised, `WITHOUT_EXPERTS` when its experts get no adapters."""
+    whole before it is quantised, a `qtype` of `UINTX`, `WITHOUT_EXPERTS` when its experts get no adapters."""
     quantised_on_gpu = settings.get(f"{MODEL}quantize") and not settings.get(f"{MODEL}low_vram")
     decides = lookup.model(fields["model"]).trained_with("ai-toolkit", "moved-whole-without-low-vram")
     without = fields["method"] == "lora" and any(map(_names_experts, words_of(settings, IGNORED)))
     whole = quantised_on_gpu and decides
-    return "-".join(filter(None, [QUANTISED_WHOLE if whole else "", WITHOUT_EXPERTS if without else ""]))
+    qtype = qtype_of(settings) if settings.get(f"{MODEL}quantize") else ""
+    names = [QUANTISED_WHOLE if whole else "", qtype if qtype in UINTX else "", WITHOUT_EXPERTS if without else ""]
+    return "-".join(filter(None, names))
+
+
+def qtype_of(settings: Settings) -> str:
+    """The format that the model is quantised to, without the accuracy recovery adapter that may stand behind it."""
+    return str(settings.get(f"{MODEL}qtype", "qfloat8")).partition("|")[0]
 
 
 def named_layers(settings: Settings) -> tuple[str, ...] | None:

@@ -20,6 +20,7 @@ from planner.dialects.ai_toolkit.models import (
     datasets_of,
     model_of,
     named_layers,
+    qtype_of,
     references_of,
     shape_of,
     validation_of,
@@ -49,7 +50,7 @@ from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.ai_toolkit import QUANTISED_WHOLE
+from planner.layout.trainer_terms.ai_toolkit import GROUP_BITS, QUANTISED_WHOLE, UINTX
 from planner.layout.trainer_terms.lora_layers import WITHOUT_EXPERTS, on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
@@ -63,13 +64,12 @@ QTYPES = {
     "qfloat8_e4m3fn": "fp8",
     "int8": "int8",
     "qint8": "int8",
-    "uint8": "int8",
     "qint4": "nf4",
-    "uint4": "nf4",
-    "uint3": "nf4",
-    "uint2": "nf4",
+    **dict.fromkeys(UINTX, "fp8"),
 }
-"""Of 4 bits and fewer as nf4, which needs no less: a scale for each 64 numbers or more beside 4 bits of each."""
+"""Those of `UINTX` are laid out as fp8, and take so many bits by a version of the memory terms."""
+UNQUANTISED = "uint8"
+"""The ``qtype`` that leaves every layer as it is (toolkit/util/uintx_quant.py ``can_quantize``)."""
 OPTIMIZERS = {
     "adamw": "adamw",
     "adamw8bit": "adamw-8bit",
@@ -84,13 +84,15 @@ DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16",
 
 def _formats_of(settings: Settings) -> Fields:
     dtype = one_of(DTYPES, "train.dtype")(settings.get(f"{TRAIN}dtype", "fp32"))
-    weights = dtype
-    if settings.get(f"{MODEL}quantize"):
-        qtype = str(settings.get(f"{MODEL}qtype", "qfloat8")).partition("|")[0]
+    weights, encoder, qtype = dtype, "bf16", qtype_of(settings)
+    quantised = settings.get(f"{MODEL}quantize")
+    if quantised and qtype != UNQUANTISED:
         weights = one_of(QTYPES, "model.qtype")(qtype)
-    encoder = "bf16"
-    if settings.get(f"{MODEL}quantize_te", settings.get(f"{MODEL}quantize")):
-        encoder = one_of(QTYPES, "model.qtype_te")(settings.get(f"{MODEL}qtype_te", "qfloat8"))
+    if settings.get(f"{MODEL}quantize_te", quantised):
+        by_qtype = lookup.model(model_of(settings)["model"]).trained_with("ai-toolkit", "text-encoder-by-qtype")
+        qtype = qtype if by_qtype else settings.get(f"{MODEL}qtype_te", "qfloat8")
+        fewer = UINTX.get(qtype, 8) <= 4
+        encoder = "bf16" if qtype == UNQUANTISED else "nf4" if fewer else one_of(QTYPES, "model.qtype_te")(qtype)
     autocast = dtype if dtype != "fp32" else "none"
     return {
         "weights_dtype": weights, "compute_dtype": dtype, "autocast": autocast, "text_encoder_dtype": encoder
@@ -379,17 +381,35 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"layer_offloading without gradient_checkpointing{MAY_NEED_LESS}"
     if settings.get(f"{MODEL}layer_offloading") and fields["text_encoder"] == "resident":
         yield f"layer_offloading of the text encoder{MAY_NEED_LESS}"
-    if fields["weights_dtype"] == "nf4":
-        yield f"{settings.get(f'{MODEL}qtype')} is estimated as nf4, without what an accuracy recovery adapter takes"
+    yield from _notes_on_formats(settings, fields)
     if fields["text_encoder"] == "resident":
         yield "the text encoder stays on the GPU: neither cache_text_embeddings nor unload_text_encoder is set"
     if f"{DATA}resolution" not in settings:
         yield "resolution 512, the default of a dataset"
-    if fields["weights_dtype"] in QUANTISED and settings.get(f"{MODEL}quantize_te") is None:
-        yield "quantize_te follows quantize: the text encoder is quantised too"
     t5_alone = lookup.model(fields["model"]).trained_with("ai-toolkit", "t5-alone-quantised")
     if t5_alone and fields["text_encoder_dtype"] in QUANTISED:
         yield "T5 alone is quantised: both CLIP encoders stay in 16 bits but are priced like T5, at least 0.8 GiB low"
+
+
+def _notes_on_formats(settings: Settings, fields: Fields) -> Iterator[str]:
+    """What becomes of the model's weights and the text encoder's."""
+    qtype = qtype_of(settings)
+    if settings.get(f"{MODEL}quantize") and qtype == UNQUANTISED:
+        yield f"qtype {UNQUANTISED} quantises nothing ({AT} toolkit/util/uintx_quant.py): weights stay as they are"
+    if fields["weights_dtype"] == "nf4":
+        yield f"{qtype} is estimated as nf4"
+    if qtype in UINTX and fields["weights_dtype"] == "fp8":
+        bits = UINTX[qtype] + GROUP_BITS
+        yield f"{qtype} is laid out as fp8, at {bits} bits a number ({AT} toolkit/util/uintx_quant.py)"
+    if "|" in str(settings.get(f"{MODEL}qtype")):
+        yield "the accuracy recovery adapter is not estimated, takes more: its rank stands in its file"
+    if fields["text_encoder_dtype"] == "nf4":
+        yield "the text encoder's 4 bits or fewer are estimated as nf4"
+    if fields["weights_dtype"] in QUANTISED and settings.get(f"{MODEL}quantize_te") is None:
+        yield "quantize_te follows quantize: the text encoder is quantised too"
+    by_qtype = lookup.model(fields["model"]).trained_with("ai-toolkit", "text-encoder-by-qtype")
+    if by_qtype and f"{MODEL}qtype_te" in settings:
+        yield f"qtype_te is not read for this model: its text encoder is quantised to qtype ({AT})"
 
 
 def _two_on_gpu(fields: Fields) -> bool:

@@ -6,6 +6,8 @@ trains. Its adapters are fp32 (jobs/process/BaseSDTrainProcess.py ``network.forc
 
 from __future__ import annotations
 
+import itertools
+
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER, alive_after, encoders, load_component
 from planner.layout.phases import take_sizes
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
@@ -14,6 +16,7 @@ from planner.layout.trainer_terms.lora_layers import (
     WITHOUT_EXPERTS,
     adapters_on_linear_layers,
     experts_not_adapted,
+    inputs_of_more_adapters,
     wider_adapters,
 )
 from planner.layout.trainer_terms.shared import (
@@ -73,6 +76,7 @@ def adapters_on_blocks(run: Run) -> None:
     recorded = run.in_own_code or (model.lora.wide and model.traits.wide_is_all_linear)
     if recorded or model.traits.stages or run.job.lora_targets is not None:
         return
+    inputs_of_more_adapters(run)
     adapters_on_linear_layers(of_blocks=True)(run)
 
 
@@ -145,10 +149,42 @@ loading (toolkit/basic.py at 0657f36)."""
 QUANTISED_WHOLE = "quantised-whole"
 """The version of memory terms of a model that goes to the GPU in 16 bits to be quantised there."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {
-    QUANTISED_WHOLE: (quantised_whole,),
-    WITHOUT_EXPERTS: (experts_not_adapted,),
-    f"{QUANTISED_WHOLE}-{WITHOUT_EXPERTS}": (quantised_whole, experts_not_adapted),
+UINTX = {f"uint{bits}": bits for bits in range(2, 8)}
+"""``qtype`` -> bits of a number (toolkit/util/uintx_quant.py ``UINTX_QTYPES``)."""
+
+GROUP_BITS = (16 + 8) / 64
+"""Of each number: a scale in 16 bits and a zero point of 8 for 64 numbers."""
+
+SMALLEST_MATRIX = 1 << 16
+"""Bytes: biases and norms' vectors are smaller, and stay in 16 bits."""
+
+
+def uintx(bits: int) -> Transform:
+    """The term of a base in so many bits (toolkit/util/uintx_quant.py ``UIntXQuantizer``), which is laid out as one of
+    8. ``F.linear`` is given a layer's weights in 16 bits, and autograd keeps them until its backward, as those are kept
+    that diffusers' layerwise casting makes of 8 bits in the recording."""
+
+    def term(run: Run) -> None:
+        """Matrices take so many bits a number."""
+        for buffer in run.named("weight").values():
+            if run.sizes[buffer] >= SMALLEST_MATRIX:
+                run.resize(buffer, int(run.sizes[buffer] * (bits + GROUP_BITS) / 8))
+
+    return term
+
+
+VERSIONS: dict[str, Transform] = {
+    QUANTISED_WHOLE: quantised_whole,
+    **{qtype: uintx(bits) for qtype, bits in UINTX.items()},
+    WITHOUT_EXPERTS: experts_not_adapted,
 }
-"""The first without `low_vram`; files that are written have it. The others where ``network_kwargs.ignore_if_contains``
-names experts (toolkit/lora_special.py)."""
+"""quantised-whole: without `low_vram`; files that are written have it. without-experts: where
+``network_kwargs.ignore_if_contains`` names experts (toolkit/lora_special.py)."""
+
+OLDER: dict[str, tuple[Transform, ...]] = {
+    "-".join(names): tuple(VERSIONS[name] for name in names)
+    for count in range(1, 4)
+    for names in itertools.combinations(VERSIONS, count)
+    if len(UINTX.keys() & set(names)) <= 1
+}
+"""`VERSIONS` that apply together, in their order."""

@@ -145,6 +145,33 @@ def adapters_on_modulation(trainer: str) -> Transform:
     return term
 
 
+def inputs_of_more_adapters(run: Run) -> None:
+    """What a step without checkpoints keeps for adapters on linear layers of the blocks that have none in the
+    recording: each its own copy of its layer's input in 16 bits, which autocast makes of the one in fp32 that it is
+    given (ai-toolkit toolkit/network_mixins.py ``lora_input = x.to(self.lora_down.weight.dtype)``); of modulation,
+    which runs on one vector a sample, the factors of its scales and gates. With checkpoints it is one block's, and is
+    not added."""
+    if run.strategy.gradient_checkpointing != "none":
+        return
+    layers = linear_layers(run)
+    kept = _factors(run)
+    for name in layers.keys() - adapted_layers(run):
+        layer = layers[name]
+        if layer.block is not None and not MODULATION.search(f"{name}.weight"):
+            kept[layer.block] = kept.get(layer.block, 0) + 2 * layer.columns * _tokens(run, name)
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        keep_by_block(run, stage, kept, "inputs of more adapters")
+
+
+def _tokens(run: Run, layer: str) -> int:
+    """Tokens of a batch that a layer of a block runs on: the text's, the clip's, or both in a single-stream block."""
+    grid = run.grid
+    clip, text = grid["B"] * grid["F"] * grid["H"] * grid["W"], grid["B"] * grid["T"]
+    if TEXT_STREAM.search(layer):
+        return text
+    return clip + text if layer.startswith("single_") else clip
+
+
 def adapters_on_linear_layers(of_blocks: bool) -> Transform:
     """The term of a trainer that adapts every linear layer, and every convolution, where a recording has adapters on
     some: their weights, gradients and states, and what their products take in passing. With rank r a layer of ``out``
@@ -193,8 +220,8 @@ def _factors(run: Run) -> dict[Block, int]:
 
 
 BLOCK = re.compile(r"(\w+)\.(\d+)\.")
-TEXT_STREAM = re.compile(r"norm1_context|txt_mod")
-"""The modulation of the text's stream, by diffusers' names."""
+TEXT_STREAM = re.compile(r"norm1_context|txt_m|ff_context|\.add_\w_proj|to_add_out")
+"""Layers of the text's stream, by diffusers' names."""
 
 
 def keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int], name: str, recomputed: bool = False) -> None:

@@ -172,7 +172,9 @@ def test_another_script_of_a_trainer_names_all_that_are_read() -> None:
     )
     error = json.loads(done.stdout)["error"]
     assert error["message"] == "scripts/train_reward_lora.py of EasyAnimate is not supported"
-    named = set(error["fix"].removeprefix("supported scripts of it: ").split(", "))
+    scripts, _, otherwise = error["fix"].partition("; ")
+    named = set(scripts.removeprefix("supported scripts of it: ").split(", "))
+    assert "vplan rehearse" in otherwise
     assert named == {"scripts/train.py", "scripts/train_lora.py"}
 
 

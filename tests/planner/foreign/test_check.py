@@ -104,7 +104,8 @@ A14B = 'name_or_path: "ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16", arch: wan22_1
         ("a.sh", MUSUBI.format("hv_1_5_train_network.py --task i2v"), "musubi-tuner",
          {"model": "hunyuan-video-1.5", "attention": "sdpa"}),
         ("c.yaml", TOOLKIT % f"{A14B}, low_vram: true, qtype: 'uint4|ostris/x.safetensors'", "ai-toolkit",
-         {"model": "wan2.2-t2v-a14b", "experts": "both", "inactive_expert": "cpu", "weights_dtype": "nf4"}),
+         {"model": "wan2.2-t2v-a14b", "experts": "both", "inactive_expert": "cpu", "weights_dtype": "fp8",
+          "text_encoder_dtype": "nf4"}),
         ("c.yaml", TOOLKIT % f"{A14B}, model_kwargs: {{train_high_noise: false}}", "ai-toolkit",
          {"experts": "low", "inactive_expert": "gpu", "weights_dtype": "fp8"}),
         ("c.yaml", TOOLKIT % f"{A14B}, layer_offloading: true, layer_offloading_transformer_percent: 0.5", "ai-toolkit",
@@ -336,7 +337,7 @@ def test_an_arch_that_is_not_known_names_those_that_can_be_typed(tmp_path: Path)
 
 
 def test_a_4_bit_base_is_not_offered_8_bits_and_what_is_set_is_not_said_again(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(TOOLKIT % f"{A14B}, low_vram: true, qtype: 'uint4|ostris/x.safetensors'")
+    (tmp_path / "c.yaml").write_text(TOOLKIT % f"{A14B}, low_vram: true, quantize_te: false, qtype: qint4")
     dialect, given = dialects.read_script(from_file(tmp_path / "c.yaml"))
     case = settle(dialect, given, {}, {"gpu": "16GB"})
     assert case.strategy.weights_dtype == "nf4"
