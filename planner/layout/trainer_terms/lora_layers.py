@@ -147,10 +147,10 @@ def adapters_on_modulation(trainer: str) -> Transform:
 
 def inputs_of_more_adapters(run: Run) -> None:
     """What a step without checkpoints keeps for adapters on linear layers of the blocks that have none in the
-    recording: each its own copy of its layer's input in 16 bits, which autocast makes of the one in fp32 that it is
-    given (ai-toolkit toolkit/network_mixins.py ``lora_input = x.to(self.lora_down.weight.dtype)``); of modulation,
-    which runs on one vector a sample, the factors of its scales and gates. With checkpoints it is one block's, and is
-    not added."""
+    recording: each its own copy of its layer's input (ai-toolkit toolkit/network_mixins.py ``lora_input =
+    x.to(self.lora_down.weight.dtype)``), in 16 bits as under autocast, which the recording has and ai-toolkit has not
+    (docs/other-trainers.md); of modulation, which runs on one vector a sample, the factors of its scales and gates.
+    With checkpoints it is one block's, and is not added."""
     if run.strategy.gradient_checkpointing != "none":
         return
     layers = linear_layers(run)

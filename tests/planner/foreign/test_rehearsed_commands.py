@@ -19,8 +19,8 @@ KEPT_ONCE = {"sd-scripts-anima-none": 0.08}
 keep them in 16 bits too, which is three tensors of each block (library/anima_models.py ``RMSNorm``)."""
 
 WITHOUT_CHECKPOINTS = {"ai-toolkit-flux1-lora-none": 0.04, "ai-toolkit-flux1-lora-uint4-none": 0.06}
-"""Too little is said of these: ai-toolkit's adapters on every linear layer keep some 1.8 GiB in FLUX.1's blocks that
-`inputs_of_more_adapters` does not count."""
+"""Too little is said of these: ai-toolkit runs without autocast, so its adapters keep their inputs in fp32, and the
+blocks keep less. Fp32 adapters without autocast are not recorded, and are priced as under it."""
 
 ROWS = covering(rows(), lambda row: {*facts(row), *({row["id"]} & {*KEPT_ONCE, *WITHOUT_CHECKPOINTS})})
 
