@@ -49,6 +49,9 @@ OFFLINE = {
 PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 TICK_SECONDS = 0.25
+LOOK_SECONDS = 2.0
+"""Between exact looks at host RAM that its bound calls for without having risen: adding mappings up holds the command
+up."""
 STRAGGLER_SECONDS = 120.0
 """How long ranks that have done their steps are held for one that has not."""
 
@@ -187,6 +190,7 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
     start = time.monotonic()
     spare = spare_ram()
     peak = pinned_peak = most = held = 0
+    looked = start
     first_done: float | None = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -195,12 +199,13 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
         code = process.poll()
         table, observed = read_table(folder), read_observed(folder)
         pinned_peak = max(pinned_peak, table.pinned_bytes)
-        bound = host_ram_bound()
-        if bound.private + table.pinned_bytes > most or bound.held > spare:  # else it is no new peak
-            most = max(most, bound.private + table.pinned_bytes)
-            ram = host_ram()
-            peak, held = max(peak, ram.private + table.pinned_bytes), ram.held
         now = time.monotonic()
+        bound = host_ram_bound()
+        above = bound.private + table.pinned_bytes
+        # Below the peak it is no new one. Where it does not rise it may be: of processes that shared pages, one ended.
+        if bound.held > spare or above > most or (above > peak and now - looked >= LOOK_SECONDS):
+            most, looked, ram = max(most, above), now, host_ram()
+            peak, held = max(peak, ram.private + table.pinned_bytes), ram.held
         if first_done is None and any(seen.end == "steps" for seen in observed):
             first_done = now
         ending: Ending | None = None

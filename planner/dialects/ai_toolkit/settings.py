@@ -70,6 +70,8 @@ QTYPES = {
 """Those of `UINTX` are laid out as fp8, and take so many bits by a version of the memory terms."""
 UNQUANTISED = "uint8"
 """The ``qtype`` that leaves every layer as it is (toolkit/util/uintx_quant.py ``can_quantize``)."""
+ENCODER_QTYPES = {**QTYPES, "uint2": "nf4", "uint3": "nf4", "uint4": "nf4", UNQUANTISED: "bf16"}
+"""Those of a text encoder, of which no memory terms tell `UINTX` apart."""
 OPTIMIZERS = {
     "adamw": "adamw",
     "adamw8bit": "adamw-8bit",
@@ -86,13 +88,12 @@ def _formats_of(settings: Settings) -> Fields:
     dtype = one_of(DTYPES, "train.dtype")(settings.get(f"{TRAIN}dtype", "fp32"))
     weights, encoder, qtype = dtype, "bf16", qtype_of(settings)
     quantised = settings.get(f"{MODEL}quantize")
-    if quantised and qtype != UNQUANTISED:
-        weights = one_of(QTYPES, "model.qtype")(qtype)
+    if quantised:
+        weights = one_of({**QTYPES, UNQUANTISED: dtype}, "model.qtype")(qtype)
     if settings.get(f"{MODEL}quantize_te", quantised):
         by_qtype = lookup.model(model_of(settings)["model"]).trained_with("ai-toolkit", "text-encoder-by-qtype")
-        qtype = qtype if by_qtype else settings.get(f"{MODEL}qtype_te", "qfloat8")
-        fewer = UINTX.get(qtype, 8) <= 4
-        encoder = "bf16" if qtype == UNQUANTISED else "nf4" if fewer else one_of(QTYPES, "model.qtype_te")(qtype)
+        written = qtype if by_qtype else settings.get(f"{MODEL}qtype_te", "qfloat8")
+        encoder = one_of(ENCODER_QTYPES, "model.qtype_te")(written)
     autocast = dtype if dtype != "fp32" else "none"
     return {
         "weights_dtype": weights, "compute_dtype": dtype, "autocast": autocast, "text_encoder_dtype": encoder
