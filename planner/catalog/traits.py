@@ -94,7 +94,6 @@ TrainerTrait = Literal[
     "moved-whole-without-low-vram",
     "text-encoder-quantised-beside",
     "text-encoder-by-qtype",
-    "t5-alone-quantised",
     "own-model",
     "own-code",
     "blocks-in-16-bits",
@@ -122,7 +121,6 @@ TrainerTrait = Literal[
 The first two: layers that make scales and shifts, over an fp8 base. positions-in-fp64: queries and keys are turned so.
 moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantised-beside: with the model on the GPU.
 text-encoder-by-qtype: in the model's own format, whatever is written for it.
-t5-alone-quantised: other text encoders stay in 16 bits.
 own-model: it is what the trainer's own scripts build. own-code: its step is recorded from the trainer's own model
 (`planner.tape.variants.OWN_CODE`). blocks-in-16-bits: they modulate, gate and add so.
 rotates-real-numbers: queries and keys, where diffusers' do so with complex ones.

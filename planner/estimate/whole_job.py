@@ -16,7 +16,7 @@ from planner.errors import VplanError
 from planner.estimate.estimate import Layout, run_seconds
 from planner.estimate.roofline import DISK_BYTES_PER_SECOND, Span, forward_seconds, host_rate
 from planner.estimate.work import attention_of, component_work, work_of
-from planner.layout.encoders_vae import ComponentPass, decoder, encoders, weight_bytes
+from planner.layout.encoders_vae import ComponentPass, decoder, encoders
 from planner.layout.phases import validation_grid, weights_on_gpu
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run, main_piece
@@ -241,7 +241,7 @@ def _sample(run: Run, length: JobLength) -> Span:
     levels = length.validation_steps or model.traits.denoising_steps
     decoding = _pass_seconds(run, [decoder(run, validation_grid(job, model), 1)])
     moved = 2 * weights if strategy.validation_mode == "offload" and not grouped else 0
-    moved += sum(weight_bytes(entry) for entry in encoders(run, "cached", 1) if _is_vae(run, entry))  # for its turn
+    moved += sum(entry.weight_bytes for entry in encoders(run, "cached", 1) if _is_vae(run, entry))  # for its turn
     waits = moved / host_rate(facts.gpu, run.machine)
     whole = call.times(levels * calls(model, job.guided)).plus(decoding)
     return whole.plus(Span(waits, waits))

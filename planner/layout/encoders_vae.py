@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -29,6 +30,10 @@ BYTES_PER_PARAMETER = {
     "int4": 0.5 + 4 / 64,
 }
 """Bytes per parameter. 4-bit formats keep an fp32 scale for 64 numbers (bitsandbytes, blocksize 64)."""
+
+
+TABLE = re.compile(r"(^|\.)(shared|embed|embed_tokens|token_embedding)\.weight$")
+"""Tables of words, by transformers' names."""
 
 
 class ComponentPass(NamedTuple):
@@ -68,10 +73,32 @@ class ComponentPass(NamedTuple):
     cast: bool = False
     """whether its weights come in another format of as many bits, and are cast on the GPU one after the other"""
 
+    bits: float = 0.0
+    """of a number of a quantised weight, where its format alone does not say"""
+
+    table_parameters: int = 0
+    """of its parameters, those of a table of words that stays in 16 bits where the rest is quantised"""
+
     @property
     def is_repeated(self) -> bool:
         """Whether it runs more than once."""
         return len(self.tiles) > 1 or self.passes > 1
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether its weights have fewer than 16 bits."""
+        return self.dtype not in ("bf16", "fp16", "fp32")
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Of its weights, but for a table that stays in 16 bits."""
+        return self.bits / 8 or BYTES_PER_PARAMETER[self.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """The weights, as they are stored."""
+        kept = self.table_parameters if self.is_quantised else 0
+        return int((self.parameters - kept) * self.bytes_per_parameter) + 2 * kept
 
     @property
     def weights(self) -> str:
@@ -104,7 +131,8 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
             tape = run.facts.around.get(f"{encoder.folder}/encode")
             component = text_component(encoder, tape, strategy, batch)
             cast = encoder.name == run.device.encoder_cast
-            components.append(component._replace(offload=in_turn, stream=strategy.group_offload_stream, cast=cast))
+            component = component._replace(offload=in_turn, stream=strategy.group_offload_stream, cast=cast)
+            components.append(_as_trained(run, encoder, component))
     if strategy.vae == residence and not run.samples_only:
         clip = _clip(run, run.grid, batch)
         tape = _vae_tape(run.facts, "encode", clip["F"])
@@ -112,14 +140,31 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
     return components
 
 
+def _as_trained(run: Run, encoder: TextEncoder, component: ComponentPass) -> ComponentPass:
+    """A text encoder as the run's trainer quantises it. Ours packs tables of words too (`trainers.data
+    .packed_encoders`). Others leave them: what they quantise with is of linear layers (bitsandbytes, optimum-quanto and
+    torchao ``quantize_``), and kohya-ss's trainers cast ``Embedding`` back (sd-scripts flux_train_network.py
+    ``prepare_fp8``, musubi-tuner wan/modules/t5.py)."""
+    if not component.is_quantised or run.trainer == "vplan":
+        return component
+    if encoder.name in run.device.encoders_in_16_bits:
+        return component._replace(dtype="bf16")
+    tables = _table_parameters(component.tape) if component.tape else 0
+    return component._replace(bits=run.device.encoder_bits, table_parameters=tables)
+
+
+@recording_cache(maxsize=32)
+def _table_parameters(tape: Tape) -> int:
+    """The numbers of the tables of words among the weights of a text encoder, which is recorded in 16 bits."""
+    program = Program()
+    program.unfold(tape, "load", None, Part("encoder", {"B": 1, "T": 1}))
+    weights = program.named["weight of encoder"]
+    return sum(program.plain_bytes(buffer) for name, buffer in weights.items() if TABLE.search(name)) // 2
+
+
 def component_bytes(run: Run, residence: str) -> int:
     """The weights of the text encoders and the VAE that are ``cached``, ``resident`` or ``swapped``."""
-    return sum(map(weight_bytes, encoders(run, residence, 1)))
-
-
-def weight_bytes(component: ComponentPass) -> int:
-    """The weights of a text encoder or the VAE, as they are stored."""
-    return int(component.parameters * BYTES_PER_PARAMETER[component.dtype])
+    return sum(component.weight_bytes for component in encoders(run, residence, 1))
 
 
 def components_host_bytes(run: Run) -> int:
@@ -207,22 +252,18 @@ def load_component(program: Program, component: ComponentPass) -> tuple[Stage, d
     """(stage, blocks): the stage that loads a component's weights, and, by (module list, block), the buffers of weights
     that group offload brings to the GPU only when the block runs."""
     stage = Stage("load", [])
-    kept = BYTES_PER_PARAMETER[component.dtype] / 2
     blocks: dict[tuple[str, int], list[int]] = {}
     if component.tape is None:
-        buffer = program.buffer(
-            int(component.parameters * BYTES_PER_PARAMETER[component.dtype]), "residents", component.name
-        )
+        buffer = program.buffer(component.weight_bytes, "residents", component.name)
         stage.stretches.append((STRATEGY_MOMENT, [buffer]))
         return stage, blocks
     first = len(program.buffers)
     stage = program.unfold(component.tape, "load", None, component.part._replace(batch=1))
-    if component.dtype not in ("bf16", "fp16", "fp32"):  # recorded in 16 bits
+    if component.is_quantised:  # recorded in 16 bits
+        tables = set(_tables(program, component))
         for buffer in range(first, len(program.buffers)):
-            size = program.sizes[program.buffers[buffer]]
-            assert isinstance(size, int)
-            program.sizes.append(int(size * kept))
-            program.buffers[buffer] = len(program.sizes) - 1
+            if buffer not in tables:
+                program.resize(buffer, int(program.plain_bytes(buffer) * component.bytes_per_parameter / 2))
     if component.dtype == "fp16" and component.kept_in_fp32:
         for name, buffer in _weights(program, component).items():
             if name.endswith(component.kept_in_fp32):
@@ -260,11 +301,10 @@ def run_component(program: Program, component: ComponentPass, blocks: dict[tuple
     elif component.offload != "none":
         transfers = GroupTransfers(component.offload, component.stream, program.plain_bytes, _weight(program))
         transfers.insert(stage, _weights(program, component))
-    if component.dtype not in ("bf16", "fp16", "fp32"):
-        largest = max(program.plain_bytes(buffer) for buffer in _weights(program, component).values())
-        whole = program.buffer(
-            int(largest * 2 / BYTES_PER_PARAMETER[component.dtype]), "temporary", "dequantised weight"
-        )
+    if component.is_quantised:
+        packed = set(_weights(program, component).values()) - set(_tables(program, component))
+        largest = max(map(program.plain_bytes, packed))
+        whole = program.buffer(int(largest * 2 / component.bytes_per_parameter), "temporary", "dequantised weight")
         stage.stretches.insert(0, (STRATEGY_MOMENT, [whole]))
         stage.stretches.append((STRATEGY_MOMENT, [~whole]))
     if component.is_repeated:
@@ -274,6 +314,12 @@ def run_component(program: Program, component: ComponentPass, blocks: dict[tuple
 
 def _weights(program: Program, component: ComponentPass) -> dict[str, int]:
     return program.named.get(component.weights, {})
+
+
+def _tables(program: Program, component: ComponentPass) -> list[int]:
+    """The tables of words that stay in 16 bits."""
+    weights = _weights(program, component) if component.table_parameters else {}
+    return [buffer for name, buffer in weights.items() if TABLE.search(name)]
 
 
 def _weight(program: Program) -> Callable[[int], int]:
@@ -350,7 +396,7 @@ class _TileRuns:
         self._program = program
         self._component = component
         self._largest = max(component.tiles)
-        self._is_plain = component.offload == "none" and component.dtype in ("bf16", "fp16", "fp32")
+        self._is_plain = component.offload == "none" and not component.is_quantised
         self._runs = {self._largest: _TileRun.of(stage, self._out)}
 
     @property

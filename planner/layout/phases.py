@@ -73,7 +73,7 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     found = []
     for group in filter(None, groups):
-        weights = int(group[0].parameters * BYTES_PER_PARAMETER[group[0].dtype])
+        weights = group[0].weight_bytes
         larger = len(group) == 1 and _is_larger_than_the_card(run, group[0])
         if larger and run.device.prompts_cached_apart:
             continue
@@ -91,9 +91,8 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
 def _is_larger_than_the_card(run: Run, component: ComponentPass) -> bool:
     """Whether a text encoder has no room on the card as a whole."""
     gpu = run.facts.gpu
-    weights = int(component.parameters * BYTES_PER_PARAMETER[component.dtype])
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
-    return component.piece_of_layers and weights + BESIDE_WHOLE_BYTES > room
+    return component.piece_of_layers and component.weight_bytes + BESIDE_WHOLE_BYTES > room
 
 
 def encoders_left_out(run: Run) -> list[str]:

@@ -88,6 +88,12 @@ class DeviceTerms:
     text_encoders_together: bool = False
     """whether a trainer holds all text encoders on the GPU while it caches prompts, and the VAE apart from them"""
 
+    encoders_in_16_bits: tuple[str, ...] = ()
+    """the text encoders that a trainer never quantises"""
+
+    encoder_bits: float = 0.0
+    """of a number of a quantised text encoder's weights, where its format alone does not say"""
+
     encoder_cast: str = ""
     """the text encoder that comes in another format of 16 bits and is cast on the GPU"""
 

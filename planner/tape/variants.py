@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
@@ -129,6 +129,9 @@ QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", 
 """Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see
 trainers.memory.quantise)."""
 
+NOT_CAST = tuple(Precision(weights, "fp32", False) for weights in ("half", "fp8", "int8", "nf4"))
+"""LoRA in fp32 without autocast, as ai-toolkit's: recorded when somebody names one, and shipped of its models."""
+
 WIDE = "lora-wide"
 """LoRA on a model's second usual set of layers, see `planner.catalog.profiles.LoraDefaults`."""
 
@@ -248,8 +251,22 @@ def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
         return (*PRECISIONS[method], PLAIN_FP32)
     if method != "lora":
         return _unquantised(method)
-    bases = (base for base in QUANTISED_BASES if base.weights != "fp8" or profile.traits.fp8_base)
-    return PRECISIONS[method] + tuple(bases)
+    return PRECISIONS[method] + _on_base(profile, QUANTISED_BASES)
+
+
+def on_request_precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
+    """Those that a method is recorded in only when somebody names one: adapters' without autocast."""
+    if not has_adapters(method):
+        return ()
+    return _on_base(profile, NOT_CAST if method == "lora" else NOT_CAST[:1])
+
+
+PrecisionChoice = Callable[[ModelProfile, str], tuple[Precision, ...]]
+"""Those of a method of a model."""
+
+
+def _on_base(profile: ModelProfile, choices: Iterable[Precision]) -> tuple[Precision, ...]:
+    return tuple(each for each in choices if each.weights != "fp8" or profile.traits.fp8_base)
 
 
 def _unquantised(method: str) -> tuple[Precision, ...]:
@@ -402,7 +419,7 @@ class StepVariant(NamedTuple):
         method = recorded_method(profile, job, strategy)
         _refuse_other_adapters(profile, job, strategy)
         known = precisions(profile, method)
-        if precision not in known:
+        if precision not in known + on_request_precisions(profile, method):
             fault = f"{job.trains} of {profile.name} is not recorded with {' '.join(precision.flags)}"
             raise NotRecordedError(fault, f"use {precision.nearest(known)}")
         if strategy.gradient_checkpointing in ("offload", "fp8", "partial") and profile.traits.stages:
@@ -424,11 +441,13 @@ class StepVariant(NamedTuple):
         yield from cls._of_methods(profile, methods(profile))
 
     @classmethod
-    def _of_methods(cls, profile: ModelProfile, methods: Sequence[str]) -> Iterator[StepVariant]:
+    def _of_methods(
+        cls, profile: ModelProfile, methods: Sequence[str], choose: PrecisionChoice = precisions
+    ) -> Iterator[StepVariant]:
         for method in methods:
             batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
             modes = CHECKPOINTING if profile.traits.checkpoints else ("none",)
-            for precision, mode in itertools.product(precisions(profile, method), modes):
+            for precision, mode in itertools.product(choose(profile, method), modes):
                 for older, cudnn in itertools.product(ages(profile, precision), attention_paths(profile, precision)):
                     one = cls(method, precision, mode, one_sample=True, older=older, cudnn=cudnn)
                     yield one
@@ -436,9 +455,10 @@ class StepVariant(NamedTuple):
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[StepVariant]:
-        """Variants that are recorded only when somebody names them: DoRA and LoKr; dropout, shipped of LoRA where a
-        published row needs it; adapters that share their layer's input, shipped on the usual layers over a base in 16
-        bits; nested checkpoints, shipped with those; and all of them as MPS runs them, over a base in 16 or 32 bits.
+        """Variants that are recorded only when somebody names them: DoRA and LoKr; LoRA in fp32 without autocast,
+        shipped of ai-toolkit's models; dropout, shipped of LoRA where a published row needs it; adapters that share
+        their layer's input, shipped on the usual layers over a base in 16 bits; nested checkpoints, shipped with those;
+        and all of them as MPS runs them, over a base in 16 or 32 bits.
         """
         others = tuple(cls._on_request_of_cuda(profile))
         yield from others
@@ -448,7 +468,11 @@ class StepVariant(NamedTuple):
 
     @classmethod
     def _on_request_of_cuda(cls, profile: ModelProfile) -> Iterator[StepVariant]:
-        others = tuple(cls._of_methods(profile, on_request_methods(profile)))
+        kinds = on_request_methods(profile)
+        others = (
+            *cls._of_methods(profile, kinds),
+            *cls._of_methods(profile, (*methods(profile), *kinds), on_request_precisions),
+        )
         yield from others
         dropping = (known for known in (*cls.all(profile), *others) if known.method.startswith(("lora", "dora")))
         yield from (known._replace(dropout=True) for known in dropping)
@@ -531,7 +555,7 @@ class SampleVariant(NamedTuple):
         if job.method != "sample" and precision.weights in QUANTISED:  # its activations are those over 16 bits
             precision = precision._replace(weights="half")
         known = _unquantised(method)
-        if precision not in known:
+        if precision not in known + on_request_precisions(profile, method):
             what = "sampling" if job.method == "sample" else "validation"
             fix = f"use {precision.nearest(known)}" + (", or --validation-mode off" if what == "validation" else "")
             raise NotRecordedError(f"{what} is not recorded with {' '.join(precision.flags)}", fix)
@@ -544,16 +568,21 @@ class SampleVariant(NamedTuple):
         yield from cls._of_methods(profile, methods(profile))
 
     @classmethod
-    def _of_methods(cls, profile: ModelProfile, methods: Sequence[str]) -> Iterator[SampleVariant]:
+    def _of_methods(
+        cls, profile: ModelProfile, methods: Sequence[str], choose: PrecisionChoice = precisions
+    ) -> Iterator[SampleVariant]:
         for method in methods:
-            for precision, one in itertools.product(_unquantised(method), (True, False)):
+            unquantised = (each for each in choose(profile, method) if each.weights not in QUANTISED)
+            for precision, one in itertools.product(unquantised, (True, False)):
                 ways = itertools.product(ages(profile, precision), attention_paths(profile, precision))
                 yield from (cls(method, precision, one, older=older, cudnn=cudnn) for older, cudnn in ways)
 
     @classmethod
     def on_request(cls, profile: ModelProfile) -> Iterator[SampleVariant]:
-        """As a step's: DoRA and LoKr, and adapters that share their layer's input."""
-        yield from cls._of_methods(profile, on_request_methods(profile))
+        """As a step's: DoRA and LoKr, LoRA in fp32 without autocast, and adapters that share their layer's input."""
+        kinds = on_request_methods(profile)
+        yield from cls._of_methods(profile, kinds)
+        yield from cls._of_methods(profile, (*methods(profile), *kinds), on_request_precisions)
         yield from (known._replace(shared=True) for known in cls.all(profile) if known.precision.casts_inputs)
 
     @property

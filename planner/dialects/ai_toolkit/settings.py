@@ -71,7 +71,7 @@ QTYPES = {
 UNQUANTISED = "uint8"
 """The ``qtype`` that leaves every layer as it is (toolkit/util/uintx_quant.py ``can_quantize``)."""
 ENCODER_QTYPES = {**QTYPES, "uint2": "nf4", "uint3": "nf4", "uint4": "nf4", UNQUANTISED: "bf16"}
-"""Those of a text encoder, of which no memory terms tell `UINTX` apart."""
+"""Those of a text encoder. Memory terms tell `UINTX` apart where it takes the model's ``qtype``."""
 OPTIMIZERS = {
     "adamw": "adamw",
     "adamw8bit": "adamw-8bit",
@@ -94,10 +94,7 @@ def _formats_of(settings: Settings) -> Fields:
         by_qtype = lookup.model(model_of(settings)["model"]).trained_with("ai-toolkit", "text-encoder-by-qtype")
         written = qtype if by_qtype else settings.get(f"{MODEL}qtype_te", "qfloat8")
         encoder = one_of(ENCODER_QTYPES, "model.qtype_te")(written)
-    autocast = dtype if dtype != "fp32" else "none"
-    return {
-        "weights_dtype": weights, "compute_dtype": dtype, "autocast": autocast, "text_encoder_dtype": encoder
-    }  # fmt: skip
+    return {"weights_dtype": weights, "compute_dtype": dtype, "text_encoder_dtype": encoder}
 
 
 def _write_formats(fields: Fields) -> Settings:
@@ -107,9 +104,6 @@ def _write_formats(fields: Fields) -> Settings:
         refused.append(UnsupportedValue("weights_dtype", weights, compute, "weights are train.dtype, or qtype's"))
     if encoder not in ("bf16", "fp8"):
         refused.append(UnsupportedValue("text_encoder_dtype", encoder, "bf16", "bf16, or qtype_te's"))
-    if fields["autocast"] != (compute if compute != "fp32" else "none"):
-        instead = compute if compute != "fp32" else "none"
-        refused.append(UnsupportedValue("autocast", fields["autocast"], instead, "it computes in train.dtype"))
     if refused:
         raise InexpressibleError(*refused)
     settings: Settings = {f"{TRAIN}dtype": word_for(DTYPES, "compute_dtype", "bf16")(compute)}
@@ -238,7 +232,7 @@ CARRIES: config_text.FieldsBySetting = {
     f"{DATA}resolution": ("height", "width"),
     f"{DATA}num_frames": ("frames",),
     f"{TRAIN}batch_size": ("batch_size",),
-    f"{TRAIN}dtype": ("compute_dtype", "autocast"),
+    f"{TRAIN}dtype": ("compute_dtype",),
     f"{MODEL}quantize": ("weights_dtype",),
     f"{MODEL}qtype": ("weights_dtype",),
     f"{MODEL}quantize_te": ("text_encoder_dtype",),
@@ -266,8 +260,9 @@ TABLE: tuple[Binding | When, ...] = (
     _pair(_formats_of, _write_formats, (
         *(f"{MODEL}{name}" for name in ("quantize", "qtype", "quantize_te", "qtype_te", "low_vram")),
         f"{TRAIN}dtype"),
-        weights_dtype="train.dtype, fp8 by quantize", compute_dtype="train.dtype", autocast="train.dtype",
+        weights_dtype="train.dtype, fp8 by quantize", compute_dtype="train.dtype",
         text_encoder_dtype="bf16, fp8 by quantize_te"),
+    Fixed("autocast", "none", f"its steps compute in train.dtype, without autocast ({AT} toolkit/accelerator.py)"),
     When("method", ONLY_LORA, _pair(_targets_of, _write_targets, (), lora_targets="all linear layers")),
     When("method", ONLY_LORA, Fixed("adapter_dtype", "fp32",
              f"adapters are fp32 ({AT} jobs/process/BaseSDTrainProcess.py)")),
@@ -367,7 +362,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         if note := unpriced_layers_note(profile, fields["lora_targets"]):
             yield note
     elif fields["lora_targets"] is None:
-        yield "every linear layer of the blocks has an adapter: what the step keeps for the unusual ones is not priced"
+        yield "every linear layer of the blocks has an adapter: what those take that were not recorded is worked out"
     if fields["method"] == "lora" and profile.traits.stages and settings.get(f"{NETWORK}conv"):
         yield "network.conv gives convolutions adapters too: not estimated, takes more"
     if fields["method"] == "lora" and settings.get(f"{NETWORK}transformer_only") is False:
@@ -387,9 +382,6 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "the text encoder stays on the GPU: neither cache_text_embeddings nor unload_text_encoder is set"
     if f"{DATA}resolution" not in settings:
         yield "resolution 512, the default of a dataset"
-    t5_alone = lookup.model(fields["model"]).trained_with("ai-toolkit", "t5-alone-quantised")
-    if t5_alone and fields["text_encoder_dtype"] in QUANTISED:
-        yield "T5 alone is quantised: both CLIP encoders stay in 16 bits but are priced like T5, at least 0.8 GiB low"
 
 
 def _notes_on_formats(settings: Settings, fields: Fields) -> Iterator[str]:
@@ -404,11 +396,11 @@ def _notes_on_formats(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{qtype} is laid out as fp8, at {bits} bits a number ({AT} toolkit/util/uintx_quant.py)"
     if "|" in str(settings.get(f"{MODEL}qtype")):
         yield "the accuracy recovery adapter is not estimated, takes more: its rank stands in its file"
-    if fields["text_encoder_dtype"] == "nf4":
+    by_qtype = lookup.model(fields["model"]).trained_with("ai-toolkit", "text-encoder-by-qtype")
+    if fields["text_encoder_dtype"] == "nf4" and not (by_qtype and qtype in UINTX):
         yield "the text encoder's 4 bits or fewer are estimated as nf4"
     if fields["weights_dtype"] in QUANTISED and settings.get(f"{MODEL}quantize_te") is None:
         yield "quantize_te follows quantize: the text encoder is quantised too"
-    by_qtype = lookup.model(fields["model"]).trained_with("ai-toolkit", "text-encoder-by-qtype")
     if by_qtype and f"{MODEL}qtype_te" in settings:
         yield f"qtype_te is not read for this model: its text encoder is quantised to qtype ({AT})"
 

@@ -36,6 +36,20 @@ SLOTS = 4
 """Layers that are fetched ahead (toolkit/memory_management/manager_modules.py ``PIPELINE_DEPTH``)."""
 
 
+def encoders_as_quantised(run: Run) -> None:
+    """It never quantises CLIP (toolkit/stable_diffusion_model.py and extensions_built_in/diffusion_models: ``quantize``
+    of T5, UMT5 and language models alone); what takes the model's ``qtype`` has its bits."""
+    run.device.encoders_in_16_bits = tuple(
+        encoder.name for encoder in run.facts.model.text_encoders if encoder.class_name.startswith("CLIP")
+    )
+    qtype = UINTX.keys() & set(run.trainer.partition("@")[2].split("-"))
+    if qtype and run.facts.model.trained_with("ai-toolkit", "text-encoder-by-qtype"):
+        run.device.encoder_bits = UINTX[qtype.pop()] + GROUP_BITS
+
+
+FIRST: tuple[Transform, ...] = (encoders_as_quantised,)
+
+
 def loaded_on_the_cpu(run: Run) -> None:
     """Counts the weights in host RAM whole in 16 bits while loading; they are then quantised a block at a time on the
     GPU (toolkit/util/quantize.py ``quantize_model``)."""
@@ -91,10 +105,11 @@ def encoders_at_start(run: Run) -> None:
         return
     behind = 1 + max(at for at, (moment, _) in enumerate(run.load.stretches) if moment.piece == "load")
     if strategy.text_encoder_dtype in QUANTISED:
-        nbytes = HALF * model.text_encoder_parameters
+        parts = [part for part in encoders(run, strategy.text_encoder, 1) if part.is_quantised]
+        nbytes = HALF * sum(part.parameters for part in parts)
         if model.trained_with("ai-toolkit", "text-encoder-quantised-beside"):
-            there = BYTES_PER_PARAMETER[strategy.text_encoder_dtype] if strategy.text_encoder == "resident" else 0.0
-            whole = run.new(nbytes - int(there * model.text_encoder_parameters), "residents", "text encoder in 16 bits")
+            there = sum(part.weight_bytes for part in parts) if strategy.text_encoder == "resident" else 0
+            whole = run.new(nbytes - there, "residents", "text encoder in 16 bits")
             run.place(run.load, [whole, ~whole], "quantising the text encoder", at=behind)
         else:
             passing(run, nbytes, "text encoder in 16 bits")

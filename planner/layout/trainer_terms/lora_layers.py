@@ -81,7 +81,7 @@ def wider_adapters(run: Run) -> None:
         {
             "weights_dtype": "bf16",
             "adapter_dtype": "fp32",
-            "autocast": "bf16",
+            "autocast": "none" if run.strategy.autocast == "none" else "bf16",
             "gradient_checkpointing": "none" if run.strategy.gradient_checkpointing in ("none", "partial") else "full",
         }
     )
@@ -146,21 +146,20 @@ def adapters_on_modulation(trainer: str) -> Transform:
 
 
 def inputs_of_more_adapters(run: Run) -> None:
-    """What a step without checkpoints keeps for adapters on linear layers of the blocks that have none in the
-    recording: each its own copy of its layer's input (ai-toolkit toolkit/network_mixins.py ``lora_input =
-    x.to(self.lora_down.weight.dtype)``), in 16 bits as under autocast, which the recording has and ai-toolkit has not
-    (docs/other-trainers.md); of modulation, which runs on one vector a sample, the factors of its scales and gates.
-    With checkpoints it is one block's, and is not added."""
-    if run.strategy.gradient_checkpointing != "none":
-        return
+    """What a step keeps for adapters on linear layers of the blocks that have none in the recording: each its own copy
+    of its layer's input (ai-toolkit toolkit/network_mixins.py ``lora_input = x.to(self.lora_down.weight.dtype)``), in
+    fp32 without autocast; of modulation, which runs on one vector a sample, the factors of its scales and gates. With
+    checkpoints it is one block's, from its recomputation on."""
+    width = 4 if run.strategy.autocast == "none" and run.strategy.adapter_dtype == "fp32" else 2
+    recomputed = run.strategy.gradient_checkpointing != "none"
     layers = linear_layers(run)
     kept = _factors(run)
     for name in layers.keys() - adapted_layers(run):
         layer = layers[name]
         if layer.block is not None and not MODULATION.search(f"{name}.weight"):
-            kept[layer.block] = kept.get(layer.block, 0) + 2 * layer.columns * _tokens(run, name)
+            kept[layer.block] = kept.get(layer.block, 0) + width * layer.columns * _tokens(run, name)
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-        keep_by_block(run, stage, kept, "inputs of more adapters")
+        keep_by_block(run, stage, kept, "inputs of more adapters", recomputed)
 
 
 def _tokens(run: Run, layer: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.cublas import kept_workspaces, workspace_bytes
-from planner.layout.encoders_vae import BYTES_PER_PARAMETER, ComponentPass, encoders, load_component
+from planner.layout.encoders_vae import ComponentPass, encoders, load_component
 from planner.layout.phases import take_sizes
 from planner.layout.run import Run, Transform
 from planner.layout.single_gpu import weights_made_anew
@@ -101,7 +101,7 @@ def _quantised(run: Run, encoder: ComponentPass) -> Iterator[int]:
     vectors are below the limit."""
     assert encoder.tape is not None
     for name, buffer in run.program.named.get(encoder.weights, {}).items():
-        elements = int(run.program.plain_bytes(buffer) / BYTES_PER_PARAMETER[encoder.dtype])
+        elements = int(run.program.plain_bytes(buffer) / encoder.bytes_per_parameter)
         kept = encoder.kept_in_fp32 and name.endswith(encoder.kept_in_fp32)
         if encoder.tape.block_of(name) and not kept and elements >= SMALLEST_MATRIX:
             yield elements

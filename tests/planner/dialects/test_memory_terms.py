@@ -20,7 +20,7 @@ from planner.estimate.work import step_work
 from planner.layout import inputs as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoints.block_inputs import block_inputs
-from planner.layout.encoders_vae import component_bytes, weight_bytes
+from planner.layout.encoders_vae import component_bytes
 from planner.layout.experts import idle_weights
 from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
@@ -608,7 +608,7 @@ def test_simpletuner_encodes_with_all_encoders_and_the_vae_there() -> None:
     apart, (together,) = map(encodings, runs)
     assert [part.name for part in together.components] == [entry.components[0].name for entry in apart]
     assert len(together.components) == 4
-    weights = sum(weight_bytes(part) for part in together.components)
+    weights = sum(part.weight_bytes for part in together.components)
     assert weights == pytest.approx(11_344_229_888, rel=0.002)  # rehearsed, when all are loaded
     assert together.only.peak_bytes == pytest.approx(12_794_487_296, rel=0.01)  # rehearsed, with the VAE at work
 

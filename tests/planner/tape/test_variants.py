@@ -42,7 +42,11 @@ def test_a_model_that_loops_over_its_samples_has_recordings_of_single_batches(na
     ("method", "fields", "fix"),
     [
         ("lora", {"weights_dtype": "fp32"}, "use --weights-dtype bf16"),
-        ("lora", {"autocast": "none"}, "use --autocast bf16"),
+        (
+            "lora",
+            {"weights_dtype": "int8", "adapter_dtype": "bf16", "autocast": "none"},
+            "use --adapter-dtype fp32 --autocast bf16",
+        ),
         ("lora", {"weights_dtype": "nf4", "adapter_dtype": "bf16"}, "use --adapter-dtype fp32"),
         ("sample", {"weights_dtype": "nf4"}, "use --weights-dtype bf16"),
         ("full", {"weights_dtype": "fp32", "autocast": "none"}, "use --autocast bf16"),
@@ -58,6 +62,16 @@ def test_a_precision_without_a_recording_is_named_by_flags(method: str, fields: 
             StepVariant.of(profile, job, strategy, 1)
     assert f"--{next(iter(fields)).replace('_', '-')}" in caught.value.message
     assert caught.value.fix == fix
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int8", "nf4"])
+def test_adapters_in_fp32_without_autocast_are_recorded_when_somebody_names_them(weights: str) -> None:
+    profile = lookup.model("wan2.1-t2v-1.3b")
+    strategy = Strategy.read({"weights_dtype": weights, "adapter_dtype": "fp32", "autocast": "none"})
+    for kind in (StepVariant, SampleVariant):
+        found = kind.of(profile, job_for(profile, {}), strategy, 1)
+        assert found in list(kind.on_request(profile)) and found not in list(kind.all(profile))
+        assert found.records(profile)[1].autocast == "none"
 
 
 def test_dropout_of_an_adapter_is_a_recording_of_its_own() -> None:
