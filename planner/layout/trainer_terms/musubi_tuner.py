@@ -12,6 +12,7 @@ from planner.layout.trainer_terms.shared import (
     HeldTensor,
     cache_kept_while_sampling,
     hold,
+    largest_encoder_quantised,
     modulation_in_8_bits,
     outputs_sent_to_cpu,
     positions_in_fp64,
@@ -84,7 +85,7 @@ def vae_tiles(run: Run) -> None:
         run.device.vae_tile = (side, side, side * 3 // 4, side * 3 // 4)
 
 
-FIRST: tuple[Transform, ...] = (vae_tiles,)
+FIRST: tuple[Transform, ...] = (vae_tiles, largest_encoder_quantised)
 TERMS: tuple[Transform, ...] = (
     *(
         prompts_cached_apart,

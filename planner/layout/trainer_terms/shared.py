@@ -61,6 +61,15 @@ def layers_of_encoders_offloaded(run: Run) -> None:
         run.device.encoders_whole = False
 
 
+def largest_encoder_quantised(run: Run) -> None:
+    """Of several text encoders the largest alone is cast to fp8: T5 or the language model that the flag or the file
+    names (musubi-tuner ``--fp8_t5``, ``--fp8_llm``, ``--fp8_vl``; sd-scripts ``--fp8_vl`` and T5's file)."""
+    largest = max(run.facts.model.text_encoders, key=lambda encoder: encoder.parameters, default=None)
+    run.device.encoders_in_16_bits = tuple(
+        encoder.name for encoder in run.facts.model.text_encoders if encoder is not largest
+    )
+
+
 def prompts_cached_apart(run: Run) -> None:
     """Captions are encoded by a script of its own, whose flags a command that trains does not show (musubi-tuner's
     ``--fp8_t5`` and ``--device cpu``, ltx-trainer's process_captions.py): a text encoder larger than the card is no

@@ -46,6 +46,13 @@ def test_in_16_bits_there_is_no_difference() -> None:
     assert encoder_bytes(laid_out("musubi-tuner", "bf16")) == encoder_bytes(laid_out("vplan", "bf16"))
 
 
+@pytest.mark.parametrize(("trainer", "packed"), [("sd-scripts", 1), ("musubi-tuner", 1), ("onetrainer", 2)])
+def test_kohya_s_trainers_cast_the_largest_encoder_alone(trainer: str, packed: int) -> None:
+    parts = encoders(laid_out(trainer, "fp8", "flux.1-dev"), "resident", 1)
+    quantised = [part.name for part in parts if part.is_quantised]
+    assert len(quantised) == packed and max(parts, key=lambda part: part.parameters).name in quantised
+
+
 def test_ai_toolkit_quantises_no_clip_and_takes_the_model_s_qtype_for_t5() -> None:
     """T5's linear layers have 4.63 billion numbers, its table 0.13: what 672 layers of FLUX.1 and T5 took on a virtual
     GPU was 8.418 GiB in uint4, the table 0.2455 and CLIP 0.2292."""

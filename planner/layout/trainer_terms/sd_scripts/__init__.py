@@ -14,6 +14,7 @@ from planner.layout.trainer_terms.sd_scripts.unet import VERSIONS
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
+    largest_encoder_quantised,
     last_encoder_in_model,
     modulation_in_8_bits,
     outputs_sent_to_cpu,
@@ -57,6 +58,7 @@ def conditioner_kept(run: Run) -> None:
     keep_beside(run, KEPT_BY_CONDITIONER * sizes["num_layers"] * tensor, "kept of the conditioner")
 
 
+FIRST: tuple[Transform, ...] = (largest_encoder_quantised,)
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("sd-scripts"), swap_in_place, outputs_sent_to_cpu, cache_emptied),
     *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling, swapped_to_pinned_memory),
