@@ -47,6 +47,9 @@ ENCODER_FP8 = {
     "flux_kontext": "--fp8_t5",
     "flux_2": "--fp8_text_encoder",
 }
+UNUSABLE_FP8 = "flux_kontext"
+"""The family whose flag of those ends every script that reads it: they name ``torch.float8e4m3fn``, which no torch has
+(flux_kontext_train_network.py:61, flux_kontext_cache_text_encoder_outputs.py:86)."""
 NETWORKS = {"hv": "lora", "zimage": "lora_zimage", "flux_kontext": "lora_flux"}
 SCALED = frozenset({"wan", "qwen_image", "zimage", "hv_1_5", "flux_2", "flux_kontext", "krea2"})
 SCRIPT = "src/musubi_tuner/{}_train_network.py"

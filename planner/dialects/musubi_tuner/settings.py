@@ -48,6 +48,7 @@ from planner.dialects.musubi_tuner.models import (
     SCALED,
     SCRIPT,
     SIZE,
+    UNUSABLE_FP8,
     WHICH,
     dataset_key,
     family_of,
@@ -181,8 +182,9 @@ def _encoder_of(settings: Settings) -> Fields:
 
 
 def _write_encoder(fields: Fields) -> Settings:
-    dtype, flag = fields["text_encoder_dtype"], ENCODER_FP8.get(family_of(fields["model"]))
-    if dtype == "fp8" and flag:
+    dtype, family = fields["text_encoder_dtype"], family_of(fields["model"])
+    flag = ENCODER_FP8.get(family)
+    if dtype == "fp8" and flag and family != UNUSABLE_FP8:
         return {flag: True}
     if dtype != "bf16":
         raise InexpressibleError(UnsupportedValue("text_encoder_dtype", dtype, "bf16", "bf16, or fp8 by a flag"))
@@ -413,6 +415,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "LoRA rank 4, the default of --network_dim"
     if fields["validation_mode"] == "on":
         yield "samples are estimated as large as the clips: the file of --sample_prompts may say otherwise"
+    if family_of(fields["model"]) == UNUSABLE_FP8 and fields["text_encoder_dtype"] == "fp8":
+        yield f"--fp8_t5 ends in an AttributeError, as there is no torch.float8e4m3fn ({AT}): leave it out"
     if not any(settings.get(word) for word in ATTENTION):
         yield "no attention backend is set, without which it exits at once: estimated as with --sdpa"
     yield from unpriced_settings.notes(settings, fields)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from planner import dialects
+from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
+from planner.dialects.musubi_tuner import settings
 from planner.errors import VplanError
 
 COMMAND = (
@@ -76,3 +78,13 @@ def test_what_is_not_estimated_is_said(tmp_path: Path) -> None:
         "a ring of 4 blocks",
     ):
         assert any(text in note for note in notes)
+
+
+def test_a_flag_that_ends_its_own_script_is_said_and_not_written(tmp_path: Path) -> None:
+    """flux_kontext_train_network.py:61 and flux_kontext_cache_text_encoder_outputs.py:86 at 30c658c."""
+    kontext = translated(tmp_path, COMMAND.format("flux_kontext") + "--fp8_t5")
+    assert any("no torch.float8e4m3fn" in note for note in kontext.notes)
+    asked = {"model": "flux.1-kontext-dev", "text_encoder_dtype": "fp8"}
+    with pytest.raises(InexpressibleError, match="bf16, or fp8 by a flag"):
+        settings._write_encoder(asked)
+    assert settings._write_encoder({**asked, "model": "wan2.1-t2v-14b"}) == {"--fp8_t5": True}
