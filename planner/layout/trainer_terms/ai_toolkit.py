@@ -22,6 +22,7 @@ from planner.layout.trainer_terms.lora_layers import (
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
+    come_and_gone,
     last_encoder_in_model,
     layers_of_encoders_offloaded,
     modulation_in_8_bits,
@@ -109,8 +110,8 @@ def encoders_at_start(run: Run) -> None:
         nbytes = HALF * sum(part.parameters for part in parts)
         if model.trained_with("ai-toolkit", "text-encoder-quantised-beside"):
             there = sum(part.weight_bytes for part in parts) if strategy.text_encoder == "resident" else 0
-            whole = run.new(nbytes - there, "residents", "text encoder in 16 bits")
-            run.place(run.load, [whole, ~whole], "quantising the text encoder", at=behind)
+            whole = come_and_gone(run, nbytes - there, "text encoder in 16 bits")
+            run.place(run.load, whole, "quantising the text encoder", at=behind)
         else:
             passing(run, nbytes, "text encoder in 16 bits")
     if strategy.text_encoder != "cached":
