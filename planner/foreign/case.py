@@ -18,7 +18,7 @@ from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
-from planner.layout.unpriced import refuse_trainers_of_cuda
+from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_uncast_inputs
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
@@ -127,6 +127,7 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         job = job.replace(lora_dropout=0.0)
         configuration = replace(configuration, job=job)
     try:
+        refuse_uncast_inputs(configuration, dialect.name)
         strategy = _recorded(configuration, notes)
     except NotRecordedError as error:
         raise _with_mixed_precision(dialect, configuration, error) from None

@@ -35,7 +35,12 @@ from planner.layout.single_gpu import (
 )
 from planner.layout.stored_positions import stored_positions, stored_positions_in_validation
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
-from planner.layout.unpriced import refuse_attention_of_others, refuse_trainers_of_cuda, refuse_unpriced
+from planner.layout.unpriced import (
+    refuse_attention_of_others,
+    refuse_trainers_of_cuda,
+    refuse_uncast_inputs,
+    refuse_unpriced,
+)
 from planner.spec.configuration import Configuration
 
 TRANSFORMS: tuple[Transform, ...] = (
@@ -98,6 +103,7 @@ def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], tr
     """The run of a configuration at the shape of ``grid``, as ``trainer`` would do it."""
     refuse_unpriced(configuration)
     refuse_trainers_of_cuda(facts.gpu, trainer)
+    refuse_uncast_inputs(configuration, trainer.partition("@")[0])
     run = recorded_step(configuration, facts.trained_by(trainer))
     add_optimizer(run)
     run.grid, run.sizes, run.trainer = grid, run.program.bytes_of(grid), trainer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.shapes import grids
-from planner.errors import NotEstimatedError
+from planner.errors import NotEstimatedError, NotRecordedError
 from planner.layout import attention_kernel, trainer_terms
 from planner.layout.run import Facts, Run
 from planner.layout.sharding import context_parallel
@@ -15,6 +15,7 @@ from planner.layout.trainer_terms.sd_scripts.whole_scores import whole_scores
 from planner.spec.combinations.combination import first_refusal
 from planner.spec.combinations.estimate_gaps import ESTIMATE_GAPS
 from planner.spec.configuration import Configuration
+from planner.spec.job import SPLIT
 
 
 def refuse_unpriced(configuration: Configuration) -> None:
@@ -29,6 +30,20 @@ def refuse_trainers_of_cuda(gpu: GpuProfile, trainer: str) -> None:
     if gpu.vendor == "apple" and trainer != "vplan":
         fault = f"what {trainer.partition('@')[0]} does on {gpu.title} is not known"
         raise NotEstimatedError(fault, f"vplan suggest MODEL --gpu {gpu.name} prices a plain training loop there")
+
+
+UNCAST = frozenset({"musubi-tuner", "sd-scripts"})
+"""Trainers whose adapters read their layer's input as it is (``lx = self.lora_down(x)``: musubi-tuner networks/lora.py,
+sd-scripts networks/lora_flux.py); peft's, ai-toolkit's and VideoX-Fun's cast it to their own format."""
+
+
+def refuse_uncast_inputs(configuration: Configuration, trainer: str) -> None:
+    """Raises a NotRecordedError for adapters in fp32 on inputs in 16 bits without autocast, which no product takes."""
+    job, strategy = configuration.job, configuration.strategy
+    differ = job.method == "lora" and strategy.adapter_dtype == "fp32" and strategy.weights_dtype != "fp32"
+    if differ and not configuration.autocasts and strategy.sharding not in SPLIT and trainer in UNCAST:
+        fault = f"{trainer}'s adapters in fp32 cannot read inputs in 16 bits without mixed precision"
+        raise NotRecordedError(fault, "use --autocast bf16")
 
 
 HOPPER = 9

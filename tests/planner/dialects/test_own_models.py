@@ -109,14 +109,6 @@ def test_lora_of_every_linear_layer_is_priced_where_trainers_adapt_them(tmp_path
         assert "mlp.linear_fc2" in found.job["lora_targets"]
 
 
-def test_ai_toolkit_quantises_t5_alone_of_stable_diffusion_3(tmp_path: Path) -> None:
-    name, text = ai_toolkit("sd3")
-    quantised = json.loads(text)
-    quantised["config"]["process"][0]["model"]["quantize"] = True
-    notes = [read(tmp_path, name, each)[1].notes for each in (text, json.dumps(quantised))]
-    assert [any("T5 alone is quantised" in note for note in each) for each in notes] == [False, True]
-
-
 @pytest.mark.parametrize(
     ("more", "version", "encoder"),
     [
