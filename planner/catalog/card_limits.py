@@ -53,8 +53,8 @@ def refuse_on_card(configuration: Configuration, gpu: GpuProfile, model: ModelPr
     if gpu.vendor == "amd":
         _refuse_on_amd(configuration, gpu, model)
         return
-    if gpu.vendor == "apple":
-        _refuse_on_apple(configuration, gpu, model)
+    if gpu.backend == "mps":
+        _refuse_on_mps(configuration, gpu, model)
         return
     strategy, torch = configuration.strategy, configuration.machine.torch
     if gpu.capability < BF16_ATTENTION_FROM and configuration.computes_in == "bf16":
@@ -100,7 +100,7 @@ MPS_OF = (2, 13)
 """The torch whose allocator for Apple's GPUs is replayed (`planner.allocator.mps`)."""
 
 
-def _refuse_on_apple(configuration: Configuration, gpu: GpuProfile, model: ModelProfile) -> None:
+def _refuse_on_mps(configuration: Configuration, gpu: GpuProfile, model: ModelProfile) -> None:
     """What PyTorch cannot do on Apple's GPUs, what it does in memory of Metal's that nobody has published, and what is
     no help where GPU and CPU share one memory."""
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine

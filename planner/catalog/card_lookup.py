@@ -97,7 +97,7 @@ def card_taken_for(name: str, card: GpuProfile) -> str:
     """How a card's name that is not its own was understood, in words."""
     text = re.sub(r"^\s*\d+\s*[x×*]\s*", "", name, flags=re.IGNORECASE)
     _, unit = split_quantity(text) or ("", None)
-    own = _named_card(text) or card.vendor == "apple" or unit in (*UNITS, "g", "")
+    own = _named_card(text) or unit in (*UNITS, "g", "") or apple_cards.find(text)
     return "" if own else f"{quoted(text)} taken for {card.name}"
 
 
@@ -206,7 +206,7 @@ def smaller_cards(card: GpuProfile) -> tuple[GpuProfile, ...]:
 def installed_host_ram(card: GpuProfile, gpus: int) -> int:
     """Host RAM per node in bytes that usually stands beside such cards: 32 GiB for cards under 40 GB, 128 GiB per GPU
     above (DESIGN section 5). A card that shares its memory with the CPU has no other RAM than its own."""
-    if card.vendor == "apple":
+    if card.has_working_set:
         return card.class_gb * GIB
     if card.unified:
         return card.allocatable_bytes
@@ -216,6 +216,6 @@ def installed_host_ram(card: GpuProfile, gpus: int) -> int:
 def default_host_ram(card: GpuProfile, gpus: int, system: str = "linux") -> int:
     """What a run can use of `installed_host_ram`, bytes: the rest is the system's. ``system``: as `Machine.os`."""
     installed = installed_host_ram(card, gpus)
-    if card.unified and card.vendor != "apple":
+    if card.unified and not card.has_working_set:
         return installed
     return installed // 2 if system == "wsl" else installed - SYSTEM_RAM

@@ -61,10 +61,23 @@ class GpuProfile(Record):
         return round(self.allocatable_gib * GIB)
 
     @property
+    def backend(self) -> Literal["cuda", "mps"]:
+        """The backend of PyTorch that runs on this card: it decides which allocator, kernels and libraries there are.
+        Builds for ROCm name theirs `cuda` too."""
+        return "mps" if self.vendor == "apple" else "cuda"
+
+    @property
+    def has_working_set(self) -> bool:
+        """Whether the card may take a part of the memory that it shares with the CPU (Metal's
+        `recommendedMaxWorkingSetSize`), which is then what it gives; else all of its memory is its own, or the CPU's
+        as well."""
+        return self.vendor == "apple"
+
+    @property
     def tells_seconds(self) -> bool:
         """Whether anything is known of how fast torch's kernels are on this card; else rates only put plans in
         order."""
-        return self.vendor != "apple"
+        return self.backend == "cuda"
 
     @property
     def context_bytes(self) -> int:

@@ -50,13 +50,13 @@ def command(name: str | None, as_markdown: bool, as_json: bool) -> None:
 
 def _print_one(console: Console, card: GpuProfile) -> None:
     """Prints what is known of one card, a fact a line."""
-    mac = card.vendor == "apple"
+    of_the_computer = card.has_working_set  # its gigabytes are of no class of cards, and in no nvidia-smi
     facts = {
         "name": card.name,
-        "class": f"{card.class_gb}GB" + (" (one of those that define it)" if card.reference else "") if not mac else "",
+        "class": f"{card.class_gb}GB{' (one of those that define it)' * card.reference}" if not of_the_computer else "",
         "chip": card.architecture,
         "gives": f"{card.allocatable_gib:.2f} GiB to a process",
-        "shows": f"{gib(card.nvml_total_mib * MIB):.2f} GiB in nvidia-smi" if card.nvml_total_mib and not mac else "",
+        "shows": f"{gib(card.nvml_total_mib * MIB):.2f} GiB in nvidia-smi" if not of_the_computer else "",
         "speed": f"{card.bf16_tflops:.0f} TFLOPS in bf16" if card.bf16_tflops and card.tells_seconds else "",
         "memory": f"{card.bandwidth_gbs:.0f} GB/s",
         "source": card.source,

@@ -119,7 +119,7 @@ def assess(
     """
     run, played = replay(configuration, facts, trainer, layout, cached, like.played if like else ())
     whole = estimate_run(run, played)
-    if facts.gpu.vendor == "apple":
+    if facts.gpu.has_working_set:
         runs = list({id(entry.run): entry.run for entry in played}.values())
         return Assessment(run, played, working_set.judged(whole, runs, played))
     if whole.verdict == "no" and whole.limit == "gpu" and flushes:
@@ -372,8 +372,8 @@ def _verdict(
     machine = run.machine
     unified = machine.unified or run.facts.gpu.unified
     compiled = run.strategy.compile != "none"
-    if run.facts.gpu.vendor == "apple":
-        return _verdict_of_mac(run, device_bytes, host_bytes, sides)
+    if run.facts.gpu.has_working_set:
+        return _verdict_in_working_set(run, device_bytes, host_bytes, sides)
     verdict = margin.verdict(device_bytes + (host_bytes if unified else 0), _budget_bytes(run), compiled, sides)
     if verdict == "no":
         return "no", "gpu"
@@ -382,7 +382,7 @@ def _verdict(
     return verdict, None
 
 
-def _verdict_of_mac(
+def _verdict_in_working_set(
     run: Run, device_bytes: int, host_bytes: int, sides: margin.Sides
 ) -> tuple[Verdict, Literal["gpu", "host"] | None]:
     """The verdict where the GPU's share of the memory is a part of all of it, which the process needs beside."""

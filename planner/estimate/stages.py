@@ -41,7 +41,7 @@ def allocator_of(run: Run, capacity_bytes: int | None = None) -> CachingAllocato
     """The allocator of the card that a run is laid out for. ``capacity_bytes``: what it may reserve; on Apple's GPUs
     the working set that its watermarks are multiples of."""
     gpu = run.facts.gpu
-    if gpu.vendor != "apple":
+    if gpu.backend == "cuda":
         expandable = run.strategy.expandable_segments
         return CachingAllocator(expandable_segments=expandable, capacity_bytes=capacity_bytes)
     if capacity_bytes is None:

@@ -46,7 +46,7 @@ def kernel(
 def plain_kernel(machine: Machine, gpu: GpuProfile) -> str:
     """The kernel that torch chooses where there is no mask. On AMD both flash and memory-efficient are AOTriton's, and
     save what CUDA's do (ATen/native/transformers/hip). MPS has none that trains (`trainers.recording.mps_ops`)."""
-    if gpu.vendor == "apple":
+    if gpu.backend == "mps":
         return "math"
     if gpu.vendor == "amd":
         return "flash"

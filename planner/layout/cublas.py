@@ -60,7 +60,7 @@ def workspace_bytes(gpu: GpuProfile) -> int:
 def kept_workspaces(gpu: GpuProfile, torch: str | None) -> int:
     """How many workspaces stay from their first use to the end; ``torch``: a version as 2.11, None for the newest that
     is recorded. Metal's are not torch's."""
-    if gpu.vendor == "apple":
+    if gpu.backend == "mps":
         return 0
     return 0 if torch and tuple(int(part) for part in torch.split(".")[:2]) >= PER_PRODUCT else HANDLES
 
@@ -87,7 +87,7 @@ def workspaces_at_use(run: Run) -> None:
     with backward's first. There, among activations, it decides which of the holes around it a large tensor still fits
     into. Last of all terms: the first step is then one of its own.
     """
-    if run.facts.gpu.vendor == "apple":
+    if run.facts.gpu.backend == "mps":
         return
     if not run.handover.workspaces:
         buffers = ProductBuffers.of(run.new, workspace_bytes(run.facts.gpu))

@@ -166,7 +166,7 @@ def load_facts(
     refuse_on_card(configuration, card, model)
     cudnn = model.traits.attends_by_card and attention_kernel.takes_grouped_masks(strategy, machine, card)
     recorded = library.recorded_job(model, job)
-    mps = card.vendor == "apple"
+    mps = card.backend == "mps"
     key = model.name, recorded, strategy, machine.torch, cudnn, mps
     if key not in library.on_a_card:
         try:

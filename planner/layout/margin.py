@@ -44,7 +44,7 @@ Sides = tuple[float, float]
 def on_card(sides: Sides, gpu: GpuProfile) -> Sides:
     """The sides of an estimate for a card of a maker whose runs were never compared."""
     below, above = sides
-    if gpu.vendor == "apple":
+    if gpu.backend == "mps":
         return below + UNSEEN, above + BESIDE_HEAPS
     return (below + UNSEEN, above + UNSEEN) if gpu.vendor == "amd" else sides
 

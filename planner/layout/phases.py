@@ -63,7 +63,7 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
     ``may_wait``: only those of which some may wait in host RAM, which the VAE does not. On Apple's GPUs nothing: what
     MPS takes to encode is not known.
     """
-    if run.facts.gpu.vendor == "apple":
+    if run.facts.gpu.backend == "mps":
         return []
     components = encoders(run, "cached", 1)
     if run.samples_only:  # the prompts of a batch go through each encoder together, whether it then waits or is gone

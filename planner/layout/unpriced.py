@@ -25,9 +25,8 @@ def refuse_unpriced(configuration: Configuration) -> None:
 
 
 def refuse_trainers_of_cuda(gpu: GpuProfile, trainer: str) -> None:
-    """Raises a NotEstimatedError for another trainer's run on one of Apple's GPUs: what its code does otherwise there
-    is not known."""
-    if gpu.vendor == "apple" and trainer != "vplan":
+    """Raises a NotEstimatedError for another trainer's run on MPS: what its code does otherwise there is not known."""
+    if gpu.backend == "mps" and trainer != "vplan":
         fault = f"what {trainer.partition('@')[0]} does on {gpu.title} is not known"
         raise NotEstimatedError(fault, f"vplan suggest MODEL --gpu {gpu.name} prices a plain training loop there")
 

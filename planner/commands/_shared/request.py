@@ -121,7 +121,7 @@ class TypedQuestion(NamedTuple):
             model=profile,
             gpu=card,
             assumptions=tuple(notes),
-            fixed=self.typed | (of_the_card.keys() if card.vendor == "apple" else frozenset()),
+            fixed=self.typed | (of_the_card.keys() if card.backend == "mps" else frozenset()),
             frames_max=self.job.get("frames") == MAX,
         )
 
@@ -185,7 +185,7 @@ def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) ->
     """The fields of the strategy that the card decides where nobody said them: 16 bits are fp16 before Ampere, and
     segments do not grow on AMD; Apple's GPUs have neither these nor a step over lists,
     and no other memory to swap blocks to."""
-    if card.vendor == "apple":
+    if card.backend == "mps":
         fields = {"expandable_segments": False, "optimizer_step": "loop", "swap_blocks": 0}
         return {field: value for field, value in fields.items() if field not in said}
     if card.vendor == "amd":
@@ -202,7 +202,7 @@ def refuse_without_cuda(card: GpuProfile, asked: Mapping[str, bool]) -> None:
     """Raises a VplanError for what is about vplan's own trainer, or about seconds, on one of Apple's GPUs. ``asked``:
     option -> whether it was typed."""
     option = next((name for name, typed in asked.items() if typed), None)
-    if card.vendor == "apple" and option:
+    if card.backend == "mps" and option:
         fault = f"vplan's own trainer needs CUDA, and no seconds are known of {card.title}"
         raise VplanError(fault, f"leave out {option}", USAGE)
 

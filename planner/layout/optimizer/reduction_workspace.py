@@ -27,7 +27,7 @@ FACTORED = ("adafactor", "came")
 def column_mean_bytes(rows: int, columns: int, gpu: GpuProfile, number_bytes: int = FP32_BYTES) -> int:
     """The workspace of the mean over ``rows`` of a contiguous matrix, bytes; 0 where no output is split. One of more
     than `INDEXED_BYTES` is read in halves of its rows, one after the other."""
-    if gpu.vendor == "apple":  # MPSGraph's reductions take nothing of torch's
+    if gpu.backend == "mps":  # MPSGraph's reductions take nothing of torch's
         return 0
     while rows * columns * number_bytes > INDEXED_BYTES and rows > 1:
         rows = -(-rows // 2)

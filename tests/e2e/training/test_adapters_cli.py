@@ -22,6 +22,8 @@ from planner.spec.plan import Plan, read_plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers.train import TrainingRun  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 SHAPE = ("--frames", "5", "--height", "32", "--width", "48")
 METHODS = {"dora": ("dora", "dora rank 16"), "lokr": ("lokr16", "lokr factor 16")}
 """Adapter -> what its recordings are called, and what an answer calls it."""
