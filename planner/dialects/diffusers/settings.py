@@ -221,9 +221,10 @@ def _optimizer(settings: Settings) -> Fields:
 
 def _write_optimizer(fields: Fields) -> Settings:
     rows: dict[str, Settings] = {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}}
-    rows["prodigy"] = {"--optimizer": "prodigy"}
+    if "--optimizer" in flags.script("diffusers", _script(fields)).flags:
+        rows["prodigy"] = {"--optimizer": "prodigy"}
     if fields["optimizer"] not in rows:
-        why = "its examples have AdamW, its 8-bit form and Prodigy"
+        why = f"this example has {' and '.join(rows)} alone"
         raise InexpressibleError(UnsupportedValue("optimizer", fields["optimizer"], "adamw", why))
     return rows[fields["optimizer"]]
 

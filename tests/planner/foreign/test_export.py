@@ -346,3 +346,12 @@ def test_an_export_says_that_its_script_sets_the_allocator(tmp_path: Path) -> No
     ]
     assert told == [True, False]
     assert [each["strategy"]["expandable_segments"] for each in notes.values()] == [False, True]
+
+
+@pytest.mark.parametrize(("model", "method", "has_prodigy"), [("sdxl", "lora", True), ("sdxl", "full", False)])
+def test_prodigy_goes_to_those_of_diffusers_examples_that_have_it(model: str, method: str, has_prodigy: bool) -> None:
+    """train_text_to_image_sdxl.py has no ``--optimizer``, and argparse would end it."""
+    asked = plan(job=lookup.job_for(lookup.model(model), {"method": method}), gpu="h200", optimizer="prodigy")
+    found = export(asked, "diffusers", take_nearest=True)
+    assert (found.plan.strategy.optimizer == "prodigy") is has_prodigy
+    assert any("--optimizer" in text for text in found.files.values()) is has_prodigy
