@@ -24,6 +24,7 @@ class Kandinsky5(Family):
 
     ragged = frozenset({"prompt"})
     longest_side = LONGEST_SIDE
+    sample_needs = "sparse attention (NABLA), which no recording has"
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
@@ -56,6 +57,11 @@ class Kandinsky5(Family):
             "text_rope_pos": torch.arange(batch["prompt"].shape[1], device=clip.device),
             "scale_factor": self.scale_factor(noisy),
         }, target.permute(0, 2, 3, 4, 1)
+
+    def prediction(self, outputs: Any) -> Tensor:
+        """The class returns no tuple."""
+        whole: Tensor = outputs
+        return whole
 
     def scale_factor(self, latents: Tensor) -> tuple[float, float, float]:
         """What positions are divided by (diffusers Kandinsky5T2VPipeline ``_get_scale_factor``)."""
@@ -93,8 +99,11 @@ class Kandinsky5(Family):
             return "Kandinsky5T2IPipeline"
         return "Kandinsky5I2VPipeline" if self.first_frame_given else "Kandinsky5T2VPipeline"
 
-    def sampler(self) -> FamilyPipeline:
-        """Samples of an image model have the size asked for, where the pipeline would take the nearest of its own."""
+    def sampler(self) -> FamilyPipeline | None:
+        """Samples of an image model have the size asked for, where the pipeline would take the nearest of its own. A
+        model whose pipeline attends sparsely makes none."""
+        if self.profile.inputs.get("sparse_samples"):
+            return None
         return FamilyPipeline(
             pipeline=self.pipeline,
             prompt={"prompt": "prompt_embeds_qwen", "pooled": "prompt_embeds_clip"},

@@ -130,7 +130,9 @@ def arguments(
         if sampler.negative and job.guided:
             call[f"negative_{argument}"] = _of_one_sample(sampler, name, empty[name])
     if sampler.lengths:
-        call |= {sampler.lengths: _ends(prompt), f"negative_{sampler.lengths}": _ends(empty)}
+        call[sampler.lengths] = _ends(prompt)
+        if job.guided:
+            call[f"negative_{sampler.lengths}"] = _ends(empty)
     if inputs.guidance is not None:
         call[sampler.scale] = inputs.guidance
     if sampler.negative and not job.guided:
