@@ -90,6 +90,7 @@ def test_every_bundled_model_is_sound() -> None:
         "kandinsky-5.0-t2v-pro",
         "kandinsky-5.0-i2v-pro",
         "kandinsky-5.0-t2i-lite",
+        "framepack",
     }
     for name in names:
         profile = model(name)
@@ -150,6 +151,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", "kandinsky-5.0-t2v-lite"),
         ("kandinskylab/Kandinsky-5.0-I2V-Pro-sft-5s-Diffusers", "kandinsky-5.0-i2v-pro"),
         ("Kandinsky 5.0 Image", "kandinsky-5.0-t2i-lite"),
+        ("lllyasviel/FramePackI2V_HY", "framepack"),
         ("ideogram", "ideogram-4"),
         ("HiDream-ai/HiDream-I1-Full", "hidream-i1"),
         ("HiDream-ai/HiDream-I1-Dev", "hidream-i1"),
@@ -192,6 +194,7 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("kandinsky-5.0-t2v-lite", 2_007.70),
         ("kandinsky-5.0-t2v-pro", 19_311),
         ("kandinsky-5.0-t2i-lite", 6_022),
+        ("framepack", 12_874),
         ("sd2.1", 865.91),
     ],
 )

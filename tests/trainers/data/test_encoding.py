@@ -262,6 +262,7 @@ def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> Non
 
 
 REFUSED_FAMILIES = (
+    "framepack",
     "wan2.2-animate-14b",
     "qwen-image-edit",
     "qwen-image-edit-2511",
