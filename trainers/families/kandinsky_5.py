@@ -144,7 +144,8 @@ def filled_up(prompt: Tensor, tokens: int) -> Tensor:
 def scaled(encoder: Encoder, clip: Tensor) -> Tensor:
     """Latents of a clip or an image, drawn and scaled; of FLUX's VAE too without its shift (diffusers
     Kandinsky5T2IPipeline, which decodes so)."""
-    return sampled(encoder, clip) * encoder.model.config.scaling_factor
+    latents: Tensor = sampled(encoder, clip) * encoder.model.config.scaling_factor
+    return latents
 
 
 def cleaned(captions: list[str]) -> list[str]:

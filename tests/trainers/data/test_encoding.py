@@ -100,8 +100,8 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
     """In keys, shapes and dtypes, and the model trains on them; latents are those that its pipeline would decode."""
     profile = tiny.profile(name)
     frames = min(profile.shape.max_frames, profile.shape.frame_step + 1)
-    shape = {"frames": frames, "height": 64, "width": 64, "batch_size": 2, "lora_targets": list(profile.lora.targets[:2])}
-    plan = job_for(profile, shape)
+    layers = list(profile.lora.targets[:2])
+    plan = job_for(profile, {"frames": frames, "height": 64, "width": 64, "batch_size": 2, "lora_targets": layers})
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     strategy = FP32.replace(autocast=precision, weights_dtype="bf16" if precision == "bf16" else "fp32")
     folder = tiny.folder(tmp_path / "model", profile)

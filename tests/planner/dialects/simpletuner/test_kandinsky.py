@@ -53,7 +53,11 @@ def test_its_flavours(more: dict[str, str], model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "flavour"),
-    [("kandinsky5_video", "t2v-lite-sft-10s"), ("kandinsky5_video", "t2v-pro-sft-10s-hd"), ("kandinsky5_image", "i2i-lite-sft")],
+    [
+        ("kandinsky5_video", "t2v-lite-sft-10s"),
+        ("kandinsky5_video", "t2v-pro-sft-10s-hd"),
+        ("kandinsky5_image", "i2i-lite-sft"),
+    ],
 )
 def test_sparse_and_edited_ones_are_refused(family: str, flavour: str, tmp_path: Path) -> None:
     with pytest.raises(VplanError, match=flavour):
