@@ -24,12 +24,14 @@ class Kandinsky5(Family):
 
     ragged = frozenset({"prompt"})
     longest_side = LONGEST_SIDE
-    sample_needs = "sparse attention (NABLA), which no recording has"
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
         self.fixed = {"F": 1} if profile.kind == "image" else {}
         self.first_frame_given = bool(profile.inputs["first_frame_given"])
+        self.sample_needs = "sparse attention (NABLA), which no recording has"
+        if self.first_frame_given:
+            self.sample_needs = "the first frame without noise, where training adds it as SimpleTuner does"
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         text = grid["B"], grid["T"]
@@ -94,22 +96,20 @@ class Kandinsky5(Family):
 
     @property
     def pipeline(self) -> str:
-        """The diffusers pipeline of the model."""
-        if self.profile.kind == "image":
-            return "Kandinsky5T2IPipeline"
-        return "Kandinsky5I2VPipeline" if self.first_frame_given else "Kandinsky5T2VPipeline"
+        """The diffusers pipeline of the model, or one that reads captions as it does."""
+        return "Kandinsky5T2IPipeline" if self.profile.kind == "image" else "Kandinsky5T2VPipeline"
 
     def sampler(self) -> FamilyPipeline | None:
         """Samples of an image model have the size asked for, where the pipeline would take the nearest of its own. A
-        model whose pipeline attends sparsely makes none."""
-        if self.profile.inputs.get("sparse_samples"):
+        model whose pipeline attends sparsely makes none, nor one whose pipeline begins with a frame without noise
+        (Kandinsky5I2VPipeline ``prepare_latents``)."""
+        if self.profile.inputs.get("sparse_samples") or self.first_frame_given:
             return None
         return FamilyPipeline(
             pipeline=self.pipeline,
             prompt={"prompt": "prompt_embeds_qwen", "pooled": "prompt_embeds_clip"},
             lengths="prompt_cu_seqlens",
             has_own_sizes=self.profile.kind == "image",
-            image=self.first_frame_given,
         )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

@@ -45,7 +45,6 @@ MODELS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("", "t2v-lite-sft-5s", "t2v-lite-pretrain-5s"), "kandinsky-5.0-t2v-lite"),
         **dict.fromkeys(("t2v-pro-sft-5s-hd", "t2v-pro-pretrain-5s-hd"), "kandinsky-5.0-t2v-pro"),
         "i2v-lite-5s": "kandinsky-5.0-i2v-lite",
-        "i2v-pro-sft-5s": "kandinsky-5.0-i2v-pro",
     },
     "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},

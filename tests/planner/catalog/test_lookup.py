@@ -88,7 +88,6 @@ def test_every_bundled_model_is_sound() -> None:
         "kandinsky-5.0-t2v-lite",
         "kandinsky-5.0-i2v-lite",
         "kandinsky-5.0-t2v-pro",
-        "kandinsky-5.0-i2v-pro",
         "kandinsky-5.0-t2i-lite",
         "framepack",
     }
@@ -149,7 +148,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "sana-1.6b"),
         ("Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", "sana1.5-4.8b"),
         ("kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", "kandinsky-5.0-t2v-lite"),
-        ("kandinskylab/Kandinsky-5.0-I2V-Pro-sft-5s-Diffusers", "kandinsky-5.0-i2v-pro"),
+        ("kandinskylab/Kandinsky-5.0-I2V-Lite-5s-Diffusers", "kandinsky-5.0-i2v-lite"),
         ("Kandinsky 5.0 Image", "kandinsky-5.0-t2i-lite"),
         ("lllyasviel/FramePackI2V_HY", "framepack"),
         ("ideogram", "ideogram-4"),

@@ -42,7 +42,6 @@ def read(folder: Path, **more: Any) -> Translation:
         ({"model_family": "kandinsky5-video"}, "kandinsky-5.0-t2v-lite"),
         ({"model_flavour": "t2v-pro-sft-5s-hd"}, "kandinsky-5.0-t2v-pro"),
         ({"model_flavour": "i2v-lite-5s"}, "kandinsky-5.0-i2v-lite"),
-        ({"model_flavour": "i2v-pro-sft-5s"}, "kandinsky-5.0-i2v-pro"),
         ({"model_family": "kandinsky5_image"}, "kandinsky-5.0-t2i-lite"),
     ],
 )
@@ -56,6 +55,7 @@ def test_its_flavours(more: dict[str, str], model: str, tmp_path: Path) -> None:
     [
         ("kandinsky5_video", "t2v-lite-sft-10s"),
         ("kandinsky5_video", "t2v-pro-sft-10s-hd"),
+        ("kandinsky5_video", "i2v-pro-sft-5s"),
         ("kandinsky5_image", "i2i-lite-sft"),
     ],
 )
