@@ -251,7 +251,7 @@ class ModelProfile(Record):
         heads, size = self.config.get("num_attention_heads"), self.config.get("attention_head_dim")
         if isinstance(heads, int) and isinstance(size, int):
             return heads * size
-        return next((self.config[name] for name in ("dim", "hidden_size") if name in self.config), None)
+        return next((self.config[name] for name in ("dim", "hidden_size", "model_dim") if name in self.config), None)
 
     @property
     def head_size(self) -> int:
@@ -259,6 +259,8 @@ class ModelProfile(Record):
         size, channels = self.config.get("attention_head_dim"), self.config.get("block_out_channels")
         if self.traits.head_dim_counts_heads and channels:
             return int(channels[0]) // int(size[0] if isinstance(size, list) else size or 1)
+        if size is None and (axes := self.config.get("axes_dims")):  # a head's numbers, by the axes that turn them
+            return int(sum(axes))
         return size if isinstance(size, int) else 128
 
     def trained_with(self, trainer: str, trait: TrainerTrait) -> bool:

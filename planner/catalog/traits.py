@@ -88,6 +88,7 @@ TrainerTrait = Literal[
     "modulation-in-8-bits",
     "modulation-in-16-bits",
     "modulation-adapted",
+    "nothing-in-fp32",
     "time-per-token",
     "positions-in-fp64",
     "moved-whole",
@@ -118,7 +119,8 @@ TrainerTrait = Literal[
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
-The first two: layers that make scales and shifts, over an fp8 base. positions-in-fp64: queries and keys are turned so.
+The first two: layers that make scales and shifts, over an fp8 base. nothing-in-fp32: its own class keeps no layers so,
+as diffusers' does. positions-in-fp64: queries and keys are turned so.
 moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantised-beside: with the model on the GPU.
 text-encoder-by-qtype: in the model's own format, whatever is written for it.
 own-model: it is what the trainer's own scripts build. own-code: its step is recorded from the trainer's own model

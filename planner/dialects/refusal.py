@@ -57,10 +57,38 @@ class ModelScript(NamedTuple):
 MODEL_SCRIPTS = {
     "hidream_o1_train_network.py": ModelScript("musubi-tuner", "hidream-o1", "hidream-i1"),
     "hidream_o1_train.py": ModelScript("musubi-tuner", "hidream-o1", "hidream-i1"),
-    "fpack_train_network.py": ModelScript("musubi-tuner", "framepack", "hunyuan-video"),
-    "kandinsky5_train_network.py": ModelScript("musubi-tuner", "kandinsky5", "wan2.1-t2v-1.3b"),
 }
 """Its name -> what it trains (musubi-tuner docs/hidream_o1.md at 30c658c)."""
+
+
+class UnpricedScript(NamedTuple):
+    """A script of a trainer that is read, for a model that has a profile, whose own code of it is not priced."""
+
+    trainer: str
+    title: str
+    why: str
+    model: str
+    """ours, or the first of several"""
+
+
+UNPRICED_SCRIPTS = {
+    # kandinsky5_train_network.py ``call_dit`` and ``load_transformer``, kandinsky5/models/attention.py ``sdpa``
+    "kandinsky5_train_network.py": UnpricedScript(
+        "musubi-tuner",
+        "Kandinsky 5.0 Video",
+        "it repeats the prompt for each latent frame, copies queries, keys and values for attention, and has an fp8 of "
+        "its own",
+        "kandinsky-5.0-t2v-lite",
+    ),
+    # frame_pack/hunyuan_video_packed.py ``gradient_checkpointing_method``, ``LayerNormFramePack``
+    "fpack_train_network.py": UnpricedScript(
+        "musubi-tuner",
+        "FramePack",
+        "it checkpoints what stands around its blocks too, and has norms of its own",
+        "framepack",
+    ),
+}
+"""Its name -> what it trains, and what diffusers' model, which is recorded, does not do (musubi-tuner at 30c658c)."""
 
 
 UNREAD_CONFIGS: tuple[tuple[str, frozenset[str]], ...] = (
@@ -79,9 +107,14 @@ ALIKE = 0.8
 
 
 def other_model(script: Script) -> VplanError | None:
-    """The refusal of a trainer's script for a model that has no profile; None for any other."""
+    """The refusal of a trainer's script for a model that has no profile, or whose code of it is not priced; None for
+    any other."""
     for program in script.programs:
         name = PurePosixPath(program.script).name
+        if unpriced := UNPRICED_SCRIPTS.get(name):
+            fault = f"{name} is {unpriced.trainer}'s, whose own code of {unpriced.title} is not priced: {unpriced.why}"
+            ours = f"`vplan suggest {unpriced.model} --gpu 24GB` answers for vplan's own trainer"
+            return VplanError(fault, f"{REHEARSE}; {ours}")
         if (own := MODEL_SCRIPTS.get(name)) is None or (model := other_models.find(own.model)) is None:
             continue
         fault = f"{name} is {own.trainer}'s, for {model.title}, which has no profile: {model.missing}"

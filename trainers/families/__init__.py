@@ -9,7 +9,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from trainers.families.common.base import Family
 
-ROOMS = ("", "image")
+ROOMS = ("", "image", "video")
 """Folders that hold families: this one, and those in it."""
 
 

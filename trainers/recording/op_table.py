@@ -41,9 +41,9 @@ and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer 
 copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
-    "avg_pool2d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index pixel_shuffle pixel_unshuffle "
-    "reflection_pad3d repeat replication_pad1d replication_pad1d_backward replication_pad3d scatter scatter_reduce_ "
-    "select_backward slice_backward stack tril triu upsample_nearest2d_backward"
+    "avg_pool2d avg_pool3d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index pixel_shuffle "
+    "pixel_unshuffle reflection_pad3d repeat replication_pad1d replication_pad1d_backward replication_pad3d scatter "
+    "scatter_reduce_ select_backward slice_backward stack tril triu upsample_nearest2d_backward"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
 few integers or the row numbers of a mixture's experts here, never a mask; the backwards of select and slice are zeros

@@ -129,6 +129,10 @@ def arguments(
         call[argument] = _of_one_sample(sampler, name, prompt[name])
         if sampler.negative and job.guided:
             call[f"negative_{argument}"] = _of_one_sample(sampler, name, empty[name])
+    if sampler.lengths:
+        call[sampler.lengths] = _ends(prompt)
+        if job.guided:
+            call[f"negative_{sampler.lengths}"] = _ends(empty)
     if inputs.guidance is not None:
         call[sampler.scale] = inputs.guidance
     if sampler.negative and not job.guided:
@@ -142,8 +146,16 @@ def arguments(
     return {**call, "generator": torch.Generator().manual_seed(inputs.seed)}
 
 
+def _ends(prompt: Mapping[str, Tensor]) -> Tensor:
+    """Where the prompts of a batch of one end."""
+    return torch.tensor([0, prompt["prompt"].shape[0]], dtype=torch.int32)
+
+
 def keep_size(sampler: FamilyPipeline, built: Any, shape: ValidationShape) -> None:
-    """Tells a pipeline that has an area of its own the sample's: a hair more, as it rounds sides down to multiples."""
+    """Tells a pipeline that has sizes of its own the sample's; of an area a hair more, as it rounds sides down to
+    multiples."""
+    if sampler.has_own_sizes:
+        built.resolutions = [(shape.width, shape.height)]
     if sampler.has_own_area:
         built.default_sample_size = math.sqrt(shape.height * shape.width) * (1 + 1e-9) / built.vae_scale_factor
 
@@ -178,6 +190,6 @@ def numbers(output: Any) -> numpy.ndarray[Any, Any]:
     """The frames (F, H, W, 3) of a pipeline's output."""
     import numpy
 
-    frames = output.frames if hasattr(output, "frames") else output.images
+    frames = next(getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name))
     stacked = numpy.asarray(frames)
     return stacked[0] if stacked.ndim == 5 else stacked

@@ -17,7 +17,11 @@ SEGMENTS = ("flux", "flux2", "hunyuanvideo", "krea2", "ltxvideo", "ltxvideo2", "
 """Families that checkpoint as many blocks together as the interval says (``checkpoint_sequential_state`` in
 helpers/models/*/transformer.py)."""
 
-ONE_BY_ONE = ("anima", "chroma", "ernie", "hidream", "ideogram", "qwen_image", "sana")
+COUNTED_ON = ("kandinsky5_image", "kandinsky5_video")
+"""Those of `ONE_BY_ONE` that count the blocks of all stacks on (``global_idx`` in helpers/models/kandinsky5_video/
+transformer_kandinsky5.py); others begin anew with each stack."""
+
+ONE_BY_ONE = ("anima", "chroma", "ernie", "hidream", "ideogram", "qwen_image", "sana", *COUNTED_ON)
 """Families that checkpoint one block of as many as the interval says (``should_checkpoint_block``). All others ignore
 it (helpers/training/default_settings/safety_check.py)."""
 
@@ -73,6 +77,8 @@ def interval_of(settings: Settings) -> CheckpointInterval | None:
 
 def _depths(settings: Settings) -> Iterator[int]:
     model = lookup.model(model_of(settings)["model"])
+    if family_of(settings) in COUNTED_ON:
+        return iter([model.blocks])
     return (model.depth(stack) for stack in model.stacks)
 
 

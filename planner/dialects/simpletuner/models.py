@@ -40,6 +40,12 @@ MODELS: dict[str, dict[str, str]] = {
         "sana1.5-1.6b-1024": "sana1.5-1.6b",
         "sana1.0-1.6b-1024": "sana-1.6b",
     },
+    "kandinsky5_image": dict.fromkeys(("", "t2i-lite-sft", "t2i-lite-pretrain"), "kandinsky-5.0-t2i-lite"),
+    "kandinsky5_video": {
+        **dict.fromkeys(("", "t2v-lite-sft-5s", "t2v-lite-pretrain-5s"), "kandinsky-5.0-t2v-lite"),
+        **dict.fromkeys(("t2v-pro-sft-5s-hd", "t2v-pro-pretrain-5s-hd"), "kandinsky-5.0-t2v-pro"),
+        "i2v-lite-5s": "kandinsky-5.0-i2v-lite",
+    },
     "ideogram": dict.fromkeys(("", "fp8", "nf4"), "ideogram-4"),
     "ltxvideo": {"": "ltx-video-2b", "0.9.5": "ltx-video-2b", "0.9.0": "ltx-video-2b"},
     "ltxvideo2": {

@@ -143,6 +143,10 @@ def _method(settings: Settings) -> Fields:
         raise VplanError(f"SimpleTuner's model_type {quoted(kind)} is not priced", "lora and full are")
     if kind == "lora" and (adapter := str(of(settings, "lora_type") or "standard").lower()) != "standard":
         raise VplanError(f"SimpleTuner's lora_type {quoted(adapter)} is not priced", "lora_type standard is")
+    model = lookup.model(model_of(settings)["model"])
+    if kind == "full" and model.trained_with("simpletuner", "nothing-in-fp32"):
+        fault = f"SimpleTuner trains {model.title} whole in 16 bits, its modulation too, which is not priced"
+        raise VplanError(fault, "use model_type lora")
     if kind == "full" and of(settings, "gradient_precision") == "fp32":
         raise VplanError("gradient_precision fp32 is not priced of full fine-tuning", "leave gradient_precision out")
     return {"method": kind}
@@ -151,6 +155,9 @@ def _method(settings: Settings) -> Fields:
 def _write_method(fields: Fields) -> Settings:
     if fields["method"] not in ("lora", "full"):
         raise InexpressibleError(UnsupportedValue("method", fields["method"], "lora", "it trains"))
+    if fields["method"] == "full" and lookup.model(fields["model"]).trained_with("simpletuner", "nothing-in-fp32"):
+        why = "it trains this model's modulation in 16 bits, where ours is in fp32"
+        raise InexpressibleError(UnsupportedValue("method", "full", "lora", why))
     return {f"{CONFIG}model_type": fields["method"]}
 
 
@@ -206,8 +213,9 @@ def _version(settings: Settings, fields: Fields) -> str:
     return QUANTISED_WHOLE if on_gpu and base.endswith(("-quanto", "-torchao")) else ""
 
 
-NO_SWAP = ("sdxl", "sd1x", "sd2x", "ideogram")
-"""Families without block swap: none of their files in helpers/models/ has it."""
+NO_SWAP = ("sdxl", "sd1x", "sd2x", "ideogram", "kandinsky5_image")
+"""Families without block swap: none of their files in helpers/models/ has it, or none gives it the number
+(``apply_musubi_pretrained_defaults``)."""
 
 ALL_STACKS = ("flux", "flux2", "chroma", "hidream")
 """Families that swap blocks of all kinds; others those of the longest stack alone (``MusubiBlockSwapManager.build`` in
@@ -215,8 +223,11 @@ helpers/models/*/transformer.py)."""
 
 
 def _most_swapped(model: ModelProfile, family: str) -> int:
-    """All of those blocks but one."""
+    """All of those blocks but one. Of Kandinsky 5.0, which counts all blocks, all that come behind the prompt's: these
+    run before swapped ones come back (helpers/models/kandinsky5_video/transformer_kandinsky5.py ``forward``)."""
     depths = [model.depth(stack) for stack in model.stacks]
+    if family == "kandinsky5_video":
+        return depths[-1]
     return 0 if family in NO_SWAP else (sum(depths) if family in ALL_STACKS else max(depths)) - 1
 
 

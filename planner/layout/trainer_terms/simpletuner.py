@@ -180,7 +180,27 @@ def attention_adapted(run: Run) -> None:
                 run.resize(buffer, 0)
 
 
+QUANTISED_LAYER = re.compile(r"visual_transformer_blocks\.0\.self_attention\.to_query\.(base_layer\.)?weight")
+"""The weight of a layer of Kandinsky 5.0 that is quantised where any is, and what belongs to it."""
+
+
+def nothing_in_fp32(run: Run) -> None:
+    """Its own Kandinsky 5.0 keeps no layers in fp32, and none of a quantised base in 16 bits
+    (simpletuner/helpers/models/kandinsky5_video/transformer_kandinsky5.py has no ``_keep_in_fp32_modules``)."""
+    model = run.facts.model
+    if not model.trained_with("simpletuner", "nothing-in-fp32") or run.job.method != "lora":
+        return
+    table, weights = parameters(model.name), run.named("weight")
+    layer = sum(run.sizes[buffer] for name, buffer in weights.items() if QUANTISED_LAYER.match(name))
+    for name, buffer in weights.items():
+        if name in table.fp32:
+            numbers = table.elements(name, run.sizes[buffer])
+            by_number = layer / model.config["model_dim"] ** 2 if name.endswith(".weight") else HALF
+            run.resize(buffer, int(numbers * by_number))
+
+
 TERMS: tuple[Transform, ...] = (
+    nothing_in_fp32,
     attention_adapted,
     gradients_zeroed,
     shift,

@@ -85,6 +85,11 @@ def test_every_bundled_model_is_sound() -> None:
         "sana-1.6b",
         "sana1.5-1.6b",
         "sana1.5-4.8b",
+        "kandinsky-5.0-t2v-lite",
+        "kandinsky-5.0-i2v-lite",
+        "kandinsky-5.0-t2v-pro",
+        "kandinsky-5.0-t2i-lite",
+        "framepack",
     }
     for name in names:
         profile = model(name)
@@ -142,6 +147,10 @@ def test_every_bundled_model_is_sound() -> None:
         ("circlestone-labs/Anima", "anima"),
         ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "sana-1.6b"),
         ("Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", "sana1.5-4.8b"),
+        ("kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", "kandinsky-5.0-t2v-lite"),
+        ("kandinskylab/Kandinsky-5.0-I2V-Lite-5s-Diffusers", "kandinsky-5.0-i2v-lite"),
+        ("Kandinsky 5.0 Image", "kandinsky-5.0-t2i-lite"),
+        ("lllyasviel/FramePackI2V_HY", "framepack"),
         ("ideogram", "ideogram-4"),
         ("HiDream-ai/HiDream-I1-Full", "hidream-i1"),
         ("HiDream-ai/HiDream-I1-Dev", "hidream-i1"),
@@ -181,6 +190,10 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("sana-1.6b", 1_604),
         ("sana1.5-1.6b", 1_605),
         ("sana1.5-4.8b", 4_722),
+        ("kandinsky-5.0-t2v-lite", 2_007.70),
+        ("kandinsky-5.0-t2v-pro", 19_311),
+        ("kandinsky-5.0-t2i-lite", 6_022),
+        ("framepack", 12_874),
         ("sd2.1", 865.91),
     ],
 )

@@ -182,8 +182,7 @@ def test_another_script_of_a_trainer_names_all_that_are_read() -> None:
     ("script", "title", "nearest"),
     [
         ("hidream_o1_train_network.py", "HiDream-O1-Image", "hidream-i1"),
-        ("src/musubi_tuner/fpack_train_network.py", "FramePack", "hunyuan-video"),
-        ("src/musubi_tuner/kandinsky5_train_network.py", "Kandinsky 5.0 Video", "wan2.1-t2v-1.3b"),
+        ("src/musubi_tuner/hidream_o1_train_network.py", "HiDream-O1-Image", "hidream-i1"),
     ],
 )
 def test_a_script_for_a_model_without_a_profile_names_it_and_the_nearest(script: str, title: str, nearest: str) -> None:
@@ -192,6 +191,21 @@ def test_a_script_for_a_model_without_a_profile_names_it_and_the_nearest(script:
     name = script.rpartition("/")[2]
     assert error["message"].startswith(f"{name} is musubi-tuner's, for {title}, which has no profile: ")
     assert error["fix"].startswith(f"the nearest that has one is {nearest}: ")
+
+
+@pytest.mark.parametrize(
+    ("script", "title", "model"),
+    [
+        ("src/musubi_tuner/fpack_train_network.py", "FramePack", "framepack"),
+        ("kandinsky5_train_network.py", "Kandinsky 5.0 Video", "kandinsky-5.0-t2v-lite"),
+    ],
+)
+def test_a_script_whose_own_code_of_a_model_is_not_priced_says_why(script: str, title: str, model: str) -> None:
+    words = ["check", "--gpu", "24GB", "--json", "--", "accelerate", "launch", script, "--mixed_precision", "bf16"]
+    error = json.loads(CliRunner().invoke(cli, words).stdout)["error"]
+    name = script.rpartition("/")[2]
+    assert error["message"].startswith(f"{name} is musubi-tuner's, whose own code of {title} is not priced: it ")
+    assert f"vplan suggest {model} " in error["fix"] and "vplan rehearse" in error["fix"]
 
 
 OF_ANOTHER_KIND = {

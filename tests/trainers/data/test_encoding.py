@@ -87,6 +87,9 @@ UNDONE = {
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "anima": lambda latents, vae: by_channel(latents, vae.config),
     "sana-1.6b": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
+    "kandinsky-5.0-t2v-lite": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "kandinsky-5.0-i2v-lite": lambda latents, vae: latents[None] / vae.config.scaling_factor,
+    "kandinsky-5.0-t2i-lite": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
     "krea-2": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
 }
 """How each family's pipeline turns latents back into what its VAE decodes (diffusers 0.42, pipelines/)."""
@@ -97,8 +100,8 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
     """In keys, shapes and dtypes, and the model trains on them; latents are those that its pipeline would decode."""
     profile = tiny.profile(name)
     frames = min(profile.shape.max_frames, profile.shape.frame_step + 1)
-    shape = {"frames": frames, "height": 64, "width": 64, "batch_size": 2, "lora_targets": ["to_q", "to_k"]}
-    plan = job_for(profile, shape)
+    layers = list(profile.lora.targets[:2])
+    plan = job_for(profile, {"frames": frames, "height": 64, "width": 64, "batch_size": 2, "lora_targets": layers})
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     strategy = FP32.replace(autocast=precision, weights_dtype="bf16" if precision == "bf16" else "fp32")
     folder = tiny.folder(tmp_path / "model", profile)
@@ -164,6 +167,8 @@ PROMPTS = {
     "hunyuan-image-2.1": ("HunyuanImagePipeline", {}, ("prompt", "prompt_mask", "glyphs", "glyph_mask")),
     "lumina-image-2.0": ("Lumina2Pipeline", {}, ("prompt", "prompt_mask")),
     "sana-1.6b": ("SanaPipeline", {}, ("prompt", "prompt_mask")),
+    "kandinsky-5.0-t2v-lite": ("Kandinsky5T2VPipeline", {}, ("prompt", "pooled", "")),
+    "kandinsky-5.0-t2i-lite": ("Kandinsky5T2IPipeline", {}, ("prompt", "pooled", "")),
 }
 """How a family's pipeline is asked for embeddings, with all its encoders at once, and what it answers, in order."""
 
@@ -257,6 +262,7 @@ def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> Non
 
 
 REFUSED_FAMILIES = (
+    "framepack",
     "wan2.2-animate-14b",
     "qwen-image-edit",
     "qwen-image-edit-2511",

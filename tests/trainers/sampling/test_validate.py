@@ -38,7 +38,7 @@ class Made:
     def __init__(self, name: str, strategy: Strategy = FP32, **said: object) -> None:
         self.profile = tiny.profile(name)
         frames = min(self.profile.shape.max_frames, self.profile.shape.frame_step + 1)
-        shape = {"frames": frames, "height": 32, "width": 64, "lora_targets": ["to_q", "to_k"]}
+        shape = {"frames": frames, "height": 32, "width": 64, "lora_targets": list(self.profile.lora.targets[:2])}
         if self.profile.shape.only_listed or self.profile.family in ("cogvideox", "sd3", "unet"):
             shape |= {"height": 64, "width": 64}
         self.job = job_for(self.profile, {**shape, **said})

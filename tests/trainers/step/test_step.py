@@ -329,6 +329,16 @@ TINY: dict[str, dict[str, Any]] = {
         "cross_attention_dim": 16,
         "caption_channels": 8,
     },
+    "kandinsky-5.0-i2v-lite": {
+        "time_dim": 8,
+        "model_dim": 16,
+        "ff_dim": 16,
+        "num_text_blocks": 1,
+        "num_visual_blocks": 2,
+        "axes_dims": [4, 2, 2],
+        "in_text_dim": 8,
+        "in_text_dim2": 8,
+    },
     "lumina-image-2.0": {
         "num_attention_heads": 2,
         "num_kv_heads": 1,

@@ -43,6 +43,10 @@ class FamilyPipeline:
     """those of a prompt's tensors that have an axis of layers, which the pipeline takes in front of the samples'"""
     has_own_area: bool = False
     """whether it makes samples of one area whatever size is asked for, that of its `default_sample_size`"""
+    has_own_sizes: bool = False
+    """whether it makes samples of the nearest size in its list `resolutions`, (width, height)"""
+    lengths: str = ""
+    """argument with where each prompt of a batch ends, counted from 0, beside a first 0"""
     listed: bool = False
     """whether it takes a list of one tensor for each caption"""
     image: bool = False

@@ -1,0 +1,1 @@
+"""Families of video models, which `trainers.families` finds here as beside it."""

@@ -1,0 +1,81 @@
+"""FramePack: flow matching of a section of a clip behind its packed history (arXiv 2504.12626; diffusers
+HunyuanVideoFramepackTransformer3DModel; musubi-tuner fpack_cache_latents.py and fpack_train_network.py at 30c658c)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.catalog.profiles import ModelProfile
+from trainers.families.common.base import Family, Grid
+
+SECTION = 9
+"""Latent frames of a section (``latent_window_size``)."""
+
+CLEAN, HALVED, QUARTERED = 2, 2, 16
+"""Latent frames of the history: those as they are (the first of the clip and the last before the section), those of
+which 2x2x2 cells make a token, and those of which 4x4x4 do."""
+
+CELL = 16
+"""Tokens of a frame in a cell of the grid, which is 8x8 latents, so that the history is whole tokens."""
+
+HISTORY = CELL * CLEAN + (CELL // 4) * (HALVED // 2) + (CELL // 16) * (QUARTERED // 4)
+"""Tokens of the history in a cell."""
+
+
+class FramePack(Family):
+    """HunyuanVideo's blocks over the tokens of history and section, the prompt's and those of the first image."""
+
+    fixed = {"F": SECTION}
+    adds_masks_up = True
+    masks_all_tokens = True
+    sample_needs = "its sections one after another, each with those before it, which is not priced"
+
+    def __init__(self, profile: ModelProfile) -> None:
+        super().__init__(profile)
+        self.image_tokens = profile.inputs["image_tokens"]
+        clip = ("HW",) * (CELL * SECTION + HISTORY)
+        self.sums = {"J": (self.image_tokens, ("T",)), "S": (self.image_tokens, (*clip, "T"))}
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        size, text = grid["B"], (grid["B"], grid["T"])
+        image = (size, self.image_tokens, self.config["image_proj_dim"])
+        return {
+            "latents": self.video_latents(grid, device, dtype),
+            "prompt": torch.randn(*text, self.config["text_embed_dim"], device=device, dtype=dtype),
+            "prompt_mask": torch.ones(text, device=device, dtype=dtype),
+            "pooled": torch.randn(size, self.config["pooled_projection_dim"], device=device, dtype=dtype),
+            "image": torch.randn(*image, device=device, dtype=dtype),
+            "clean": self.video_latents({**grid, "F": CLEAN}, device, dtype),
+            "halved": self.video_latents({**grid, "F": HALVED}, device, dtype),
+            "quartered": self.video_latents({**grid, "F": QUARTERED}, device, dtype),
+        }
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """The section follows the clip's first frame and its history (``vanilla_sampling``); sections that are made
+        from the last to the first have other numbers for the same frames."""
+        noisy, sigmas, target = self.flow_matching(batch["latents"])
+        places = torch.arange(1 + QUARTERED + HALVED + 1 + SECTION, device=noisy.device)
+        first, quartered, halved, last, section = places.split([1, QUARTERED, HALVED, 1, SECTION])
+        scale = self.profile.training.guidance * 1000
+        return {
+            "hidden_states": noisy,
+            "timestep": sigmas * 1000,
+            "encoder_hidden_states": batch["prompt"],
+            "encoder_attention_mask": batch["prompt_mask"],
+            "pooled_projections": batch["pooled"],
+            "image_embeds": batch["image"],
+            "guidance": torch.full((noisy.shape[0],), scale, device=noisy.device, dtype=noisy.dtype),
+            "indices_latents": section,
+            "latents_clean": batch["clean"],
+            "indices_latents_clean": torch.cat([first, last]),
+            "latents_history_2x": batch["halved"],
+            "indices_latents_history_2x": halved,
+            "latents_history_4x": batch["quartered"],
+            "indices_latents_history_4x": quartered,
+        }, target
+
+
+FAMILY = FramePack
