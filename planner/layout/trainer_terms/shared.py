@@ -223,22 +223,11 @@ def clip_pixels(run: Run) -> int:
     return grid["B"] * frames * grid["H"] * patch[1] * grid["W"] * patch[2] * vae.spatial**2
 
 
-MATRIX_BYTES = 64 << 20
-"""About a layer's matrix in 16 bits: of FLUX.1 the widest take 72 MiB, of T5-XXL 80, of Wan 14B 135."""
-
-
-def come_and_gone(run: Run, nbytes: int, name: str) -> list[int]:
-    """The events of weights that come and go: in tensors of a matrix's size, as the allocator gives back no segment
-    that something else has come to lie in."""
-    whole, rest = divmod(nbytes, MATRIX_BYTES)
-    tensors = [run.new(size, "residents", name) for size in (*[MATRIX_BYTES] * whole, rest) if size]
-    return [*tensors, *(~tensor for tensor in tensors)]
-
-
 def passing(run: Run, nbytes: int, name: str) -> None:
-    """Something that is on the GPU before the weights are as they stay, and gone then."""
-    events = come_and_gone(run, nbytes, name)
+    """Something that is on the GPU before the weights are as they stay, and gone then: its segments are free for
+    them."""
+    whole = run.new(nbytes, "residents", name)
     run.phases.before_load = (
         *run.phases.before_load,
-        Stage("load", [(STRATEGY_MOMENT._replace(passes=name), events)]),
+        Stage("load", [(STRATEGY_MOMENT._replace(passes=name), [whole, ~whole])]),
     )
