@@ -221,7 +221,8 @@ def _optimizer(settings: Settings) -> Fields:
 
 def _write_optimizer(fields: Fields) -> Settings:
     rows: dict[str, Settings] = {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}}
-    if "--optimizer" in flags.script("diffusers", _script(fields)).flags:
+    script = _script(fields)
+    if not script or "--optimizer" in flags.script("diffusers", script).flags:
         rows["prodigy"] = {"--optimizer": "prodigy"}
     if fields["optimizer"] not in rows:
         why = f"this example has {' and '.join(rows)} alone"

@@ -355,3 +355,9 @@ def test_prodigy_goes_to_those_of_diffusers_examples_that_have_it(model: str, me
     found = export(asked, "diffusers", take_nearest=True)
     assert (found.plan.strategy.optimizer == "prodigy") is has_prodigy
     assert any("--optimizer" in text for text in found.files.values()) is has_prodigy
+
+
+def test_a_model_that_diffusers_has_no_example_of_is_refused_by_name() -> None:
+    asked = plan(optimizer="prodigy")
+    with pytest.raises(VplanError, match=r"model 'wan2\.1-t2v"):
+        export(asked, "diffusers")
