@@ -572,8 +572,10 @@ class SampleVariant(NamedTuple):
         cls, profile: ModelProfile, methods: Sequence[str], choose: PrecisionChoice = precisions
     ) -> Iterator[SampleVariant]:
         for method in methods:
-            unquantised = (each for each in choose(profile, method) if each.weights not in QUANTISED)
-            for precision, one in itertools.product(unquantised, (True, False)):
+            sampled = (
+                each for each in choose(profile, method) if not (each.weights in QUANTISED or each == PLAIN_FP32)
+            )
+            for precision, one in itertools.product(sampled, (True, False)):
                 ways = itertools.product(ages(profile, precision), attention_paths(profile, precision))
                 yield from (cls(method, precision, one, older=older, cudnn=cudnn) for older, cudnn in ways)
 
