@@ -40,10 +40,11 @@ SLOTS = 4
 
 
 def encoders_as_quantised(run: Run) -> None:
-    """It never quantises CLIP (toolkit/stable_diffusion_model.py and extensions_built_in/diffusion_models: ``quantize``
-    of T5, UMT5 and language models alone); what takes the model's ``qtype`` has its bits."""
+    """It never quantises CLIP, whose configs alone have a projection (toolkit/stable_diffusion_model.py and
+    extensions_built_in/diffusion_models: ``quantize`` of T5, UMT5 and language models); what takes the model's
+    ``qtype`` has its bits."""
     run.device.encoders_in_16_bits = tuple(
-        encoder.name for encoder in run.facts.model.text_encoders if encoder.class_name.startswith("CLIP")
+        encoder.name for encoder in run.facts.model.text_encoders if "projection_dim" in encoder.config
     )
     qtype = UINTX.keys() & set(run.trainer.partition("@")[2].split("-"))
     if qtype and run.facts.model.trained_with("ai-toolkit", "text-encoder-by-qtype"):
