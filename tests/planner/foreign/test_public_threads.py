@@ -119,7 +119,7 @@ ANSWERS = {
     "dpipe-flux2-dev": True,
     "sds-827-3090ti": True,
     "simpletuner-chroma-int8": True,
-    "simpletuner-seg-kandinsky5-layer": None,
+    "simpletuner-seg-kandinsky5-layer": True,
     "simpletuner-seg-wan14-layer": True,
 }
 """id -> whether `check` agrees; None where it does not read the row. A change here is a change of the score in
