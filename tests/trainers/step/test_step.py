@@ -161,6 +161,17 @@ TINY: dict[str, dict[str, Any]] = {
         "num_refiner_layers": 1,
         "rope_axes_dim": [4, 6, 6],
     },
+    "framepack": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "text_embed_dim": 8,
+        "pooled_projection_dim": 8,
+        "image_proj_dim": 8,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "num_refiner_layers": 1,
+        "rope_axes_dim": [4, 6, 6],
+    },
     "flux.1-dev": FLUX,
     "sd3.5-medium": {
         "num_attention_heads": 2,
