@@ -44,6 +44,8 @@ class TableRow:
 def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]) -> None:
     """Prints a first line, what the rows come to, then a table with one line for each model or card."""
     console.print(first)
+    if kind == "models" and _on_images(rows):
+        rows = sorted(rows, key=_makes_videos)
     console.print(_models_that_fit(rows) if kind == "models" else _smallest_card(rows), style="bold")
     if kind == "classes":
         print_best(console, rows)
@@ -112,8 +114,27 @@ def _shape(job: Job) -> str:
     return f"{length}{job.height}x{job.width}" + (f" x{job.batch_size}" if job.batch_size > 1 else "")
 
 
+def _on_images(rows: Sequence[TableRow]) -> bool:
+    """Whether all are trained on single images, as models of videos can be too."""
+    return all(row.plan is None or row.plan.job.frames == 1 for row in rows)
+
+
+def _makes_videos(row: TableRow) -> bool:
+    return lookup.model(row.name).kind == "video"
+
+
 def _models_that_fit(rows: Sequence[TableRow]) -> str:
-    """Which models of a table fit, lossless and lossy, and how many do not."""
+    """Which models of a table fit. On images, those that make videos are only counted, beside those that do not."""
+    videos = [row for row in rows if _makes_videos(row)]
+    if not _on_images(rows) or not 0 < len(videos) < len(rows):
+        return _named(rows, "models")
+    count = sum(row.plan is not None and row.plan.verdict == "fits" for row in videos)
+    images = _named([row for row in rows if not _makes_videos(row)], "image models")
+    return f"{images}; and {count} of {len(videos)} video models, on single images"
+
+
+def _named(rows: Sequence[TableRow], models: str) -> str:
+    """Which of some models fit, lossless and lossy, and how many do not."""
     fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
     kinds = {
         "": [row.name for row in fits if row.plan and not row.plan.lossy],
@@ -121,7 +142,7 @@ def _models_that_fit(rows: Sequence[TableRow]) -> str:
         "tight: ": [row.name for row in rows if row.plan and row.plan.verdict == "tight"],
     }
     words = [f"{kind}{', '.join(names)}" for kind, names in kinds.items() if names]
-    return f"{len(fits)} of {len(rows)} models fit" + (f": {'; '.join(words)}" if words else "")
+    return f"{len(fits)} of {len(rows)} {models} fit" + (f": {'; '.join(words)}" if words else "")
 
 
 def _smallest_card(rows: Sequence[TableRow]) -> str:
