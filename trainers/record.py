@@ -22,7 +22,7 @@ from planner.launch.recorders import PARAMETERS, Derivation, TapeTask
 from planner.tape.codec import parse_tape, tape_json
 from planner.tape.format import Tape
 from planner.tape.packed_json import DAMAGES, as_text, pack, write_packed
-from planner.tape.packs import is_stored, read_text
+from planner.tape.packs import is_stored, read_json
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from planner.worker_process import result_file, write_json
 from trainers.recording.comparison import NOT_COMPARED, default_part, default_shape, first_difference, what_differs
@@ -126,10 +126,9 @@ def _of_own(profile: ModelProfile, variant: Any) -> Tape:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        stored: dict[str, Any] = json.loads(read_text(path))
+        return read_json(path)
     except DAMAGES as error:
         raise VplanError(f"tape {path.name} is damaged ({type(error).__name__})", "record it again") from None
-    return stored
 
 
 WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"derive": _derive, "record": _record}

@@ -157,9 +157,8 @@ def command(
                 user_data.forget(entry.profile.name)
             raise
     _refuse_changed([tape for tape in recorded if tape.difference], len(recorded))
-    for place in () if check else sorted({task.path.parent for task in tasks}):
-        if place.is_relative_to(profiles.TAPES):
-            packs.pack_folder(place)
+    ours = [] if check else [task for task in tasks if task.path.is_relative_to(profiles.TAPES)]
+    packs.pack_folders({task.path.parent: task.component or lookup.model(task.model).family for task in ours})
     answer = {
         "folder": str(user_data.tapes() if own_models or any(lookup.model(name).is_own for name in names) else folder),
         "checked": check,

@@ -343,7 +343,7 @@ def tapes() -> Facts:
     version."""
     recorded: dict[str, set[str]] = {name: set() for name in TAPE_LIBRARIES}
     for path in sorted(profiles.TAPES.glob("*.zip")):
-        for versions in Pack.read(path).versions:
+        for versions in Pack.read(path).versions():
             for name in recorded.keys() & versions.keys():
                 recorded[name].add(versions[name])
     installed = {name: (package_version(name) or "").split("+")[0] for name in TAPE_LIBRARIES}

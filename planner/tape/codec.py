@@ -8,7 +8,7 @@ file is refused in one line either way.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from planner.tape.format import (
     counted_back,
 )
 from planner.tape.packed_json import DAMAGES, damaged_file, write_packed
-from planner.tape.packs import read_text
+from planner.tape.packs import read_json
 
 GROW = "grow"
 """What a `Growing` size begins with in the file, where a `Monomial` has its coefficient."""
@@ -102,7 +102,7 @@ def read_tape(path: Path) -> Tape:
     """The tape of a file, or of that path in a pack; a VplanError that names it where it is damaged, or says which
     format it has."""
     try:
-        return _parsed(read_text(path))
+        return _parsed(lambda: read_json(path))
     except VplanError:
         raise
     except (*DAMAGES, *_FAULTS) as error:
@@ -112,7 +112,7 @@ def read_tape(path: Path) -> Tape:
 def parse_tape(text: str | bytes) -> Tape:
     """The tape of a file's JSON text; a VplanError where it is none."""
     try:
-        return _parsed(text)
+        return _parsed(lambda: from_json(text))
     except VplanError:
         raise
     except _FAULTS as error:
@@ -168,10 +168,10 @@ def _section_json(section: Section) -> dict[str, Any]:
     return {"run": section.run, "pass": section.passes, "templates": templates, **where}
 
 
-def _parsed(text: str | bytes) -> Tape:
+def _parsed(read: Callable[[], Any]) -> Tape:
     # Nothing of what is made here is garbage, and looking for some takes as long as the reading.
     with without_garbage_collection():
-        return _Reader(_FILE.validate_python(from_json(text))).tape()
+        return _Reader(_FILE.validate_python(read())).tape()
 
 
 class _Reader:

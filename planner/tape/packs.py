@@ -1,11 +1,13 @@
-"""Packs: all recordings of one model, VAE or text encoder in one archive, as vplan ships them.
+"""Packs: the recordings of all models of one architecture, of a VAE or a text encoder in one archive, as vplan ships
+them.
 
-`NAME.zip` stands for the folder `NAME` beside it. Its recordings have the paths that they would have as files of that
-folder, and a file that lies there is taken first: what is recorded anew answers at once. Recordings of a model differ
-little, so those of one kind are compressed together (xz; a quarter of what they take as a gzipped file each).
+A pack stands for folders beside it, one for each model. Its recordings have the paths that they would have as files of
+these folders, and a file that lies there is taken first: what is recorded anew answers at once. Recordings of one
+architecture differ little, so they are compressed together (xz; a tenth of what they take as a gzipped file each).
 
-A pack is a zip archive of groups and of their index, each compressed. A group is the recordings' JSON texts one after
-the other, without the head that the index has.
+A pack is a zip archive of an index for each model, of groups, and of the templates of all (see
+`planner.tape.template_table`). A group is recordings' JSON texts one after the other, without the head that the index
+has, and with a number in place of each template.
 """
 
 from __future__ import annotations
@@ -15,19 +17,21 @@ import hashlib
 import io
 import itertools
 import json
+import struct
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from planner.file_writing import write_file
 from planner.garbage_collection import recording_cache
 from planner.tape.packed_json import DAMAGES, as_text, damaged_file, unpack
+from planner.tape.template_table import TemplateReader, TemplateWriter, with_templates
 from planner.untrusted import read_bytes
 
 SUFFIX, GZIPPED, PACKED = ".zip", ".gz", ".xz"
-INDEX = f"index{PACKED}"
-FORMAT = 1
+INDEX, TEMPLATES = f"index{PACKED}", f"templates{PACKED}"
+FORMAT = 2
 HEAD = ("model", "variant", "versions")
 """What the index has of a tape's text: a group does not change where only these do."""
 
@@ -38,11 +42,16 @@ AHEAD_BYTES = 1 << 18
 """The least that is unpacked at once."""
 
 MAX_PACK_BYTES, MAX_INDEX_BYTES = 16 << 20, 1 << 20
-PRESET, DICTIONARY_BYTES = 9, 2 * GROUP_BYTES
-"""Of xz."""
+PRESET, DICTIONARY_BYTES = 9, 32 << 20
+"""Of xz; a dictionary is no larger than what is packed."""
 
 _DATE = (1980, 1, 1, 0, 0, 0)
 """The first that an archive can have: the same recordings make the same bytes."""
+
+T = TypeVar("T")
+
+Recording = tuple[str, str]
+"""The folder and the name of a recording."""
 
 
 class _Place(NamedTuple):
@@ -60,20 +69,9 @@ class Pack:
     def __init__(self, content: bytes) -> None:
         try:
             self._archive = zipfile.ZipFile(io.BytesIO(content))
-            index = json.loads(self.group(INDEX).text(0, MAX_INDEX_BYTES))
-            if index["format"] != FORMAT:
-                raise ValueError(f"format {index['format']}, this vplan reads {FORMAT}")
-            heads = index["heads"]
-            self.versions: list[Mapping[str, str]] = [head.get("versions", {}) for head in heads]
-            """of the libraries that its recordings were made with"""
-            self._places = {}
-            for group, recordings in index["groups"].items():
-                start = 0
-                for name, length, head in recordings:
-                    self._places[name] = _Place(group, start, start + length, heads[head])
-                    start += length
-        except (zipfile.BadZipFile, KeyError, IndexError, TypeError, AttributeError) as error:
+        except zipfile.BadZipFile as error:
             raise ValueError(f"no pack: {error}") from None
+        self._places: dict[str, dict[str, _Place]] = {}
 
     @classmethod
     def read(cls, path: Path) -> Pack:
@@ -81,20 +79,34 @@ class Pack:
         return cls(read_bytes(path, MAX_PACK_BYTES))
 
     @property
-    def names(self) -> Iterable[str]:
-        """The names of its recordings, as those of files."""
-        return self._places.keys()
+    def folders(self) -> list[str]:
+        """The folders that it stands for."""
+        return _folders(self._archive)
 
-    def text(self, name: str) -> bytes:
-        """The JSON text of a recording. A table of parameters, which no library's version changes, is of no variant."""
-        head = self._places[name].head
-        text = as_text({**head, "variant": _stem(name)} if "versions" in head else head)
-        return text[:-1] + b"," + self.body(name)[1:]
+    def names(self, folder: str) -> Iterable[str]:
+        """The names of a folder's recordings, as those of files; none where it does not stand for the folder."""
+        return self._recordings(folder).keys()
 
-    def body(self, name: str) -> bytes:
-        """The same without what is in `HEAD`."""
-        place = self._places[name]
-        return _group(self, place.group).text(place.start, place.end)
+    def versions(self) -> list[Mapping[str, str]]:
+        """Of the libraries that its recordings were made with."""
+        heads = {id(place.head): place.head for folder in self.folders for place in self._recordings(folder).values()}
+        return [head.get("versions", {}) for head in heads.values()]
+
+    def data(self, folder: str, name: str) -> dict[str, Any]:
+        """The JSON of a recording. What it holds is shared with others, and not to be changed."""
+        head = self._recordings(folder)[name].head
+        # A table of parameters, which no library's version changes, is of no variant.
+        variant = {"variant": _stem(name)} if "versions" in head else {}
+        return {**head, **variant, **self.body(folder, name, _templates(self).template)}
+
+    def body(self, folder: str, name: str, template: Callable[[int], Any] = int) -> dict[str, Any]:
+        """The same without what is in `HEAD`. ``template``: number of a template -> what stands in its place."""
+        place = self._recordings(folder)[name]
+        body: dict[str, Any] = json.loads(_group(self, place.group).text(place.start, place.end))
+        try:
+            return with_templates(body, template)
+        except (LookupError, TypeError, AttributeError, struct.error) as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def group(self, member: str) -> _Group:
         """A member of the archive, as yet packed."""
@@ -103,9 +115,27 @@ class Pack:
         except (zipfile.BadZipFile, KeyError) as error:
             raise ValueError(f"{member}: {error}") from None
 
+    def _recordings(self, folder: str) -> Mapping[str, _Place]:
+        if folder not in self._places:
+            self._places[folder] = self._indexed(folder) if folder in self.folders else {}
+        return self._places[folder]
+
+    def _indexed(self, folder: str) -> dict[str, _Place]:
+        try:
+            index = json.loads(self.group(f"{folder}/{INDEX}").text(0, MAX_INDEX_BYTES))
+            if index["format"] != FORMAT:
+                raise ValueError(f"format {index['format']}, this vplan reads {FORMAT}")
+            heads, groups = index["heads"], index["groups"]
+            return {
+                name: _Place(groups[group], start, start + length, heads[head])
+                for name, group, start, length, head in index["recordings"]
+            }
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(f"no pack: {error}") from None
+
 
 class _Group:
-    """Texts that are unpacked as far as they are asked for."""
+    """Bytes that are unpacked as far as they are asked for."""
 
     def __init__(self, packed: bytes) -> None:
         import lzma  # not above: a browser's Python has none, and gets files
@@ -123,13 +153,23 @@ class _Group:
                 self._text += self._decompressor.decompress(packed, max(end - len(self._text), AHEAD_BYTES))
         except self._damages as error:
             raise ValueError(str(error)) from None
-        return bytes(self._text[start:end])
+        return memoryview(self._text)[start:end].tobytes()
 
 
-@recording_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)
 def _group(pack: Pack, name: str) -> _Group:
-    """Kept, as a search reads many recordings of a few groups."""
+    """Kept, as a search reads many recordings of a few groups, and the next model's are often in the same."""
     return pack.group(name)
+
+
+@functools.lru_cache(maxsize=2)
+def _templates(pack: Pack) -> TemplateReader:
+    return TemplateReader(pack.group(TEMPLATES).text)
+
+
+@recording_cache(maxsize=1 << 16)
+def _template_digest(pack: Pack, number: int) -> str:
+    return _sha256(_templates(pack).template(number))
 
 
 # ---- recordings by their paths
@@ -137,114 +177,194 @@ def _group(pack: Pack, name: str) -> _Group:
 
 def is_stored(path: Path) -> bool:
     """Whether there is a recording of that path, as a file or in a pack."""
-    return path.is_file() or path.name in _names_in(_pack_of(path.parent))
+    return path.is_file() or path.name in _names_in(path.parent)
 
 
 def stored(folder: Path) -> list[Path]:
     """The paths of all recordings of a folder, as files or in its pack, by name."""
-    names = {path.name for path in folder.glob(f"*{GZIPPED}")} | set(_names_in(_pack_of(folder)))
+    names = {path.name for path in folder.glob(f"*{GZIPPED}")} | set(_names_in(folder))
     return [folder / name for name in sorted(names)]
 
 
 def stored_below(folder: Path) -> list[Path]:
     """The same of a folder and of all folders in it."""
-    packed = {path.with_name(path.name.removesuffix(SUFFIX)) for path in folder.rglob(f"*{SUFFIX}")}
+    packed = {pack.with_name(name) for pack in folder.rglob(f"*{SUFFIX}") for name in _opened(pack).folders}
     folders = {path.parent for path in folder.rglob(f"*{GZIPPED}")} | packed
     return [path for each in sorted(folders) for path in stored(each)]
 
 
-def read_text(path: Path) -> bytes:
-    """The JSON text of a recording. Raises one of `DAMAGES`, a FileNotFoundError where there is none."""
-    pack = _pack_of(path.parent)
-    if not path.is_file() and path.name in _names_in(pack):
-        return _opened(pack, pack.stat().st_mtime_ns).text(path.name)
-    return unpack(path)
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON of a recording, not to be changed. Raises one of `DAMAGES`, a FileNotFoundError where there is none."""
+    pack = None if path.is_file() else _pack_with(path)
+    if pack is not None:
+        return pack.data(path.parent.name, path.name)
+    data: dict[str, Any] = json.loads(unpack(path))
+    return data
+
+
+def read_without_templates(path: Path) -> dict[str, Any]:
+    """The same with a number in place of each template that a pack has, which takes a tenth of the time."""
+    pack = None if path.is_file() else _pack_with(path)
+    return read_json(path) if pack is None else pack.body(path.parent.name, path.name)
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a recording's JSON text without what is in `HEAD`: other versions alone do not change it."""
-    pack = _pack_of(path.parent)
-    if path.is_file():
-        body = as_text({key: value for key, value in json.loads(unpack(path)).items() if key not in HEAD})
-    else:
-        body = _opened(pack, pack.stat().st_mtime_ns).body(path.name)
-    return hashlib.sha256(body).hexdigest()
+    """The SHA-256 of a recording's JSON text without what is in `HEAD`, and with the same of each template in its
+    place: other versions alone do not change it."""
+    pack = None if path.is_file() else _pack_with(path)
+    if pack is not None:
+        return _sha256(pack.body(path.parent.name, path.name, functools.partial(_template_digest, pack)))
+    body = {key: value for key, value in read_json(path).items() if key not in HEAD}
+    return _sha256(with_templates(body, _sha256))
+
+
+def _sha256(data: Any) -> str:
+    return hashlib.sha256(as_text(data)).hexdigest()
 
 
 def written_ns(path: Path) -> int:
     """When the file, or the pack, that has a recording was written, in nanoseconds of the clock."""
-    return (path if path.is_file() else _pack_of(path.parent)).stat().st_mtime_ns
+    pack = None if path.is_file() else _pack_of(path.parent)
+    return (pack or path).stat().st_mtime_ns
 
 
-def _pack_of(folder: Path) -> Path:
-    return folder.with_name(folder.name + SUFFIX)
+def _pack_with(path: Path) -> Pack | None:
+    """The pack that has a recording."""
+    pack = _pack_of(path.parent)
+    opened = None if pack is None else _opened(pack)
+    return opened if opened is not None and path.name in opened.names(path.parent.name) else None
 
 
-def _names_in(pack: Path) -> Iterable[str]:
+def _names_in(folder: Path) -> Iterable[str]:
+    pack = _pack_of(folder)
     try:
-        written = pack.stat().st_mtime_ns
+        return () if pack is None else _opened(pack).names(folder.name)
+    except DAMAGES as error:
+        raise damaged_file(pack or folder, error) from None
+
+
+def _pack_of(folder: Path) -> Path | None:
+    """The pack that stands for a folder: mostly the one of its name, or else that of its architecture."""
+    own = folder.with_name(folder.name + SUFFIX)
+    if own.is_file():
+        return own
+    try:
+        written = folder.parent.stat().st_mtime_ns
     except FileNotFoundError:
-        return ()
-    return _opened(pack, written).names
+        return None
+    return _packs_in(folder.parent, written).get(folder.name)
+
+
+@functools.lru_cache(maxsize=32)
+def _packs_in(place: Path, written_ns: int) -> dict[str, Path]:
+    """Folder -> the pack in that place that stands for it."""
+    packs: dict[str, Path] = {}
+    for pack in sorted(place.glob(f"*{SUFFIX}")):
+        try:
+            with zipfile.ZipFile(pack) as archive:
+                packs |= dict.fromkeys(_folders(archive), pack)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise damaged_file(pack, error) from None
+    return packs
+
+
+def _folders(archive: zipfile.ZipFile) -> list[str]:
+    return [name.removesuffix(f"/{INDEX}") for name in archive.namelist() if name.endswith(f"/{INDEX}")]
+
+
+def _opened(pack: Path) -> Pack:
+    try:
+        return _opened_as_written(pack, pack.stat().st_mtime_ns)
+    except DAMAGES as error:
+        raise damaged_file(pack, error) from None
 
 
 @functools.lru_cache(maxsize=256)
-def _opened(pack: Path, written_ns: int) -> Pack:
-    try:
-        return Pack.read(pack)
-    except DAMAGES as error:
-        raise damaged_file(pack, error) from None
+def _opened_as_written(pack: Path, written_ns: int) -> Pack:
+    return Pack.read(pack)
 
 
 # ---- writing
 
 
-def pack_folder(folder: Path) -> Path | None:
-    """Puts the recordings that lie in a folder into its pack, in place of those of the same names, and removes them and
-    the folder; returns the pack. None where nothing lies there."""
-    files = sorted(folder.glob(f"*{GZIPPED}"))
-    if not files:
-        return None
-    pack = _pack_of(folder)
-    write_file(pack, packed({path.name: read_text(path) for path in stored(folder)}))
-    for path in files:
-        path.unlink()
-    if not any(folder.iterdir()):
-        folder.rmdir()
-    return pack
+def pack_folders(folders: Mapping[Path, str]) -> list[Path]:
+    """Puts the recordings that lie in folders into packs, in place of those of the same names, and removes them and the
+    folders; returns the packs that were written.
+
+    ``folders``: the name of the pack for each, beside it. A folder that a pack stands for already stays in that one.
+    """
+    by_pack: dict[Path, list[Path]] = {}
+    for folder, name in folders.items():
+        if any(folder.glob(f"*{GZIPPED}")):
+            by_pack.setdefault(_pack_of(folder) or folder.with_name(name + SUFFIX), []).append(folder)
+    for pack, anew in by_pack.items():
+        known = [pack.with_name(name) for name in _opened(pack).folders] if pack.is_file() else []
+        paths = [path for folder in {*known, *anew} for path in stored(folder)]
+        write_file(pack, packed({(path.parent.name, path.name): path for path in paths}, read_json))
+        for folder in anew:
+            for path in folder.glob(f"*{GZIPPED}"):
+                path.unlink()
+            if not any(folder.iterdir()):
+                folder.rmdir()
+    return list(by_pack)
 
 
-def packed(texts: Mapping[str, bytes]) -> bytes:
-    """The archive of recordings' JSON texts, by the names that they would have as files; the same for the same texts.
-    A tape's name is its variant's."""
-    import lzma
-
-    # Text has no alignment to four bytes, which is what `lp` and `pb` are about.
-    usual = {"id": lzma.FILTER_LZMA2, "preset": PRESET | lzma.PRESET_EXTREME, "dict_size": DICTIONARY_BYTES}
-    filters = [{**usual, "lc": 4, "lp": 0, "pb": 0}]
-    heads: list[dict[str, Any]] = []
-    contents: dict[str, list[tuple[str, int, int]]] = {}
-    bodies: dict[str, bytes] = {}
-    for kind, names in itertools.groupby(sorted(texts, key=_order), _kind):
+def packed(recordings: Mapping[Recording, T], read: Callable[[T], Mapping[str, Any]]) -> bytes:
+    """The archive of recordings, by the folders and names that they would have as files; the same for the same
+    recordings. A tape's name is its variant's. ``read``: the JSON of one, asked for one after the other."""
+    templates = TemplateWriter()
+    indexes: dict[str, dict[str, Any]] = {}
+    groups: dict[str, bytearray] = {}
+    for kind, names in itertools.groupby(sorted(recordings, key=_order), lambda recording: _kind(recording[1])):
         group = ""
-        for name in names:
-            if not group or len(bodies[group]) > GROUP_BYTES:
-                group = f"{kind}{f'-{len(bodies)}' if group else ''}{PACKED}"
-                bodies[group], contents[group] = b"", []
-            data = json.loads(texts[name])
-            head = {key: data.pop(key) for key in HEAD if key in data}
-            assert head.pop("variant", _stem(name)) == _stem(name), name
-            heads += [head] if head not in heads else []
-            text = as_text(data)
-            contents[group].append((name, len(text), heads.index(head)))
-            bodies[group] += text
-    bodies[INDEX] = as_text({"format": FORMAT, "heads": heads, "groups": contents})
+        for folder, name in names:
+            if not group or len(groups[group]) > GROUP_BYTES:
+                group = f"{kind}{f'-{len(groups)}' if group else ''}{PACKED}"
+                groups[group] = bytearray()
+            index = indexes.setdefault(folder, {"format": FORMAT, "heads": [], "groups": [], "recordings": []})
+            head, text = _divided(name, read(recordings[folder, name]), templates)
+            place = [
+                name,
+                _number(group, index["groups"]),
+                len(groups[group]),
+                len(text),
+                _number(head, index["heads"]),
+            ]
+            index["recordings"].append(place)
+            groups[group] += text
+    # Text has no alignment to four bytes, which is what `lp` and `pb` are about; and columns of bytes have none.
+    members = {f"{folder}/{INDEX}": _compressed(as_text(index), 4) for folder, index in indexes.items()}
+    members |= {name: _compressed(bytes(content), 4) for name, content in groups.items()}
+    members[TEMPLATES] = _compressed(templates.table(), 3)
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
-        for name, body in bodies.items():
-            text = lzma.compress(body, check=lzma.CHECK_NONE, filters=filters)
-            archive.writestr(zipfile.ZipInfo(name, _DATE), text, zipfile.ZIP_STORED)  # with a checksum
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_STORED)  # with a checksum
     return stream.getvalue()
+
+
+def _divided(name: str, data: Mapping[str, Any], templates: TemplateWriter) -> tuple[dict[str, Any], bytes]:
+    """The head of a recording, and the text of the rest, whose templates are numbers."""
+    head = {key: data[key] for key in HEAD if key in data}
+    assert head.pop("variant", _stem(name)) == _stem(name), name
+    body = {key: value for key, value in data.items() if key not in HEAD}
+    return head, as_text(with_templates(body, templates.number))
+
+
+def _number(value: Any, table: list[Any]) -> int:
+    """The index of a value in a table, which gets it where it has none such."""
+    if value not in table:
+        table.append(value)
+    return table.index(value)
+
+
+def _compressed(content: bytes, literal_context: int) -> bytes:
+    import lzma
+
+    size = min(DICTIONARY_BYTES, max(len(content), 1 << 12))
+    usual = {"id": lzma.FILTER_LZMA2, "preset": PRESET | lzma.PRESET_EXTREME, "dict_size": size}
+    filters = [{**usual, "lc": literal_context, "lp": 0, "pb": 0}]
+    return lzma.compress(content, check=lzma.CHECK_NONE, filters=filters)
 
 
 def _kind(name: str) -> str:
@@ -252,10 +372,12 @@ def _kind(name: str) -> str:
     return "-".join(_stem(name).split("-")[:2])
 
 
-def _order(name: str) -> tuple[str, bool, bool, int, str]:
-    """What most questions read comes first in a group: no quantised base, one sample, a short name."""
+def _order(recording: Recording) -> tuple[str, bool, bool, int, str, str]:
+    """What most questions read comes first in a group: no quantised base, one sample, a short name. Models' recordings
+    of one variant, which are much alike, follow each other."""
+    folder, name = recording
     words = _stem(name).split("-")
-    return _kind(name), "half" not in words, "many" in words, len(words), name
+    return _kind(name), "half" not in words, "many" in words, len(words), name, folder
 
 
 def _stem(name: str) -> str:

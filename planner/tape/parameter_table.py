@@ -6,17 +6,16 @@ parameter by rows of its first dimension, and no engine splits a table.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from planner.errors import VplanError
 from planner.tape.format import DAMAGED_FIX
 from planner.tape.packed_json import DAMAGES
-from planner.tape.packs import read_text
+from planner.tape.packs import read_json
 
 FILE = "parameters.gz"
 """Name of the file beside the tapes of a model."""
@@ -67,7 +66,7 @@ def _bare(name: str) -> str:
 def read_parameters(path: Path) -> Parameters:
     """The table that ``vplan record`` wrote; a VplanError that names the file where it is damaged."""
     try:
-        data: dict[str, Any] = json.loads(read_text(path))
+        data = read_json(path)
         if data["format"] != FORMAT:
             raise VplanError(f"{path.name} of format {data['format']}, this vplan reads {FORMAT}", "record it again")
         rows: dict[str, int] = data["rows"]

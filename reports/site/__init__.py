@@ -30,8 +30,8 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
 from planner.file_writing import write_file
 from planner.foreign.export import SLURM, targets
-from planner.tape.packed_json import gzipped
-from planner.tape.packs import read_text, stored
+from planner.tape.packed_json import as_text, gzipped
+from planner.tape.packs import read_json, stored
 
 FILES = Path(__file__).with_name("files")
 REQUIREMENTS = FILES / "requirements.txt"
@@ -235,7 +235,7 @@ def _tapes(model: ModelProfile) -> dict[str, bytes]:
     parts = {*(encoder.folder for encoder in model.text_encoders), model.vae.folder}
     folders = [profiles.TAPES / model.name, *(profiles.TAPES / COMPONENTS / part for part in parts)]
     paths = [path for folder in folders for path in stored(folder)]
-    return {path.relative_to(home).as_posix(): gzipped(read_text(path), level=6) for path in paths}
+    return {path.relative_to(home).as_posix(): gzipped(as_text(read_json(path)), level=6) for path in paths}
 
 
 def _zip(files: Mapping[str, bytes], *, packed: bool) -> bytes:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import json
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import profiles
 from planner.catalog import lookup
 from planner.tape.format import Monomial
-from planner.tape.packs import read_text, stored
+from planner.tape.packs import read_without_templates, stored
 from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.variants import StepVariant
 from trainers.recording import cuda_ops, op_table
@@ -35,15 +34,12 @@ TABLES = {
 
 
 def shipped_operators() -> dict[str, str]:
-    """Operator -> a tape that shows it. Their list stands before the tape itself, which need not be read."""
+    """Operator -> a tape that shows it."""
     found: dict[str, str] = {}
-    key = '"operators":'
     for path in itertools.chain.from_iterable(stored(profiles.TAPES / name) for name in profiles.model_names()):
         if path.name == PARAMETERS:
             continue
-        head = read_text(path)[:20_000].decode()
-        names, _ = json.JSONDecoder().raw_decode(head, head.index(key) + len(key))
-        for name in names:
+        for name in read_without_templates(path)["operators"]:
             found.setdefault(name, f"{path.parent.name}/{path.name}")
     return found
 
