@@ -39,7 +39,7 @@ def clips(tmp_path: Path) -> Path:
     return tiny.write_clips(tmp_path / "clips")
 
 
-MODE = ("wan", "wan-vace", "z-image", "flux2", "ideogram-4")
+MODE = ("wan", "wan-vace", "sana-video", "z-image", "flux2", "ideogram-4")
 """Families whose latents are the mode of the posterior, not drawn from it."""
 
 
@@ -87,6 +87,7 @@ UNDONE = {
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "anima": lambda latents, vae: by_channel(latents, vae.config),
     "sana-1.6b": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
+    "sana-video-2b": lambda latents, vae: by_channel(latents, vae.config),
     "kandinsky-5.0-t2v-lite": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "kandinsky-5.0-i2v-lite": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "kandinsky-5.0-t2i-lite": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
@@ -167,6 +168,7 @@ PROMPTS = {
     "hunyuan-image-2.1": ("HunyuanImagePipeline", {}, ("prompt", "prompt_mask", "glyphs", "glyph_mask")),
     "lumina-image-2.0": ("Lumina2Pipeline", {}, ("prompt", "prompt_mask")),
     "sana-1.6b": ("SanaPipeline", {}, ("prompt", "prompt_mask")),
+    "sana-video-2b": ("SanaVideoPipeline", {}, ("prompt", "prompt_mask")),
     "kandinsky-5.0-t2v-lite": ("Kandinsky5T2VPipeline", {}, ("prompt", "pooled", "")),
     "kandinsky-5.0-t2i-lite": ("Kandinsky5T2IPipeline", {}, ("prompt", "pooled", "")),
 }

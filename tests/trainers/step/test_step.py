@@ -340,6 +340,15 @@ TINY: dict[str, dict[str, Any]] = {
         "cross_attention_dim": 16,
         "caption_channels": 8,
     },
+    "sana-video-2b": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 12,
+        "cross_attention_dim": 24,
+        "caption_channels": 8,
+    },
     "kandinsky-5.0-i2v-lite": {
         "time_dim": 8,
         "model_dim": 16,
