@@ -178,6 +178,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     "anima": {**SMALL, "attention_head_dim": 12, "text_embed_dim": 8, "adaln_lora_dim": 4},
     "sana": {**SMALL, "attention_head_dim": 8, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8}
     | {"cross_attention_dim": 16, "caption_channels": 8},
+    "cosmos-predict": {**SMALL, "attention_head_dim": 12, "text_embed_dim": 8, "adaln_lora_dim": 4}
+    | {"crossattn_proj_in_channels": 3 * 8, "encoder_hidden_states_channels": 8},
     "sana-video": {**SMALL, "attention_head_dim": 12, "num_cross_attention_heads": 2, "cross_attention_head_dim": 12}
     | {"cross_attention_dim": 24, "caption_channels": 8},
     "kandinsky-5": {"time_dim": 8, "model_dim": 16, "ff_dim": 16, "num_text_blocks": 2, "num_visual_blocks": 2}
@@ -218,6 +220,7 @@ ENCODERS = {
     },
     "anima": {"text_encoder": "Qwen3Model", "text_conditioner": "AnimaTextConditioner"},
     "sana": {"text_encoder": "Gemma2Model"},
+    "cosmos-predict": {"text_encoder": "Qwen2_5_VLForConditionalGeneration"},
     "sana-video": {"text_encoder": "Gemma2Model"},
     "kandinsky-5": {"text_encoder": "Qwen2_5_VLForConditionalGeneration", "text_encoder_2": "CLIPTextModel"},
     "mochi": {"text_encoder": "T5EncoderModel"},
@@ -277,6 +280,7 @@ MODELS = (
     "anima",
     "sana-1.6b",
     "sana-video-2b",
+    "cosmos-predict2.5-2b",
     "kandinsky-5.0-t2v-lite",
     "kandinsky-5.0-i2v-lite",
     "kandinsky-5.0-t2i-lite",

@@ -340,6 +340,15 @@ TINY: dict[str, dict[str, Any]] = {
         "cross_attention_dim": 16,
         "caption_channels": 8,
     },
+    "cosmos-predict2.5-2b": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "num_layers": 2,
+        "text_embed_dim": 8,
+        "adaln_lora_dim": 4,
+        "crossattn_proj_in_channels": 8,
+        "encoder_hidden_states_channels": 8,
+    },
     "sana-video-2b": {
         "num_attention_heads": 2,
         "attention_head_dim": 12,
