@@ -280,6 +280,7 @@ MODELS = (
     "anima",
     "sana-1.6b",
     "sana-video-2b",
+    "cosmos-predict2-2b-v2w",
     "cosmos-predict2.5-2b",
     "kandinsky-5.0-t2v-lite",
     "kandinsky-5.0-i2v-lite",
@@ -340,6 +341,8 @@ def folder(path: Path, made: ModelProfile) -> Path:
         encoders = {**encoders, "text_encoder_2": "CLIPTextModelWithProjection"}
     if made.name == "flux.2-dev":
         encoders = {"text_encoder": "Mistral3ForConditionalGeneration"}
+    if made.name == "cosmos-predict2-2b-v2w":
+        encoders = {"text_encoder": "T5EncoderModel"}
     for part, kind in encoders.items():
         width = made.config.get("joint_attention_dim", 8) if kind == "T5EncoderModel" else 8
         text_encoder(kind, width).save_pretrained(path / part)

@@ -92,6 +92,7 @@ def test_every_bundled_model_is_sound() -> None:
         "framepack",
         "sana-video-2b",
         "cosmos-predict2.5-2b",
+        "cosmos-predict2-2b-v2w",
     }
     for name in names:
         profile = model(name)
@@ -156,6 +157,7 @@ def test_every_bundled_model_is_sound() -> None:
         ("Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "sana-video-2b"),
         ("Sana Video", "sana-video-2b"),
         ("nvidia/Cosmos-Predict2.5-2B", "cosmos-predict2.5-2b"),
+        ("nvidia/Cosmos-Predict2-2B-Video2World", "cosmos-predict2-2b-v2w"),
         ("ideogram", "ideogram-4"),
         ("HiDream-ai/HiDream-I1-Full", "hidream-i1"),
         ("HiDream-ai/HiDream-I1-Dev", "hidream-i1"),
@@ -197,6 +199,7 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("sana1.5-4.8b", 4_722),
         ("sana-video-2b", 2_056.86),
         ("cosmos-predict2.5-2b", 2_059.17),
+        ("cosmos-predict2-2b-v2w", 1_956.41),
         ("kandinsky-5.0-t2v-lite", 2_007.70),
         ("kandinsky-5.0-t2v-pro", 19_311),
         ("kandinsky-5.0-t2i-lite", 6_022),

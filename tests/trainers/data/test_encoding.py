@@ -87,6 +87,7 @@ UNDONE = {
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "anima": lambda latents, vae: by_channel(latents, vae.config),
     "sana-1.6b": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
+    "cosmos-predict2-2b-v2w": lambda latents, vae: by_channel(latents, vae.config),
     "cosmos-predict2.5-2b": lambda latents, vae: by_channel(latents, vae.config),
     "sana-video-2b": lambda latents, vae: by_channel(latents, vae.config),
     "kandinsky-5.0-t2v-lite": lambda latents, vae: latents[None] / vae.config.scaling_factor,
@@ -248,15 +249,28 @@ def test_anima_s_prompt_is_what_its_modular_pipeline_makes_of_it(tmp_path: Path,
     torch.testing.assert_close(made["prompt"], expected[0].to(made["prompt"].dtype))
 
 
-def test_cosmos_predict_s_prompt_is_every_layer_of_its_encoder_normalised(tmp_path: Path) -> None:
-    profile = tiny.profile("cosmos-predict2.5-2b")
-    folder = tiny.folder(tmp_path / "model", profile)
+def prompt_in_fp32(profile: ModelProfile, folder: Path, caption: str) -> torch.Tensor:
+    """What caching leaves of a caption, of a tiny model."""
+    model = tiny.folder(folder / "model", profile)
     plan = job_for(profile, {"frames": 9, "height": 64, "width": 64})
     strategy = FP32.replace(autocast="none", weights_dtype="fp32")
-    work = cache.CacheBuild(setting(folder, tmp_path / "cache", profile, job=plan, strategy=strategy))
-    key = work.text_key("a red cat")
-    work.encode("captions", work.text_turns, {key: "a red cat"})
-    prompt = work.store.load(key)["prompt"].float()
+    work = cache.CacheBuild(setting(model, folder / "cache", profile, job=plan, strategy=strategy))
+    key = work.text_key(caption)
+    work.encode("captions", work.text_turns, {key: caption})
+    return work.store.load(key)["prompt"].float()
+
+
+def test_cosmos_predict2_s_prompt_ends_in_zeros(tmp_path: Path) -> None:
+    profile = tiny.profile("cosmos-predict2-2b-v2w")
+    prompt = prompt_in_fp32(profile, tmp_path, "a red cat")
+    assert prompt.shape == (profile.shape.text_tokens, profile.config["text_embed_dim"])
+    said = prompt.abs().sum(dim=1) > 0
+    assert said.tolist() == [True] * 3 + [False] * (len(said) - 3)
+
+
+def test_cosmos_predict_s_prompt_is_every_layer_of_its_encoder_normalised(tmp_path: Path) -> None:
+    profile = tiny.profile("cosmos-predict2.5-2b")
+    prompt = prompt_in_fp32(profile, tmp_path, "a red cat")
     assert prompt.shape == (profile.shape.text_tokens, profile.config["crossattn_proj_in_channels"])
     layers = prompt.unflatten(1, (3, -1))
     torch.testing.assert_close(layers.mean(dim=-1), torch.zeros(layers.shape[:2]), atol=1e-2, rtol=0)

@@ -1,5 +1,5 @@
-"""Cosmos-Predict2.5: flow matching of a clip behind its first frame (arXiv 2511.00062; diffusers
-CosmosTransformer3DModel, examples/cosmos/train_cosmos_predict25_lora.py)."""
+"""Cosmos-Predict2 Video2World and Cosmos-Predict2.5: flow matching of a clip behind its first frame (arXiv 2511.00062;
+diffusers CosmosTransformer3DModel, examples/cosmos/train_cosmos_predict25_lora.py)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, p
 from trainers.families.common.padding_mask import keep_size
 
 GIVEN_TIMESTEP = 0.0001
-"""Noise level that the model is told of frames that are given (``--conditional_frame_timestep``)."""
+"""Noise level that the model is told of frames that are given (``--conditional_frame_timestep``; nvidia-cosmos/
+cosmos-predict2 cosmos_predict2/configs/base/config_video2world.py, ``sigma_conditional``)."""
+
+T5 = "T5EncoderModel"
 
 
 class CosmosPredict(Family):
     """Blocks of self-attention and cross-attention to the prompt, with a time for every token: the clip's first latent
-    frame is given, and the loss is that of the others. The published script gives two in half of its steps, which
-    takes the same memory. A clip of one frame is an image that is made from text."""
+    frame is given, and the loss is that of the others. The published scripts give two in half of their steps, which
+    takes the same memory. A clip of one frame is an image that is made from text. Cosmos-Predict2.5 projects its prompt
+    itself."""
 
     fixed: dict[str, int] = {}
     sample_needs = "NVIDIA's guardrail, whose own models are not priced"
@@ -35,10 +39,11 @@ class CosmosPredict(Family):
         keep_size()
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        text = grid["B"], grid["T"], self.config["crossattn_proj_in_channels"]
+        projected = self.config.get("use_crossattn_projection")
+        width = self.config["crossattn_proj_in_channels" if projected else "text_embed_dim"]
         return {
             "latents": self.video_latents(grid, device, dtype),
-            "prompt": torch.randn(*text, device=device, dtype=dtype),
+            "prompt": torch.randn(grid["B"], grid["T"], width, device=device, dtype=dtype),
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
@@ -65,7 +70,9 @@ class CosmosPredict(Family):
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        return (EncoderTurn("text_encoder", "Qwen2_5_VLForConditionalGeneration", encode_prompt, "tokenizer"),)
+        kind = self.profile.text_encoders[0].class_name
+        encode = encode_with_t5 if kind == T5 else encode_with_qwen
+        return (EncoderTurn("text_encoder", kind, encode, "tokenizer"),)
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
@@ -75,13 +82,22 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     return {"latents": latents[0]}
 
 
-def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
+def encode_with_qwen(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     """{"prompt": the states of all of Qwen's layers for the caption in the pipeline's template, filled up}, each with
     mean 0 and deviation 1, beside each other. The pipeline is made of parts that captions do not need."""
     from diffusers import Cosmos2_5_PredictBasePipeline
 
     parts: Any = SimpleNamespace(text_encoder=encoder.model, tokenizer=encoder.helper)
     prompt = Cosmos2_5_PredictBasePipeline._get_prompt_embeds(parts, captions, encoder.tokens, encoder.device)
+    return {"prompt": prompt}
+
+
+def encode_with_t5(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
+    """{"prompt": T5's states of the caption}, filled up with zeros."""
+    from diffusers import Cosmos2VideoToWorldPipeline
+
+    parts: Any = SimpleNamespace(text_encoder=encoder.model, tokenizer=encoder.helper)
+    prompt = Cosmos2VideoToWorldPipeline._get_t5_prompt_embeds(parts, captions, encoder.tokens, encoder.device)
     return {"prompt": prompt}
 
 
