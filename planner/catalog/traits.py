@@ -54,6 +54,8 @@ class EncoderStates(Record):
     """the axis they are joined along"""
     cache: Flag = True
     """keys and values of all layers stay too: the forward's default, which no pipeline reads"""
+    normalised: Flag = False
+    """each state that it joins gets mean 0 and deviation 1 before, in a copy (Cosmos-Predict2.5)"""
     masked: Flag = True
     """prompts are filled up to one length, so that every layer takes a mask of all pairs"""
 

@@ -178,6 +178,10 @@ CONFIGS: dict[str, dict[str, object]] = {
     "anima": {**SMALL, "attention_head_dim": 12, "text_embed_dim": 8, "adaln_lora_dim": 4},
     "sana": {**SMALL, "attention_head_dim": 8, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8}
     | {"cross_attention_dim": 16, "caption_channels": 8},
+    "cosmos-predict": {**SMALL, "attention_head_dim": 12, "text_embed_dim": 8, "adaln_lora_dim": 4}
+    | {"crossattn_proj_in_channels": 3 * 8, "encoder_hidden_states_channels": 8},
+    "sana-video": {**SMALL, "attention_head_dim": 12, "num_cross_attention_heads": 2, "cross_attention_head_dim": 12}
+    | {"cross_attention_dim": 24, "caption_channels": 8},
     "kandinsky-5": {"time_dim": 8, "model_dim": 16, "ff_dim": 16, "num_text_blocks": 2, "num_visual_blocks": 2}
     | {"axes_dims": [4, 2, 2], "in_text_dim": 8, "in_text_dim2": 8},
     "mochi": {**SMALL, "attention_head_dim": 8, "text_embed_dim": 8, "pooled_projection_dim": 8},
@@ -216,6 +220,8 @@ ENCODERS = {
     },
     "anima": {"text_encoder": "Qwen3Model", "text_conditioner": "AnimaTextConditioner"},
     "sana": {"text_encoder": "Gemma2Model"},
+    "cosmos-predict": {"text_encoder": "Qwen2_5_VLForConditionalGeneration"},
+    "sana-video": {"text_encoder": "Gemma2Model"},
     "kandinsky-5": {"text_encoder": "Qwen2_5_VLForConditionalGeneration", "text_encoder_2": "CLIPTextModel"},
     "mochi": {"text_encoder": "T5EncoderModel"},
     "easyanimate": {"text_encoder": "Qwen2VLForConditionalGeneration"},
@@ -273,6 +279,9 @@ MODELS = (
     "hidream-i1",
     "anima",
     "sana-1.6b",
+    "sana-video-2b",
+    "cosmos-predict2-2b-v2w",
+    "cosmos-predict2.5-2b",
     "kandinsky-5.0-t2v-lite",
     "kandinsky-5.0-i2v-lite",
     "kandinsky-5.0-t2i-lite",
@@ -332,6 +341,8 @@ def folder(path: Path, made: ModelProfile) -> Path:
         encoders = {**encoders, "text_encoder_2": "CLIPTextModelWithProjection"}
     if made.name == "flux.2-dev":
         encoders = {"text_encoder": "Mistral3ForConditionalGeneration"}
+    if made.name == "cosmos-predict2-2b-v2w":
+        encoders = {"text_encoder": "T5EncoderModel"}
     for part, kind in encoders.items():
         width = made.config.get("joint_attention_dim", 8) if kind == "T5EncoderModel" else 8
         text_encoder(kind, width).save_pretrained(path / part)

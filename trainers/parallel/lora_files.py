@@ -221,7 +221,10 @@ def _names() -> dict[str, Any]:
 
 def has_comfyui_model(profile: ModelProfile) -> bool:
     """Whether ComfyUI itself, without custom nodes, can run a model. LatentSync's UNet is none of those it knows."""
-    return profile.diffusers_class in _names() and not profile.inputs.get("sound")
+    table = _names().get(profile.diffusers_class)
+    if table is None or profile.inputs.get("sound"):
+        return False
+    return not any(profile.config.get(key) for key in table.get("without", ()))
 
 
 def comfyui_places(profile: ModelProfile, model: nn.Module) -> dict[str, LayerRows]:

@@ -116,7 +116,8 @@ def forward(
             deepest: Tensor = outputs.hidden_states[-1]
             return deepest
         layers = outputs.hidden_states[-states.stacked :] if states.stacked > 0 else outputs.hidden_states
-        joined = torch.stack(list(layers), dim=states.dim)
+        layers = [normalised(layer) for layer in layers] if states.normalised else list(layers)
+        joined = torch.stack(layers, dim=states.dim)
         # beside each other behind every token: a copy, when they were joined in front of the tokens
         return joined.permute(0, 2, 1, 3).flatten(2) if states.dim == 1 else joined
 
@@ -127,6 +128,11 @@ def forward(
     if "source_dim" in config:
         return condition
     return connect if of_diffusers(encoder) else read
+
+
+def normalised(states: Tensor) -> Tensor:
+    """A layer's states with mean 0 and deviation 1 (diffusers pipelines/cosmos/pipeline_cosmos2_5_predict.py)."""
+    return (states - states.mean(dim=-1, keepdim=True)) / (states.std(dim=-1, keepdim=True) + 1e-8)
 
 
 def text_tape(encoder: TextEncoder, dtype: str) -> Tape:

@@ -85,6 +85,7 @@ KNOWN_SMALL = {
     "aten.all": _REDUCTION,
     "aten.sum": _REDUCTION,
     "aten.mean": _REDUCTION,
+    "aten.std": _REDUCTION,
     "aten.argmax": _REDUCTION,
     "aten.argmin": _REDUCTION,
     "aten.any": _REDUCTION,

@@ -124,7 +124,7 @@ def arguments(
     assert inputs.prompt is not None
     prompt, empty = inputs.prompt, inputs.empty if inputs.empty is not None else inputs.prompt
     call: dict[str, Any] = {**sampler.call, "frame_rate": kind.profile.inputs.get("frame_rate", 25)}
-    call |= {"height": shape.height, "width": shape.width, "num_frames": shape.frames, "output_type": "np"}
+    call |= {"height": shape.height, "width": shape.width, sampler.frames: shape.frames, "output_type": "np"}
     for name, argument in sampler.prompt.items():
         call[argument] = _of_one_sample(sampler, name, prompt[name])
         if sampler.negative and job.guided:

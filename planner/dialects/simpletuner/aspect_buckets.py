@@ -41,9 +41,9 @@ FORCED_OF_FLAVOUR = {"ti2v-5b-2.2": 64}
 ALIGNMENTS = (64, 32, 16)
 """Those that are tried for a size (field_registry/sections/advanced.py has 24 and 8 too)."""
 
-FRAME_STEPS = {"wan": 8, "ltxvideo": 8, "ltxvideo2": 8}
+FRAME_STEPS = {"wan": 8, "sanavideo": 8, "ltxvideo": 8, "ltxvideo2": 8}
 """``model_family`` -> n of the n * k + 1 frames that it cuts clips to, where it is more than its VAE joins
-(``adjust_video_frames`` in helpers/models/wan/model.py, ltxvideo/model.py and ltxvideo2/model.py)."""
+(``adjust_video_frames`` in helpers/models/{wan,sanavideo,ltxvideo,ltxvideo2}/model.py)."""
 
 
 def size_of(settings: Settings) -> Fields:

@@ -21,7 +21,7 @@ COUNTED_ON = ("kandinsky5_image", "kandinsky5_video")
 """Those of `ONE_BY_ONE` that count the blocks of all stacks on (``global_idx`` in helpers/models/kandinsky5_video/
 transformer_kandinsky5.py); others begin anew with each stack."""
 
-ONE_BY_ONE = ("anima", "chroma", "ernie", "hidream", "ideogram", "qwen_image", "sana", *COUNTED_ON)
+ONE_BY_ONE = ("anima", "chroma", "ernie", "hidream", "ideogram", "qwen_image", "sana", "sanavideo", *COUNTED_ON)
 """Families that checkpoint one block of as many as the interval says (``should_checkpoint_block``). All others ignore
 it (helpers/training/default_settings/safety_check.py)."""
 

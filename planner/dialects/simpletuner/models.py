@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, str]] = {
         "sana1.5-1.6b-1024": "sana1.5-1.6b",
         "sana1.0-1.6b-1024": "sana-1.6b",
     },
+    "sanavideo": dict.fromkeys(("", "2b-480p"), "sana-video-2b"),
     "kandinsky5_image": dict.fromkeys(("", "t2i-lite-sft", "t2i-lite-pretrain"), "kandinsky-5.0-t2i-lite"),
     "kandinsky5_video": {
         **dict.fromkeys(("", "t2v-lite-sft-5s", "t2v-lite-pretrain-5s"), "kandinsky-5.0-t2v-lite"),

@@ -90,6 +90,9 @@ def test_every_bundled_model_is_sound() -> None:
         "kandinsky-5.0-t2v-pro",
         "kandinsky-5.0-t2i-lite",
         "framepack",
+        "sana-video-2b",
+        "cosmos-predict2.5-2b",
+        "cosmos-predict2-2b-v2w",
     }
     for name in names:
         profile = model(name)
@@ -151,6 +154,10 @@ def test_every_bundled_model_is_sound() -> None:
         ("kandinskylab/Kandinsky-5.0-I2V-Lite-5s-Diffusers", "kandinsky-5.0-i2v-lite"),
         ("Kandinsky 5.0 Image", "kandinsky-5.0-t2i-lite"),
         ("lllyasviel/FramePackI2V_HY", "framepack"),
+        ("Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "sana-video-2b"),
+        ("Sana Video", "sana-video-2b"),
+        ("nvidia/Cosmos-Predict2.5-2B", "cosmos-predict2.5-2b"),
+        ("nvidia/Cosmos-Predict2-2B-Video2World", "cosmos-predict2-2b-v2w"),
         ("ideogram", "ideogram-4"),
         ("HiDream-ai/HiDream-I1-Full", "hidream-i1"),
         ("HiDream-ai/HiDream-I1-Dev", "hidream-i1"),
@@ -190,6 +197,9 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("sana-1.6b", 1_604),
         ("sana1.5-1.6b", 1_605),
         ("sana1.5-4.8b", 4_722),
+        ("sana-video-2b", 2_056.86),
+        ("cosmos-predict2.5-2b", 2_059.17),
+        ("cosmos-predict2-2b-v2w", 1_956.41),
         ("kandinsky-5.0-t2v-lite", 2_007.70),
         ("kandinsky-5.0-t2v-pro", 19_311),
         ("kandinsky-5.0-t2i-lite", 6_022),

@@ -68,6 +68,7 @@ def diffusion_pipe(kind: str) -> tuple[str, str]:
         (simpletuner("anima"), "simpletuner", "anima", True),
         (ai_toolkit("anima"), "ai-toolkit", "anima", False),
         (simpletuner("sana"), "simpletuner", "sana1.5-4.8b", True),
+        (simpletuner("sanavideo"), "simpletuner", "sana-video-2b", True),
         (simpletuner("kandinsky5-video"), "simpletuner", "kandinsky-5.0-t2v-lite", True),
         (simpletuner("krea2"), "simpletuner", "krea-2", False),
         (ai_toolkit("sd3"), "ai-toolkit", "sd3.5-large", False),

@@ -39,7 +39,7 @@ def clips(tmp_path: Path) -> Path:
     return tiny.write_clips(tmp_path / "clips")
 
 
-MODE = ("wan", "wan-vace", "z-image", "flux2", "ideogram-4")
+MODE = ("wan", "wan-vace", "sana-video", "cosmos-predict", "z-image", "flux2", "ideogram-4")
 """Families whose latents are the mode of the posterior, not drawn from it."""
 
 
@@ -87,6 +87,9 @@ UNDONE = {
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
     "anima": lambda latents, vae: by_channel(latents, vae.config),
     "sana-1.6b": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
+    "cosmos-predict2-2b-v2w": lambda latents, vae: by_channel(latents, vae.config),
+    "cosmos-predict2.5-2b": lambda latents, vae: by_channel(latents, vae.config),
+    "sana-video-2b": lambda latents, vae: by_channel(latents, vae.config),
     "kandinsky-5.0-t2v-lite": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "kandinsky-5.0-i2v-lite": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "kandinsky-5.0-t2i-lite": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
@@ -167,6 +170,7 @@ PROMPTS = {
     "hunyuan-image-2.1": ("HunyuanImagePipeline", {}, ("prompt", "prompt_mask", "glyphs", "glyph_mask")),
     "lumina-image-2.0": ("Lumina2Pipeline", {}, ("prompt", "prompt_mask")),
     "sana-1.6b": ("SanaPipeline", {}, ("prompt", "prompt_mask")),
+    "sana-video-2b": ("SanaVideoPipeline", {}, ("prompt", "prompt_mask")),
     "kandinsky-5.0-t2v-lite": ("Kandinsky5T2VPipeline", {}, ("prompt", "pooled", "")),
     "kandinsky-5.0-t2i-lite": ("Kandinsky5T2IPipeline", {}, ("prompt", "pooled", "")),
 }
@@ -243,6 +247,35 @@ def test_anima_s_prompt_is_what_its_modular_pipeline_makes_of_it(tmp_path: Path,
     made = work.store.load(key)
     assert made.keys() == {"prompt"}
     torch.testing.assert_close(made["prompt"], expected[0].to(made["prompt"].dtype))
+
+
+def prompt_in_fp32(profile: ModelProfile, folder: Path, caption: str) -> torch.Tensor:
+    """What caching leaves of a caption, of a tiny model."""
+    model = tiny.folder(folder / "model", profile)
+    plan = job_for(profile, {"frames": 9, "height": 64, "width": 64})
+    strategy = FP32.replace(autocast="none", weights_dtype="fp32")
+    work = cache.CacheBuild(setting(model, folder / "cache", profile, job=plan, strategy=strategy))
+    key = work.text_key(caption)
+    work.encode("captions", work.text_turns, {key: caption})
+    return work.store.load(key)["prompt"].float()
+
+
+def test_cosmos_predict2_s_prompt_ends_in_zeros(tmp_path: Path) -> None:
+    profile = tiny.profile("cosmos-predict2-2b-v2w")
+    prompt = prompt_in_fp32(profile, tmp_path, "a red cat")
+    assert prompt.shape == (profile.shape.text_tokens, profile.config["text_embed_dim"])
+    said = prompt.abs().sum(dim=1) > 0
+    assert said.tolist() == [True] * 3 + [False] * (len(said) - 3)
+
+
+def test_cosmos_predict_s_prompt_is_every_layer_of_its_encoder_normalised(tmp_path: Path) -> None:
+    profile = tiny.profile("cosmos-predict2.5-2b")
+    prompt = prompt_in_fp32(profile, tmp_path, "a red cat")
+    assert prompt.shape == (profile.shape.text_tokens, profile.config["crossattn_proj_in_channels"])
+    layers = prompt.unflatten(1, (3, -1))
+    torch.testing.assert_close(layers.mean(dim=-1), torch.zeros(layers.shape[:2]), atol=1e-2, rtol=0)
+    torch.testing.assert_close(layers.std(dim=-1), torch.ones(layers.shape[:2]), atol=1e-2, rtol=0)
+    assert not torch.allclose(layers[:, 0], layers[:, 1], atol=1e-2)
 
 
 def test_the_condition_of_image_to_video_is_the_pipelines(tmp_path: Path) -> None:

@@ -268,6 +268,12 @@ def load(kind: Any, part: str, model: nn.Module, folder: Path) -> None:
     kind(**{**dict.fromkeys(set(required) - {"self", "kwargs"}), part: model}).load_lora_weights(folder)
 
 
+def test_a_class_of_comfyui_without_a_layer_for_its_prompts_gets_no_file() -> None:
+    """comfy/ldm/cosmos/predict2.py: Anima's class has none of Cosmos-Predict2.5's ``crossattn_proj``."""
+    assert has_comfyui_model(lookup.model("anima"))
+    assert not has_comfyui_model(lookup.model("cosmos-predict2.5-2b"))
+
+
 def test_files_say_what_they_are_of(tmp_path: Path) -> None:
     profile = tiny.profile("wan2.1-t2v-1.3b")
     written(profile, tmp_path)

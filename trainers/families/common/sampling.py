@@ -27,6 +27,8 @@ class FamilyPipeline:
     """tensor that caching left of a caption -> argument of the pipeline"""
     scale: str = "guidance_scale"
     """argument with the guidance scale"""
+    frames: str = "num_frames"
+    """argument with the frames of a sample"""
     unguided: float = 1.0
     """the scale that means no guidance"""
     negative: bool = True

@@ -3,16 +3,15 @@ CosmosTransformer3DModel, AnimaTextConditioner, modular_pipelines/anima; sd-scri
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.models.transformers import transformer_cosmos
 from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn, per_channel, pixels, sampled
+from trainers.families.common.padding_mask import keep_size
 
 STATES = "states"
 """What Qwen3 leaves of a caption for the conditioner; not cached any longer than that."""
@@ -30,12 +29,7 @@ class Anima(Family):
         self.longest_side = max(size // patch for size, patch in sizes)  # all axes have one table
 
     def prepare(self, model: nn.Module) -> None:
-        """Lets the model do without torchvision, which it resizes the mask with: ours has the latents' size."""
-        if not hasattr(transformer_cosmos, "transforms"):
-            modes = SimpleNamespace(NEAREST="nearest")
-            unresized = SimpleNamespace(resize=lambda mask, size, interpolation: mask)
-            without = SimpleNamespace(functional=unresized, InterpolationMode=modes)
-            transformer_cosmos.transforms = without
+        keep_size()
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         text = grid["B"], grid["T"], self.config["text_embed_dim"]

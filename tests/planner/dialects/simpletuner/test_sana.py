@@ -83,6 +83,16 @@ def test_simpletuner_checkpoints_one_block_of_an_interval(tmp_path: Path) -> Non
     assert read(tmp_path, "config.json", {**SIMPLETUNER, **more}).strategy["checkpointed_blocks"] == 15
 
 
+def test_simpletuner_s_clips_of_sana_video_are_8_frames_longer_each(tmp_path: Path) -> None:
+    """``adjust_video_frames`` in helpers/models/sanavideo/model.py: the VAE alone would join four."""
+    video = {**SIMPLETUNER, "model_family": "sanavideo", "resolution": 512, "validation_num_video_frames": 53}
+    found = read(tmp_path, "config.json", video)
+    assert (found.job["model"], found.job["frames"], found.job["lora_targets"]) == ("sana-video-2b", 49, None)
+    more = {"gradient_checkpointing": True, "gradient_checkpointing_interval": 4, "musubi_blocks_to_swap": 20}
+    strategy = read(tmp_path, "config.json", {**video, **more}).strategy
+    assert (strategy["checkpointed_blocks"], strategy["swap_blocks"]) == (5, 19)
+
+
 def test_onetrainer_tells_the_sizes_by_name(tmp_path: Path) -> None:
     found = read(tmp_path, "preset.json", ONETRAINER)
     assert (found.job["model"], found.job["method"], found.strategy["vae_dtype"]) == ("sana-1.6b", "full", "fp32")
