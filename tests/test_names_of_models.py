@@ -48,6 +48,7 @@ FAMILY_READ = {
     "planner/evidence/accuracy.py": "errors are shown by family",
     "planner/probe/grid_schedule.py": "a grid's rows are spread over families",
     "planner/dialects/diffsynth/names.py": "a table of the trainer's folders",
+    "planner/commands/record.py": "models of a family share a pack of tapes",
 }
 """Where a profile's family is read at all."""
 

@@ -152,8 +152,10 @@ class Traits(Record):
     """other weights of the same shape, but for what goes in and a few layers around the blocks, by the names that
     trainers give them"""
     distilled: tuple[Text, ...] = ()
-    """likewise, weights that need few steps, which this model's training would undo: they take the same memory and
-    are not trained"""
+    """likewise, weights that need few steps, which this model's training would undo: they take the same memory, and are
+    not trained as this model"""
+    few_steps: Flag = False
+    """it was distilled to need few steps, which training it like any other model undoes little by little"""
     part: Text = "transformer"
     """what pipelines call it: its folder, and the prefix of its LoRA weights"""
     trained_by: str = ""

@@ -189,7 +189,9 @@ def test_a_name_for_several_models_is_refused_where_one_plan_is_asked_for() -> N
 def test_nothing_absurd_is_suggested_for_an_unknown_name() -> None:
     assert "fix: `vplan models` lists what is known" in said("suggest nosuch --gpu 3090", 1)
     assert "did you mean hunyuan-video" in said("suggest hunyan-video --gpu 3090", 1)
-    assert "is a distilled Z-Image" in said("suggest Z-Image-Turbo --gpu 3090", 1)
+    assert "is a distilled Krea 2" in said("suggest Krea-2-Turbo --gpu 3090", 1)
+    turbo = " ".join(said("suggest Z-Image-Turbo --gpu 3090", 0).split())
+    assert "Z-Image-Turbo was distilled to few steps" in turbo
 
 
 # ---- both kinds of plans

@@ -149,6 +149,8 @@ class TypedQuestion(NamedTuple):
             notes.append(f"LoRA rank {job.lora_rank}")
         if note := expert_assumption(model, job):
             notes.append(note)
+        if model.traits.few_steps and job.method != "sample":
+            notes.append(f"{model.title} {FEW_STEPS}")
         longest = max(shape.frames for shape in job.shapes)
         if longest > model.shape.max_frames:
             notes.append(f"{longest} frames is longer than the model was trained on ({model.shape.max_frames})")
@@ -230,6 +232,9 @@ def request_options(*, searched: bool = False, own_card: bool = False) -> Callab
 
 
 _RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine": Machine}
+FEW_STEPS = "was distilled to few steps, which training undoes; an adapter against that (ai-toolkit) is not priced"
+"""What is assumed of a model that `planner.catalog.traits.Traits.few_steps` says so of."""
+
 FIELDS = frozenset({"images", "resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
 
 

@@ -35,6 +35,7 @@ ARCHES: dict[str, tuple[str, str]] = {
     "flux.1-kontext-dev": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
     "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
     "z-image": ("zimage", "Tongyi-MAI/Z-Image"),
+    "z-image-turbo": ("zimage:turbo", "Tongyi-MAI/Z-Image-Turbo"),
     "ernie-image": ("ernie_image", "baidu/ERNIE-Image"),
     "anima": ("anima", "circlestone-labs/Anima-Base-v1.0-Diffusers"),
     "ideogram-4": ("ideogram4", "ideogram-ai/ideogram-4-fp8"),
@@ -68,7 +69,7 @@ def model_of(settings: Settings) -> Fields:
     versioned = str(settings.get(f"{MODEL}arch") or "")
     arch = versioned.partition(":")[0]
     path = settings.get(f"{MODEL}name_or_path")
-    candidates = [name for name, (known, _) in ARCHES.items() if known in (arch, versioned)]
+    candidates = [name for known in (versioned, arch) for name, (one, _) in ARCHES.items() if one == known]
     by_path = next((name for name, (_, known) in ARCHES.items() if known == path), None)
     name_given = settings.get("model") or by_path or find_model(path)
     model = name_given if name_given in (candidates or ARCHES) else next(iter(candidates), None)

@@ -74,10 +74,12 @@ def _known_models() -> dict[str, str]:
     """Last part of every name and alias, in lower case -> our name; of other weights of a model's shape too."""
     models = [lookup.model(name) for name in lookup.model_names()]
     names = {alike: model.name for model in models for alike in model.traits.same_shape}
-    names |= {alike: model.name for model in models if not model.is_own for alike in model.traits.distilled}
     for model in models:
         for alias in (model.name, *model.aliases):
             names.setdefault(alias.lower().rpartition("/")[2], model.name)
+    for model in models:
+        for alike in () if model.is_own else model.traits.distilled:
+            names.setdefault(alike, model.name)
     return names
 
 

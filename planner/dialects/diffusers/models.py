@@ -22,6 +22,7 @@ SCRIPTS = {
     ("sd3.5-medium", "full"): "examples/dreambooth/train_dreambooth_sd3.py",
     ("sd3.5-large", "full"): "examples/dreambooth/train_dreambooth_sd3.py",
     ("z-image", "lora"): "examples/dreambooth/train_dreambooth_lora_z_image.py",
+    ("z-image-turbo", "lora"): "examples/dreambooth/train_dreambooth_lora_z_image.py",
     ("cogvideox-2b", "lora"): "examples/cogvideo/train_cogvideox_lora.py",
     ("cogvideox-5b", "lora"): "examples/cogvideo/train_cogvideox_lora.py",
     ("cogvideox-5b-i2v", "lora"): "examples/cogvideo/train_cogvideox_image_to_video_lora.py",

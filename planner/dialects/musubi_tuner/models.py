@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "qwen-image-edit": ("qwen_image", {"--model_version": "edit"}),
     "qwen-image-edit-2511": ("qwen_image", {"--model_version": "edit-2511"}),
     "z-image": ("zimage", {}),
+    "z-image-turbo": ("zimage", {}),
     "flux.1-kontext-dev": ("flux_kontext", {}),
     "flux.2-dev": ("flux_2", {"--model_version": "dev"}),
     "flux.2-klein-4b": ("flux_2", {"--model_version": "klein-base-4b"}),

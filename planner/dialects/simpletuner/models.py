@@ -28,7 +28,10 @@ MODELS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("edit-v1", "edit-v2"), "qwen-image-edit"),
         **dict.fromkeys(("edit-v3", "edit-v2+"), "qwen-image-edit-2511"),  # ZERO_COND_T_FLAVOURS
     },
-    "z_image": dict.fromkeys(("", "base", "turbo", "turbo-ostris-v1", "turbo-ostris-v2"), "z-image"),
+    "z_image": {
+        **dict.fromkeys(("turbo", "turbo-ostris-v1", "turbo-ostris-v2", ""), "z-image-turbo"),
+        **dict.fromkeys(("base", "ostris-de-turbo"), "z-image"),
+    },
     "chroma": dict.fromkeys(("", "hd", "base", "flash"), "chroma1-hd"),
     "lumina2": dict.fromkeys(("", "2.0", "neta-lumina"), "lumina-image-2.0"),
     "hidream": dict.fromkeys(("", "full", "dev", "fast"), "hidream-i1"),
@@ -69,6 +72,10 @@ MODELS: dict[str, dict[str, str]] = {
 """``model_family`` -> ``model_flavour``, empty for its default -> ours (helpers/models/*/model.py HUGGINGFACE_PATHS).
 What is written for one of ours is the first flavour that is named.
 """
+
+ASSISTED = {"z_image": ("", "turbo", "turbo-ostris-v2")}
+"""Family -> flavours whose LoRA is trained beside a frozen one, which is loaded unasked (ASSISTANT_LORA_FLAVOURS and
+DEFAULT_MODEL_FLAVOUR of helpers/models/z_image/model.py at bc8e6ab7)."""
 
 STAGES = ("high", "low")
 """What the flavours of a model of two experts end with: one is trained at a time (helpers/models/wan/model.py

@@ -58,7 +58,7 @@ from planner.dialects.simpletuner.data_file import (
     write_references,
 )
 from planner.dialects.simpletuner.files import files
-from planner.dialects.simpletuner.models import CONFIG, MODELS, family_of, is_on, model_of, of, write_model
+from planner.dialects.simpletuner.models import ASSISTED, CONFIG, MODELS, family_of, is_on, model_of, of, write_model
 from planner.dialects.simpletuner.number_formats import (
     OPTIMIZERS,
     formats_of,
@@ -428,6 +428,9 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if of(settings, "optimizer") == "bnb-lion8bit-paged":
         yield "bnb-lion8bit-paged is priced as 8-bit AdamW, paged too: its one state takes half of those in host RAM"
     family = family_of(settings)
+    assisted = str(of(settings, "model_flavour") or "") in ASSISTED.get(family, ())
+    if assisted and fields["method"] == "lora" and not of(settings, "disable_assistant_lora"):
+        yield "the flavour's assistant LoRA runs beside the trained one: not estimated, and takes more than this"
     if family not in T5_TOKENS and of(settings, "tokenizer_max_length"):
         yield "tokenizer_max_length is not estimated: the model's usual length of prompts is"
     if family in PADDED_TOKENS and fields["text_tokens"] is None:

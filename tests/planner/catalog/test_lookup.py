@@ -214,8 +214,6 @@ def test_parameters_are_the_published_ones(name: str, millions: float) -> None:
 @pytest.mark.parametrize(
     ("typed", "name"),
     [
-        ("Tongyi-MAI/Z-Image-Turbo", "z-image"),
-        ("z image turbo", "z-image"),
         ("krea/Krea-2-Turbo", "krea-2"),
         ("baidu/ERNIE-Image-Turbo", "ernie-image"),
         ("flux.1-schnell", "flux.1-dev"),

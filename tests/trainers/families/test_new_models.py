@@ -132,6 +132,7 @@ def test_models_of_a_class_have_the_same_traits() -> None:
         "trainers",
         "saved_tables",
         "distilled",
+        "few_steps",
         "not_encoded",
     )
     for pairs in (vaes, encoders):
