@@ -1,4 +1,4 @@
-"""Z-Image's flavours in SimpleTuner's words. The default is the distilled one, beside which a LoRA is loaded unasked."""
+"""Z-Image's flavours in SimpleTuner: the default is the distilled one, beside which a LoRA is loaded unasked."""
 
 from __future__ import annotations
 
