@@ -1,7 +1,7 @@
 """All templates of a pack: each is stored once, however many recordings have it, and as columns of numbers.
 
-Half of what recordings of one architecture hold is templates that an earlier one has. Of those that are new, each
-field of the events stands together, which xz packs to two thirds of what their JSON takes.
+Recordings of one architecture have mostly the same ones: a twelfth of all differ. Of those, each field of the events
+stands together, which xz packs to two thirds of what their JSON takes.
 
 The table is a sequence of chunks, so that the first templates, which most questions read, are unpacked alone. A chunk
 is its length in bytes and its number of templates (4 bytes each, as all numbers little-endian), then the numbers of

@@ -54,8 +54,10 @@ class Case:
         """A batch of three (or of what the tape holds) at half the model's usual length, its smallest size; rank 20."""
         job, strategy = variant.records(profile)
         height, width = min(profile.shape.resolutions)
+        fixed = family(profile).fixed
         frames = max(profile.shape.default_frames // 2 // profile.shape.frame_step, 1) * profile.shape.frame_step + 1
-        batch = family(profile).fixed.get("B", 2 if profile.shape.batches else 3)
+        frames = profile.shape.default_frames if "F" in fixed else frames  # FramePack's sections have one length
+        batch = fixed.get("B", 2 if profile.shape.batches else 3)
         if isinstance(variant, StepVariant) and variant.samples:
             batch = variant.samples
         if not isinstance(variant, OptimizerVariant) and variant.one_sample:

@@ -72,7 +72,8 @@ def model_of(settings: Settings) -> Fields:
     candidates = [name for known in (versioned, arch) for name, (one, _) in ARCHES.items() if one == known]
     by_path = next((name for name, (_, known) in ARCHES.items() if known == path), None)
     name_given = settings.get("model") or by_path or find_model(path)
-    model = name_given if name_given in (candidates or ARCHES) else next(iter(candidates), None)
+    of_arch = name_given in ARCHES and ARCHES[name_given][0].partition(":")[0] == arch  # of any version
+    model = name_given if of_arch or name_given in (candidates or ARCHES) else next(iter(candidates), None)
     if model is None:
         label = f"model.arch {quoted(arch)}" if arch else f"model.name_or_path {quoted(path)}, without an arch we know,"
         arches = sorted({known for known, _ in ARCHES.values()})

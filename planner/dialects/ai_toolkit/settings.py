@@ -449,6 +449,9 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
         process["sample"] = {"sample_every": 250, "sample_steps": 20, "prompts": ["a prompt of yours"]} | tree["sample"]
     config = {"job": "extension", "config": {"name": "lora", "process": [process]}}
     head = "The comment after each line names its plan field. Fill in the folders and prompts."
+    if (model := lookup.model(plan.job.model)).traits.few_steps:
+        head += f"\n{model.title} was distilled to few steps, which training undoes unless model.assistant_lora_path"
+        head += "\nnames a training adapter; that takes more than the plan says."
     lines = ["#!/bin/bash", "set -e"]
     if plan.strategy.expandable_segments:
         lines += [f"export {ALLOCATOR}"]

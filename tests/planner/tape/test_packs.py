@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from planner.errors import VplanError
 from planner.tape import packs
 from planner.tape.codec import read_tape
 from planner.tape.packed_json import as_text, pack, unpack, write_packed
+from planner.tape.template_table import TemplateReader, TemplateWriter
 
 VERSIONS = {"torch": "2.13.0"}
 VARIANTS = ("step-lora-half-full-one", "step-lora-fp8-full-one", "optimizer-lora-adamw", "parameters")
@@ -164,6 +166,25 @@ def test_a_damaged_member_is_named_with_the_recording(folder: Path, member: str)
     os.utime(archive, ns=(99, 99))
     with pytest.raises(VplanError, match=r"optimizer-lora-adamw.json.gz is damaged"):
         read_tape(folder / "optimizer-lora-adamw.json.gz")
+
+
+ROWS = [[[number, -number, 300 * number, 0], [7, number, 1, 2, 3]] for number in range(40)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4), st.integers(1, 2**12))
+def test_a_damaged_table_is_refused_or_read_as_rows(changes: list[tuple[int, int]], length: int) -> None:
+    writer = TemplateWriter()
+    for rows in ROWS:
+        writer.number({"events": rows, "work": rows})
+    table = bytearray(writer.table())
+    for place, byte in changes:
+        table[place % len(table)] = byte
+    reader = TemplateReader(lambda start, end: bytes(table[:length][start:end]))
+    with contextlib.suppress(ValueError, LookupError):
+        for number in range(len(ROWS)):
+            rows = reader.template(number)["events"]
+            assert all(type(field) is int for row in rows for field in row)
 
 
 def test_files_keep_their_form(tmp_path: Path) -> None:

@@ -25,13 +25,17 @@ class Sana(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = self.flow_matching(batch["latents"][:, :, 0])
+        noisy, sigmas, target = self.flow_matching(self.latents(batch))
         return {
             "hidden_states": noisy,
             "timestep": sigmas * self.profile.training.num_train_timesteps,
             "encoder_hidden_states": batch["prompt"],
             "encoder_attention_mask": batch["prompt_mask"],
         }, target
+
+    def latents(self, batch: dict[str, Tensor]) -> Tensor:
+        """Those that its class takes: of an image, without frames."""
+        return batch["latents"][:, :, 0]
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)

@@ -3,38 +3,21 @@ SanaVideoTransformer3DModel; SimpleTuner helpers/models/sanavideo/model.py at bc
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, per_channel, pixels
 from trainers.families.common.sampling import FamilyPipeline
+from trainers.families.image.sana import Sana
 
 
-class SanaVideo(Family):
+class SanaVideo(Sana):
     """SANA's blocks over clips: linear attention with positions, cross-attention to the prompt under a mask, and
     convolutions over a frame and over time."""
 
     fixed: dict[str, int] = {}
 
-    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        text = grid["B"], grid["T"]
-        return {
-            "latents": self.video_latents(grid, device, dtype),
-            "prompt": torch.randn(*text, self.config["caption_channels"], device=device, dtype=dtype),
-            "prompt_mask": torch.ones(text, device=device, dtype=torch.bool),
-        }
-
-    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        noisy, sigmas, target = self.flow_matching(batch["latents"])
-        return {
-            "hidden_states": noisy,
-            "timestep": sigmas * self.profile.training.num_train_timesteps,
-            "encoder_hidden_states": batch["prompt"],
-            "encoder_attention_mask": batch["prompt_mask"],
-        }, target
+    def latents(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["latents"]
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)

@@ -1,0 +1,56 @@
+"""Which model an ai-toolkit config trains, by its architecture with a version, its repository, or a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.dialect import translate
+from planner.dialects.base.script import from_file
+from planner.foreign.export import export, write_files
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan
+from planner.spec.rules import resolve
+
+CONFIG = """job: extension
+config:
+  name: a
+  process:
+    - type: sd_trainer
+      network: {type: lora, linear: 16}
+      datasets: [{folder_path: /data, resolution: [1024]}]
+      train: {batch_size: 1, optimizer: adamw8bit, dtype: bf16}
+      model: {%s}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        ("name_or_path: Tongyi-MAI/Z-Image-Turbo, arch: 'zimage:turbo'", "z-image-turbo"),
+        ("name_or_path: Tongyi-MAI/Z-Image-Turbo, arch: zimage", "z-image-turbo"),
+        ("name_or_path: /models/mine, arch: 'zimage:turbo'", "z-image-turbo"),
+        ("name_or_path: /models/mine, arch: zimage", "z-image"),
+        ("name_or_path: Tongyi-MAI/Z-Image, arch: zimage", "z-image"),
+        ("name_or_path: ostris/Z-Image-De-Turbo, arch: 'zimage:deturbo'", "z-image"),
+    ],
+)
+def test_a_version_of_an_architecture_is_a_model(words: str, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG % words)
+    assert translate(*dialects.read_script(from_file(path))).job["model"] == model
+
+
+@pytest.mark.parametrize(("model", "is_distilled"), [("z-image-turbo", True), ("z-image", False)])
+def test_a_written_config_of_a_distilled_model_names_its_training_adapter(
+    model: str, is_distilled: bool, tmp_path: Path
+) -> None:
+    job, machine = Job(model=model, frames=1, height=1024, width=1024), Machine(gpu="h200-141gb", host_ram=1 << 39)
+    strategy = Strategy.read({"gradient_checkpointing": "full", "autocast": "none", "weights_dtype": "bf16"})
+    plan = Plan(job=job, strategy=resolve(job, strategy, machine), machine=machine)
+    write_files(export(plan, "ai-toolkit", take_nearest=True), tmp_path, force=False)
+    path = tmp_path / "config.yaml"
+    assert translate(*dialects.read_script(from_file(path))).job["model"] == model
+    assert ("assistant_lora_path" in path.read_text()) == is_distilled
