@@ -11,9 +11,11 @@ from diffusers.modular_pipelines.minimax_h3.modular_pipeline import audio_latent
 
 from planner.catalog import lookup  # noqa: E402
 from planner.catalog.shapes import grid, job_for  # noqa: E402
+from planner.tape.variants import OptimizerVariant  # noqa: E402
 from trainers import families  # noqa: E402
 from trainers.families.common import random_draws  # noqa: E402
 from trainers.families.common.base import Family  # noqa: E402
+from trainers.recording import tapes  # noqa: E402
 
 GRID = {"B": 2, "F": 7, "H": 3, "W": 5, "T": 9, "E": 52}
 """Of 22 frames of 96x160; their sound lasts 37 latents in truth, here 26."""
@@ -72,3 +74,12 @@ def test_prompts_of_one_batch_become_as_long_as_the_longest() -> None:
 def test_a_clip_has_the_sound_that_diffusers_counts(frames: int) -> None:
     model = lookup.model("minimax-h3")
     assert grid(model, job_for(model, {"frames": frames}))["E"] == 2 * audio_latent_num_frames(frames)
+
+
+def test_states_of_a_fused_step_belong_to_their_blocks() -> None:
+    """What it keeps in fp32 stands outside of blocks, and is the first that a fused step is called with."""
+    profile = lookup.model("minimax-h3")
+    name = "optimizer-full-half-adamw-fused"
+    variant = next(each for each in OptimizerVariant.all(profile) if each.name == name)
+    sweeps = {section.run for section in tapes.record(profile, variant).pieces["optimizer_first"] if section.step}
+    assert sweeps == {0, 1}
