@@ -278,11 +278,13 @@ class ModelProfile(Record):
 
     @property
     def hidden_size(self) -> int | None:
-        """Numbers in one token of what its blocks hand on; None where its config does not say."""
+        """Numbers in one token of what its blocks hand on; None where its config does not say. Heads may have more
+        together (MiniMax H3: 56 of 128, and 5376)."""
+        named = next((self.config[name] for name in ("dim", "hidden_size", "model_dim") if name in self.config), None)
         heads, size = self.config.get("num_attention_heads"), self.config.get("attention_head_dim")
-        if isinstance(heads, int) and isinstance(size, int):
+        if named is None and isinstance(heads, int) and isinstance(size, int):
             return heads * size
-        return next((self.config[name] for name in ("dim", "hidden_size", "model_dim") if name in self.config), None)
+        return named
 
     @property
     def head_size(self) -> int:
