@@ -85,6 +85,8 @@ def components(model: ModelProfile) -> Iterator[Component]:
     """Every tape around a model: each text encoder's forward, the VAE's encode and decode, in both precisions."""
     for encoder in model.text_encoders:
         yield from (Component(encoder.folder, f"encode-{d}") for d in DTYPES)
+    if not model.vae.traits.recorded:
+        return
     name = model.vae.folder
     for part, dtype in itertools.product(("encode", "decode"), DTYPES):
         yield Component(name, f"{part}-{dtype}")

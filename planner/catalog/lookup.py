@@ -214,8 +214,8 @@ def _checked(profile: ModelProfile, name: str, opening: str, fix: str) -> ModelP
     cell = [profile.vae.spatial * patch for patch in rules.patch[1:]]
     if any(rules.size_multiple % side for side in cell):
         raise VplanError(f"{opening}: size_multiple {rules.size_multiple} is not a multiple of VAE times patch", fix)
-    if (rules.default_frames - 1) % rules.frame_step:
-        raise VplanError(f"{opening}: default_frames {rules.default_frames} is not {rules.frame_step}n+1", fix)
+    if rules.cut(rules.default_frames) != rules.default_frames:
+        raise VplanError(f"{opening}: default_frames {rules.default_frames} is not {rules.frame_rule}", fix)
     for stack in profile.stacks:
         profile.depth(stack)
     return profile

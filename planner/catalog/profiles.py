@@ -58,6 +58,20 @@ class Vae(Record):
         """The name of the folder that holds its tapes, from its class and config: models with the same VAE share it."""
         return _folder(self.class_name, self.config)
 
+    def coded(self, frames: int) -> int:
+        """The latent frames of a clip of so many frames. A single frame is one."""
+        chunked = self.traits.chunked
+        if chunked is None or frames == 1:
+            return (frames - 1) // self.temporal + 1
+        return (frames - chunked.rest) // chunked.frames * chunked.latents + chunked.rest_latents
+
+    def decoded(self, latents: int) -> int:
+        """The frames of a clip of so many latent frames."""
+        chunked = self.traits.chunked
+        if chunked is None or latents == 1:
+            return (latents - 1) * self.temporal + 1
+        return (latents - chunked.rest_latents) // chunked.latents * chunked.frames + chunked.rest
+
     @property
     def takes_clips(self) -> bool:
         """Whether it works on (batch, channels, frames, rows, columns); else on images, which have no frames."""
@@ -93,7 +107,9 @@ class ShapeRules(Record):
     patch: tuple[Count, Count, Count]
     """latent frames, rows and columns of one cell of the grid that tapes count in"""
     frame_step: Count
-    """frames = step * n + 1, from the VAE's temporal compression"""
+    """frames = step * n + rest, from the VAE's temporal compression"""
+    frame_rest: Count = 1
+    """the frames of the shortest clip: 1 but for a VAE that takes clips in chunks (`Vae.coded`)"""
     size_multiple: Count
     """height and width are multiples of it, pixels: VAE times patch"""
     text_tokens: Count
@@ -105,7 +121,9 @@ class ShapeRules(Record):
     takes_references: Flag = False
     """whether a sample may have some, though it usually has none"""
     audio_tokens_per_frame: NotNegative = 0.0
-    """for models that make sound too, at their usual frame rate"""
+    """for models that make sound too, at their usual frame rate, of one of its channels"""
+    audio_channels: Count = 1
+    """of that sound, each with tokens of its own"""
     min_frames: Count
     max_frames: Count
     """the longest clip it was trained on; longer ones run, and are extrapolation"""
@@ -118,6 +136,19 @@ class ShapeRules(Record):
     default_frames: Count
     batches: tuple[Count, ...] = ()
     """the batches it is recorded at, for code that loops over the samples of a batch; none named: any batch"""
+
+    @property
+    def frame_rule(self) -> str:
+        """Its numbers of frames in words: "8n+1"."""
+        return f"{self.frame_step}n+{self.frame_rest}"
+
+    def cut(self, frames: int) -> int:
+        """The most of so many frames that it takes; none or fewer where the shortest clip is longer."""
+        return (frames - self.frame_rest) // self.frame_step * self.frame_step + self.frame_rest
+
+    def audio_tokens(self, frames: int) -> int:
+        """Tokens of the sound of a clip of so many frames, of all its channels."""
+        return self.audio_channels * round(frames * self.audio_tokens_per_frame)
 
 
 class LoraDefaults(Record):
@@ -247,11 +278,13 @@ class ModelProfile(Record):
 
     @property
     def hidden_size(self) -> int | None:
-        """Numbers in one token of what its blocks hand on; None where its config does not say."""
+        """Numbers in one token of what its blocks hand on; None where its config does not say. Heads may have more
+        together (MiniMax H3: 56 of 128, and 5376)."""
+        named = next((self.config[name] for name in ("dim", "hidden_size", "model_dim") if name in self.config), None)
         heads, size = self.config.get("num_attention_heads"), self.config.get("attention_head_dim")
-        if isinstance(heads, int) and isinstance(size, int):
+        if named is None and isinstance(heads, int) and isinstance(size, int):
             return heads * size
-        return next((self.config[name] for name in ("dim", "hidden_size", "model_dim") if name in self.config), None)
+        return named
 
     @property
     def head_size(self) -> int:

@@ -41,9 +41,9 @@ def _check_frames(model: ModelProfile, frames: int) -> None:
     rules = model.shape
     if model.kind == "image" and frames != 1:
         raise VplanError(f"{model.title} makes images, not {frames} frames", "use --frames 1, or choose a video model")
-    if (frames - 1) % rules.frame_step:
-        fix = f"use --frames {_around(frames - 1, rules.frame_step, 1)}"
-        raise VplanError(f"frames {frames} is not {rules.frame_step}n+1, as {model.title} requires", fix)
+    if rules.cut(frames) != frames:
+        fix = f"use --frames {_around(frames - rules.frame_rest, rules.frame_step, rules.frame_rest)}"
+        raise VplanError(f"frames {frames} is not {rules.frame_rule}, as {model.title} requires", fix)
     if rules.window and frames > rules.max_frames:
         raise VplanError(f"frames {frames} is more than {model.title} takes", f"use --frames {rules.max_frames}")
     if frames < rules.min_frames:
@@ -52,7 +52,7 @@ def _check_frames(model: ModelProfile, frames: int) -> None:
 
 def _around(value: int, step: int, offset: int = 0) -> str:
     """The nearest working values below and above, as "77 or 81"; nothing below one step (or below the offset)."""
-    low = value // step * step
+    low = max(0, value // step * step)
     values = [low, low + step] if low > 0 or offset else [low + step]
     return " or ".join(str(number + offset) for number in values)
 
@@ -197,8 +197,7 @@ def sample_grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> d
         "W": columns,
         "T": job.text_tokens or model.shape.text_tokens,
         "R": job.lora_rank,
-        "E": (job.references or model.shape.references) * rows * columns
-        + round(shape.frames * model.shape.audio_tokens_per_frame),
+        "E": (job.references or model.shape.references) * rows * columns + model.shape.audio_tokens(shape.frames),
     }
 
 
@@ -210,7 +209,7 @@ def latent_frames(model: ModelProfile, frames: int) -> int:
 
 def coded_frames(model: ModelProfile, frames: int) -> int:
     """The latent frames that the VAE makes of a clip, and decodes: without what fills up the last cell."""
-    return (frames - 1) // model.vae.temporal + 1
+    return model.vae.coded(frames)
 
 
 def grids(model: ModelProfile, job: Job) -> list[dict[str, int]]:

@@ -13,15 +13,33 @@ from pydantic import Field
 from planner.schema import Count, Flag, Record, Text
 
 
+class ChunkedClip(Record):
+    """How a VAE that takes a clip in chunks of frames, each by itself, makes another number of latent frames of a chunk
+    than of what is left over (autoencoder_kl_minimax_h3.py ``_encode``: 17n + 5 frames become 5n + 2)."""
+
+    frames: Count
+    """of a chunk"""
+    latents: Count
+    """latent frames of a chunk"""
+    rest: Count
+    """frames that are left over"""
+    rest_latents: Count
+    """their latent frames"""
+
+
 class VaeTraits(Record):
     """Facts about a VAE's class that its config does not hold (diffusers models/autoencoders); the same for all VAEs of
     a class."""
 
+    recorded: Flag = True
+    """else it has no tape, and an estimate counts its weights alone"""
     images: Flag = False
     """it works on images (batch, channels, rows, columns), which have no axis of frames"""
     chunks: tuple[Count, Count] | None = None
     """latent frames of the first chunk and of each further one, where it takes a clip in chunks: Wan's, Qwen-Image's
     and EasyAnimate's one by one with a cache, CogVideoX's 8 frames (2 latent) and what is left in the first"""
+    chunked: ChunkedClip | None = None
+    """None: a clip of temporal * n + 1 frames has n + 1 latent ones"""
     fewest_chunks: Count = 5
     """chunks a long clip's tape has at least: three from the start and two from the end, more where it addresses more
     from its end, because it does not unfold at fewer. Clips of fewer chunks are recorded by themselves"""
@@ -56,6 +74,8 @@ class EncoderStates(Record):
     """keys and values of all layers stay too: the forward's default, which no pipeline reads"""
     normalised: Flag = False
     """each state that it joins gets mean 0 and deviation 1 before, in a copy (Cosmos-Predict2.5)"""
+    headless: Flag = False
+    """the model below its head is called, though the head is loaded too (MiniMax H3)"""
     masked: Flag = True
     """prompts are filled up to one length, so that every layer takes a mask of all pairs"""
 

@@ -41,7 +41,7 @@ def command(name: str | None, as_markdown: bool, as_json: bool) -> None:
 def _print_one(console: Console, model: ModelProfile) -> None:
     """Prints all that a question about one model may want to know, a fact a line."""
     shape, vae = model.shape, model.vae
-    step = f"{shape.frame_step}n+1" if shape.frame_step > 1 else "1"
+    step = shape.frame_rule if shape.frame_step > 1 else "1"
     longest = f", trained up to {shape.max_frames}" if model.kind == "video" else ""
     encoders = ", ".join(f"{part.name} ({part.parameters / 1e9:.2f} B)" for part in model.text_encoders)
     experts = f", {model.experts} experts" if model.experts > 1 else ""
@@ -81,7 +81,7 @@ def _row(model: ModelProfile) -> list[Any]:
         model.kind,
         f"{model.parameters / 1e9:.2f} B",
         shape.default_frames,
-        f"{shape.frame_step}n+1" if shape.frame_step > 1 else "1",
+        shape.frame_rule if shape.frame_step > 1 else "1",
         model.train_data,
         ", ".join(f"{height}x{width}" for height, width in shape.resolutions),
     ]

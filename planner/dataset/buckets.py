@@ -116,8 +116,8 @@ def assign(
 def _shorter_shapes(lengths: set[int], profile: ModelProfile, job: Job) -> str:
     """How to plan so that clips of so many frames, too short for all of the plan's shapes, are trained: one more shape
     for images and one for videos, that of the shortest. Empty where the model takes none so short."""
-    step, least = profile.shape.frame_step, profile.shape.min_frames
-    frames = {length: (length - 1) // step * step + 1 for length in lengths}
+    least = profile.shape.min_frames
+    frames = {length: profile.shape.cut(length) for length in lengths}
     videos = [count for length, count in frames.items() if length > 1 and count >= least]
     added = sorted(videos)[:1] + [1] * (1 in lengths and least == 1)
     if not added:

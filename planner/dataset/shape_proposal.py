@@ -85,7 +85,7 @@ def _usable(clip: Clip, model: ModelProfile, source: DataSource) -> int:
 def _length(usable: int, model: ModelProfile, longest: int) -> int:
     """The most frames that the model takes of so many; 0 where it takes none."""
     rules = model.shape
-    frames = (min(usable, longest) - 1) // rules.frame_step * rules.frame_step + 1
+    frames = rules.cut(min(usable, longest))
     if frames == 1 and model.kind == "video" and usable > 1 and rules.min_frames > 1:
         return 0
     return frames if frames >= rules.min_frames else 0

@@ -277,7 +277,7 @@ def _data(run: Run) -> int:
     vae = model.vae
     sample = 4 * vae.latent_channels * frames * rows * columns
     if run.strategy.vae != "cached":
-        sample = (1 + 4) * RGB * ((frames - 1) * vae.temporal + 1) * rows * columns * vae.spatial**2
+        sample = (1 + 4) * RGB * vae.decoded(frames) * rows * columns * vae.spatial**2
     return (PREFETCHED * run.host.loader_workers + 1) * grid["B"] * sample
 
 

@@ -72,7 +72,7 @@ def _model_row(model: ModelProfile) -> list[str]:
     shape = model.shape
     frames = "1 (image)"
     if model.kind == "video":
-        frames = f"{shape.default_frames}, to {shape.max_frames}, {shape.frame_step}n+1"
+        frames = f"{shape.default_frames}, to {shape.max_frames}, {shape.frame_rule}"
     experts = " x 2" if model.experts == 2 else ""
     sizes = ", ".join(f"{height}x{width}" for height, width in shape.resolutions)
     parameters = f"{model.parameters:,}{experts}"

@@ -211,7 +211,7 @@ def _steering_bytes(run: Run, shape: Mapping[str, int]) -> int:
     WanVACEPipeline ``preprocess_conditions``)."""
     model = run.facts.model
     frames, rows, columns = model.shape.patch
-    length = model.vae.temporal * (shape["F"] * frames - 1) + 1
+    length = model.vae.decoded(shape["F"] * frames)
     return 4 * RGB * length * shape["H"] * rows * shape["W"] * columns * model.vae.spatial**2
 
 

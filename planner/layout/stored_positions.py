@@ -48,7 +48,7 @@ def _has_table(run: Run) -> bool:
 def _made_for(model: ModelProfile, grid: dict[str, int]) -> bool:
     """Whether a grid is that of the shape in the model's config."""
     config, (_, height, width) = model.config, model.shape.patch
-    frames = (grid["F"] - 1) * model.vae.temporal + 1
+    frames = model.vae.decoded(grid["F"])
     asked = (frames, grid["H"] * height, grid["W"] * width)
     return asked == tuple(config.get(name) for name in ("sample_frames", "sample_height", "sample_width"))
 

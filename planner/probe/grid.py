@@ -59,8 +59,10 @@ def _allowed(model: ModelProfile, frames: int) -> int:
     """The nearest clip the model takes, no longer than it was trained on."""
     if model.kind != "video":
         return 1
-    step = model.shape.frame_step
-    return min(frames, model.shape.max_frames) // step * step + 1 if frames > 1 else 1
+    rules = model.shape
+    if frames > 1:
+        return min(frames, rules.max_frames) // rules.frame_step * rules.frame_step + rules.frame_rest
+    return rules.cut(max(rules.min_frames, rules.frame_rest))
 
 
 def _may_run(configuration: Configuration, card: GpuProfile) -> bool:

@@ -51,8 +51,9 @@ class Objective(NamedTuple):
 
 def frames(model: ModelProfile) -> Objective:
     """The objective of the longest clip: frame counts that the model takes."""
-    step = model.shape.frame_step
-    first = -(-(model.shape.min_frames - 1) // step) * step + 1
+    rules = model.shape
+    step = rules.frame_step
+    first = rules.cut(rules.min_frames + step - 1)
     # Latent frames of a clip; a single one would be an image.
     longest = model.shape.max_frames if model.shape.window else MAX_FRAMES
     last = longest if model.kind == "video" else 1

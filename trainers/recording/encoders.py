@@ -111,7 +111,8 @@ def forward(
             last: Tensor = model(input_ids=ids).last_hidden_state
             return last
         mask = torch.ones_like(ids) if states.masked else None
-        outputs = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=states.cache)
+        body = model.get_submodule("model") if states.headless else model
+        outputs = body(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=states.cache)
         if not states.stacked:
             deepest: Tensor = outputs.hidden_states[-1]
             return deepest

@@ -33,22 +33,25 @@ POINTWISE = _aten(
     "abs add add_ addcdiv_ addcmul addcmul_ bitwise_and bitwise_not clamp clamp_ clamp_min clone copy_ cos div div_ "
     "eq exp fill_ floor floor_divide ge gelu gelu_backward gt le leaky_relu leaky_relu_backward lerp lerp_ log "
     "logical_not lt ne masked_fill masked_fill_ maximum minimum mse_loss_backward mul mul_ native_dropout "
-    "native_dropout_backward neg normal_ polar pow reciprocal relu round rsqrt rsqrt_ rsub sigmoid sigmoid_backward "
-    "silu silu_backward sin _softmax sqrt sub sub_ tanh tanh_backward threshold_backward _to_copy where"
+    "native_dropout_backward neg normal_ polar pow reciprocal relu remainder round rsqrt rsqrt_ rsub sigmoid "
+    "sigmoid_backward silu silu_backward sin _softmax sqrt sub sub_ tanh tanh_backward threshold_backward _to_copy "
+    "where"
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh); dropout
 and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer only between devices (Copy.cu,
 copy_requires_temporaries), and a step has none."""
 
 MOVES = _aten(
-    "avg_pool2d avg_pool3d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index pixel_shuffle "
-    "pixel_unshuffle reflection_pad3d repeat replication_pad1d replication_pad1d_backward replication_pad3d scatter "
-    "scatter_reduce_ select_backward slice_backward stack tril triu upsample_nearest2d_backward"
+    "avg_pool2d avg_pool3d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index index_add index_copy "
+    "index_fill index_select pixel_shuffle pixel_unshuffle reflection_pad3d repeat replication_pad1d "
+    "replication_pad1d_backward replication_pad3d scatter scatter_reduce_ select_backward slice_backward stack tril "
+    "triu upsample_nearest2d_backward"
 )
 """Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
 few integers or the row numbers of a mixture's experts here, never a mask; the backwards of select and slice are zeros
-and a copy into them; scatter is a copy and numbers put into it; cumprod runs over a schedule of 1000 numbers; padding,
-pooling and embedding compute each output from few inputs; pixels are shuffled by one copy between two views
+and a copy into them; scatter is a copy and numbers put into it; cumprod runs over a schedule of 1000 numbers; rows
+are taken, put, filled and added up by their numbers (native/cuda/Indexing.cu, IndexKernel.cu); padding, pooling and
+embedding compute each output from few inputs; pixels are shuffled by one copy between two views
 (native/PixelShuffle.cpp, math_pixel_shuffle)."""
 
 MATMULS = _aten("addmm bmm mm")

@@ -328,7 +328,7 @@ def _shape(config: Config, vae: Vae, lender: ModelProfile) -> dict[str, Any]:
         tuple(max(1, round(side / multiple)) * multiple for side in size) for size in rules.resolutions
     )
     step = vae.temporal if rules.frame_step == lender.vae.temporal else rules.frame_step
-    usual = (rules.default_frames - 1) // step * step + 1
+    usual = rules.replace(frame_step=step).cut(rules.default_frames)
     changed = {"patch": patch, "size_multiple": multiple, "resolutions": tuple(sizes), "frame_step": step}
     return {**rules.to_json(), **changed, "default_frames": usual}
 

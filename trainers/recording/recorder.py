@@ -171,11 +171,14 @@ class Recorder(TorchDispatchMode):
         if len(places) > 1:
             return None
         place = places.pop()
-        for number in numbers & self._from_nothing:  # a state, and all since, belongs to what it is first used with
+        fresh = numbers & self._from_nothing
+        for number in fresh:  # a state, and all since, belongs to what it is first used with
             self._from_nothing.remove(number)
             self.recording.allocations[number].place = place
             since = self._event_of[number]
-            self.recording.places[since:] = [place] * (len(self.recording.places) - since)
+            # one call for many parameters, all of them outside of blocks, says nothing of what was made between them
+            end = since + 1 if place is None and len(fresh) > 1 else len(self.recording.places)
+            self.recording.places[since:end] = [place] * (end - since)
         return place
 
     def _allocate(self, storage: torch.UntypedStorage, op: str, place: Place | None) -> int:

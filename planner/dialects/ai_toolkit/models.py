@@ -282,7 +282,7 @@ def _samples_of(settings: Settings) -> list[ValidationShape]:
         sizes = {name: integer(given(name, 512), f"sample.{name}") for name in ("width", "height")}
         sizes = {name: side // rules.size_multiple * rules.size_multiple for name, side in sizes.items()}
         frames = integer(given("num_frames", 1), "sample.num_frames")
-        frames = (frames - 1) // rules.frame_step * rules.frame_step + 1  # as the pipelines cut it
+        frames = rules.cut(frames)  # as the pipelines cut it
         guided = number(given("guidance_scale", 7), "guidance_scale") > 1
         shapes.append(ValidationShape.read({"frames": frames, "cfg": guided, **sizes}))
     return shapes

@@ -219,7 +219,7 @@ def steps_by_itself(run: Run) -> bool:
 def clip_pixels(run: Run) -> int:
     """Pixels in a batch of clips or images, as they are loaded: samples x frames x height x width."""
     grid, patch, vae = run.grid, run.facts.model.shape.patch, run.facts.model.vae
-    frames = (grid["F"] * patch[0] - 1) * vae.temporal + 1
+    frames = vae.decoded(grid["F"] * patch[0])
     return grid["B"] * frames * grid["H"] * patch[1] * grid["W"] * patch[2] * vae.spatial**2
 
 

@@ -178,6 +178,22 @@ def test_sound_has_25_tokens_a_second(frames: int, tokens: int) -> None:
     assert grid(ltx, job_for(ltx, {"frames": frames}))["E"] == tokens
 
 
+@pytest.mark.parametrize(("frames", "latents"), [(5, 2), (22, 7), (124, 37), (345, 102)])
+def test_a_vae_that_takes_a_clip_in_chunks_has_its_own_count_of_latents(frames: int, latents: int) -> None:
+    """17n + 5 frames become 5n + 2 (diffusers autoencoder_kl_minimax_h3.py ``_encode``)."""
+    h3 = model("minimax-h3")
+    assert grid(h3, job_for(h3, {"frames": frames}))["F"] == latents
+    assert h3.vae.decoded(latents) == frames
+    assert h3.vae.coded(1) == h3.vae.decoded(1) == 1
+
+
+@pytest.mark.parametrize(("frames", "nearest"), [(1, "5 or 22"), (121, "107 or 124"), (125, "124 or 141")])
+def test_other_numbers_of_frames_are_refused_with_the_nearest(frames: int, nearest: str) -> None:
+    with pytest.raises(VplanError, match=r"is not 17n\+5") as refusal:
+        job_for(model("minimax-h3"), {"frames": frames})
+    assert refusal.value.fix == f"use --frames {nearest}"
+
+
 def test_a_model_without_references_takes_none() -> None:
     with pytest.raises(VplanError, match="does not take reference images"):
         job_for(model("flux.1-dev"), {"references": 1})

@@ -302,6 +302,7 @@ REFUSED_FAMILIES = (
     "ltx-2",
     "ltx-2.3",
     "ltx-2.5",
+    "minimax-h3",
 )
 
 

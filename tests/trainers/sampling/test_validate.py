@@ -90,6 +90,7 @@ REFUSED = {
     "kandinsky-5.0-i2v-lite": "the first frame without noise",
     "kandinsky-5.0-t2v-pro": "sparse attention",
     "framepack": "its sections one after another",
+    "minimax-h3": "a modular pipeline",
     "cosmos-predict2-2b-v2w": "NVIDIA's guardrail",
     "cosmos-predict2.5-2b": "NVIDIA's guardrail",
 }

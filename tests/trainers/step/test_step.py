@@ -229,6 +229,18 @@ TINY: dict[str, dict[str, Any]] = {
         "audio_cross_attention_dim": 16,
         "num_layers": 3,
     },
+    "minimax-h3": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "hidden_size": 24,
+        "num_layers": 3,
+        "num_refiner_layers": 1,
+        "ffn_dim": 32,
+        "text_dim": 8,
+        "time_embed_hidden_dim": 24,
+        "time_embed_dim": 16,
+        "rope_freq_dim": 2,
+    },
     "sd1.5": {
         "block_out_channels": [8, 16],
         "attention_head_dim": 2,

@@ -1,0 +1,134 @@
+"""MiniMax H3: flow matching of video and sound in one packed sequence with the prompt (diffusers
+MiniMaxH3Transformer3DModel, modular_pipelines/minimax_h3; SimpleTuner helpers/models/minimaxh3 at bc8e6ab)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.families.common import random_draws
+from trainers.families.common.base import Family, Grid
+from trainers.families.video.kandinsky_5 import filled_up
+
+VIDEO, TEXT, SOUND = 0, 1, 2
+"""Tags of the tokens of a sequence, by which blocks are modulated (modular_pipeline.py, ``MINIMAX_H3_*_TAG``)."""
+
+SPANS = (1, 4, 4, 4, 4)
+"""Frames that the latent frames of a chunk stand for (before_denoise.py ``_ROPE_FRAMES_PER_LATENT``)."""
+
+TIME_OF_FRAME = 5 / 3
+"""Time of a frame, counted in latents of the sound (before_denoise.py ``_ROPE_FRAME_RESCALE``)."""
+
+SIDE = 32
+"""Positions along each side of a square frame (before_denoise.py ``_ROPE_SPATIAL_SCALE``)."""
+
+
+class MiniMaxH3(Family):
+    """Attention over one sequence: the prompt, the sound (E tokens, one channel after the other), the clip. It predicts
+    the way from noise to clip, at levels that are counted from noise; the sound is noised by a shift of its own."""
+
+    fixed: dict[str, int] = {}
+    extra_tokens = True
+    sums = {"S": (0, ("FHW", "T", "E"))}
+    ragged = frozenset({"prompt"})
+    sample_needs = "a modular pipeline, which has no common call"
+
+    def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
+        sound, text = (grid["B"], grid["E"]), (grid["B"], grid["T"])
+        return {
+            "latents": self.video_latents(grid, device, dtype),
+            "audio": torch.randn(*sound, self.config["audio_in_channels"], device=device, dtype=dtype),
+            "prompt": torch.randn(*text, self.config["text_dim"], device=device, dtype=dtype),
+        }
+
+    def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
+        """The target is a pair: of the clip and of the sound."""
+        latents, audio, prompt = batch["latents"], batch["audio"], batch["prompt"]
+        noisy, sigmas, target = self.flow_matching(self.rows(latents), towards_clip=True)
+        quieter = self.of_sound(sigmas)
+        spread, noise = quieter.view(-1, 1, 1).to(audio.dtype), random_draws.normal_like(audio)
+        lengths = (prompt.shape[1], audio.shape[1], noisy.shape[1])
+        places = torch.arange(sum(lengths), device=noisy.device).split(lengths)
+        tags = [torch.full_like(part, tag) for part, tag in zip(places, (TEXT, SOUND, VIDEO), strict=True)]
+        return {
+            "hidden_states": noisy,
+            "audio_hidden_states": (1.0 - spread) * audio + spread * noise,
+            "encoder_hidden_states": prompt,
+            "timestep": 1.0 - torch.stack([sigmas[0], quieter[0]]),
+            "timestep_indices": torch.cat([(tag == SOUND).long() for tag in tags]),
+            "token_tags": torch.cat(tags),
+            "position_ids": self.positions(latents, audio, prompt),
+            "video_indices": places[2],
+            "audio_indices": places[1],
+            "text_indices": places[0],
+        }, (target, audio - noise)
+
+    def levels(self, latents: Tensor) -> Tensor:
+        """One level for all samples of a batch: the class has one sequence of them, with one time of the clip's."""
+        drawn, samples = super().levels(latents), latents.shape[0]
+        if self.loss_weights is not None:
+            self.loss_weights = self.loss_weights[:1].expand(samples)
+        return drawn[:1].expand(samples)
+
+    def of_sound(self, sigmas: Tensor) -> Tensor:
+        """Levels of the sound where the clip's are `sigmas`: the same share of a schedule with another shift."""
+        shift, other = self.profile.inputs["video_shift"], self.profile.inputs["audio_shift"]
+        share = sigmas / (shift + sigmas * (1.0 - shift))
+        levels: Tensor = other * share / (1.0 + (other - 1.0) * share)
+        return levels
+
+    def rows(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, F, h, w) as tokens (B, FHW, C and cell) (before_denoise.py ``patchify_video_latents``)."""
+        batch, channels, frames, height, width = latents.shape
+        _, high, wide = self.profile.shape.patch
+        cells = latents.reshape(batch, channels, frames, height // high, high, width // wide, wide)
+        return cells.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
+
+    def positions(self, latents: Tensor, audio: Tensor, prompt: Tensor) -> Tensor:
+        """(S, 3) times, rows and columns in fp64: the clip and its sound begin together where the prompt ends; each of
+        the sound's channels stands at one side of the frame (before_denoise.py ``build_packed_sequence``)."""
+        device, text, sound = latents.device, prompt.shape[1], audio.shape[1]
+        frames, height, width = latents.shape[2:]
+        _, high, wide = self.profile.shape.patch
+        area = (height * width) ** 0.5
+        rows = side(height, height // high, area, device)
+        columns = side(width, width // wide, area, device)
+        spans = TIME_OF_FRAME * torch.tensor(SPANS, device=device, dtype=torch.float64)
+        spans = spans[torch.arange(frames, device=device) % len(SPANS)]
+        times = text + spans.cumsum(0) - spans
+        clip = torch.stack([grid.flatten() for grid in torch.meshgrid(times, rows, columns, indexing="ij")], dim=-1)
+
+        channels = self.profile.shape.audio_channels
+        number = torch.arange(sound, device=device)
+        length = max(1, sound // channels)
+        sides = torch.where(number < length, columns[0], columns[-1])
+        heard = torch.stack([text + (number % length).double(), torch.zeros_like(sides), sides], dim=-1)
+        words = torch.zeros(text, 3, device=device, dtype=torch.float64)
+        words[:, 0] = torch.arange(text, device=device)
+        return torch.cat([words, heard, clip])
+
+    def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Prompts are filled up to the longest with their own last state: the model has no mask."""
+        longest = max(sample["prompt"].shape[0] for sample in samples)
+        return super().collate([{**sample, "prompt": filled_up(sample["prompt"], longest)} for sample in samples])
+
+    def prediction(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The predictions of both: (clip, sound)."""
+        return outputs[0], outputs[1]
+
+    def loss(self, prediction: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], inputs: dict[str, Any]) -> Tensor:
+        """The sum of both mean squared errors (SimpleTuner ``_compute_av_loss``, ``audio_loss_weight`` 1)."""
+        clip, sound = zip(prediction, target, strict=True)
+        return super().loss(*clip, inputs) + super().loss(*sound, inputs)
+
+
+def side(length: int, cells: int, area: float, device: torch.device) -> Tensor:
+    """Where the cells along a side begin: the frame's middle is the middle of a square of as many latents."""
+    share = length / area
+    return SIDE * ((1.0 - share) / 2.0 + torch.arange(cells, device=device, dtype=torch.float64) * (share / cells))
+
+
+FAMILY = MiniMaxH3
