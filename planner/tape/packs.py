@@ -3,7 +3,7 @@ them.
 
 A pack stands for folders beside it, one for each model. Its recordings have the paths that they would have as files of
 these folders, and a file that lies there is taken first: what is recorded anew answers at once. Recordings of one
-architecture differ little, so they are compressed together (xz; a tenth of what they take as a gzipped file each).
+architecture differ little, so they are compressed together (xz; a sixth to a seventeenth of a gzipped file each).
 
 A pack is a zip archive of an index for each model, of groups, and of the templates of all (see
 `planner.tape.template_table`). A group is recordings' JSON texts one after the other, without the head that the index
