@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.commands import cli
@@ -191,6 +191,13 @@ def contradictions(message: OomMessage, cause: Cause, others: int) -> list[str]:
 
 
 @settings(max_examples=400, deadline=None)
+@example(  # 5 MiB more than the gaps, which its printed figures do not tell
+    form="CUDA",
+    card=32_008_681_139,
+    parts=[0.3125, 0.326171875, 0.3203125, 0.3349891616084025],
+    wanted=0.25,
+    listed=False,
+)
 @given(
     form=st.sampled_from(["CUDA", "HIP", "XPU"]),
     card=st.integers(4 * GIB, 192 * GIB),
@@ -208,7 +215,8 @@ def test_a_cause_never_contradicts_the_numbers_of_its_message(
     assert contradictions(message, found.cause, others) == []
     known = others if listed else others - CONTEXT_BYTES + 400 * MIB  # what is left once a context is allowed for
     share = OTHERS_SHARE if listed else UNLISTED_SHARE
-    if known >= 1.2 * share * card and known > gaps + 2 * MIB and found.cause == "fragmentation":
+    rounding = 26 * MIB  # of five printed figures of which one is what is left: half of 0.01 GiB each
+    if known >= 1.2 * share * card and known > gaps + rounding and found.cause == "fragmentation":
         pytest.fail(f"others held more than the gaps: {text}")
     stated = {round(size / GIB, 1) for size in (card, tensors, gaps, free, others, gaps + free) if size}
     slack = 0.4 + 0.012 * card / GIB  # figures are printed in two decimals, and others reckoned without the context
