@@ -21,7 +21,6 @@ from planner.estimate.traffic import traffic
 from planner.estimate.work import attention_of, step_work, total_flops
 from planner.layout import margin, phases
 from planner.layout.correction import Correction
-from planner.layout.encoders_vae import ComponentPass
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.layout.sharding.collectives import communicators
@@ -238,7 +237,8 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
     sides = fragmentation.widen(sides, peak.device_bytes, *run.device.kept_for_adapters)
     ram = host_ram.host_ram(run, machine)
     disk_bytes = host_ram.disk_bytes(run)
-    unrecorded = phases.unrecorded_components(run)
+    unrecorded = phases.unrecorded_passes(run)
+    incomplete = any(not each.elsewhere for each in unrecorded)
     slowest, (usual, longest) = _slowest(run, played)
     flops = total_flops(step_work(slowest), strategy)
     words = (*correction.words, *splitting, *_assumptions(run, played, unrecorded))
@@ -263,7 +263,7 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
         step_seconds_high=longest,
         flops=flops * run.calls,
         budget_bytes=_budget_bytes(run),
-        verdict="tight" if verdict == "fits" and unrecorded else verdict,
+        verdict="tight" if verdict == "fits" and incomplete else verdict,
         limit=limit,
         low_bytes=low,
         high_bytes=high,
@@ -321,11 +321,11 @@ def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
     return PhasePeak(**{name: max(getattr(peak, name) for peak in entries) for name in PhasePeak.model_fields})
 
 
-def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[ComponentPass]) -> tuple[str, ...]:
-    """What the estimate does not count, and what it takes for granted, in words. ``unrecorded``: text encoders and VAEs
-    without a recording."""
+def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[phases.UnrecordedPass]) -> tuple[str, ...]:
+    """What the estimate does not count, and what it takes for granted, in words."""
     left_out = (
         f"{entry.name.partition('-')[0]} has no recording to {entry.piece}: only its weights are counted"
+        + ", and samples come encoded" * entry.elsewhere
         for entry in unrecorded
     )
     layers = [entry.run.encoding_only.by_layer for entry in played if entry.run.encoding_only.by_layer]

@@ -228,13 +228,25 @@ def batch_samples(run: Run) -> int:
     return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples_only else 1)
 
 
-def unrecorded_components(run: Run) -> list[ComponentPass]:
-    """The text encoders and VAEs of a run that were not recorded, so that only their weights are counted."""
+class UnrecordedPass(NamedTuple):
+    """An encode or decode without a recording, of which only the weights are counted."""
+
+    name: str
+    piece: str
+    elsewhere: bool
+    """whether it happens outside of the run: its samples come encoded"""
+
+
+def unrecorded_passes(run: Run) -> list[UnrecordedPass]:
+    """What the text encoders and the VAE of a run do that was not recorded."""
     shape = run.grid if run.samples_only else validation_grid(run.job, run.facts.model)
-    components = [entry for residence in ("cached", "resident", "swapped") for entry in encoders(run, residence, 1)]
+    ours = run.trainer == "vplan" and not run.samples_only
+    come_encoded = ours and bool(run.facts.model.traits.not_encoded)
+    found = [(entry, come_encoded) for entry in encoders(run, "cached", 1)]
+    found += [(entry, False) for residence in ("resident", "swapped") for entry in encoders(run, residence, 1)]
     if run.samples_only or run.phases.validation:
-        components.append(decoder(run, shape, 1))
-    return [entry for entry in components if entry.tape is None]
+        found.append((decoder(run, shape, 1), False))
+    return [UnrecordedPass(entry.name, entry.piece, elsewhere) for entry, elsewhere in found if entry.tape is None]
 
 
 def weights_on_gpu(run: Run) -> list[int]:

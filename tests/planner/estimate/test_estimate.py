@@ -98,6 +98,21 @@ def test_what_is_not_counted_is_said_and_never_called_fits() -> None:
     assert any("AutoencoderKLWan" in assumption for assumption in found.assumptions)
 
 
+def test_what_samples_that_come_encoded_make_unneeded_takes_no_verdict_away() -> None:
+    """`vplan train` takes some models' samples encoded only: a VAE without a recording does nothing in it."""
+    coming_encoded = lookup.model("ltx-2.3")
+    for profile, verdict in ((PROFILE, "tight"), (coming_encoded, "fits")):
+        asked = job_for(profile, {"model": profile.name, "frames": 25, "height": 256, "width": 256})
+        where = Machine(gpu="h200", host_ram=128 * GIB)
+        configuration = Configuration.of(asked, CHECKPOINTED, where)
+        known = load_facts(configuration)
+        lacking = known._replace(around={key: tape for key, tape in known.around.items() if "encode" not in key})
+        assert estimate(configuration, known).verdict == "fits"
+        told = estimate(configuration, lacking)
+        assert told.verdict == verdict
+        assert any(f"{profile.vae.class_name} has no recording to encode" in note for note in told.assumptions)
+
+
 def test_convolutions_that_a_vae_splits_are_asked_about_at_the_most() -> None:
     mochi = lookup.model("mochi-1")
     asked = lookup.job_for(mochi, {"frames": 163})
