@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
+from planner.catalog.profiles import ModelProfile
+from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
 from planner.garbage_collection import recording_cache
 from planner.layout.checkpoints.recomputation import CAST
@@ -21,7 +23,7 @@ from planner.layout.inputs import load_facts, parameters
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
-from planner.spec.job import SPLIT, Strategy
+from planner.spec.job import SPLIT, Machine, Strategy
 from planner.tape.program import Block, Stage
 from planner.tape.variants import on_recorded_layers
 
@@ -96,9 +98,19 @@ def adapted_layers(run: Run) -> set[str]:
 
 def linear_layers(run: Run) -> dict[str, LinearLayer]:
     """Every linear layer and convolution of the run's model, by its name in diffusers."""
-    strategy = Strategy.read({"weights_dtype": "bf16", "adapter_dtype": "fp32", "gradient_checkpointing": "full"})
     usual = run.job.replace(adapter="lora", lora_targets=None, lora_dropout=0.0)
-    return _linear_layers(Configuration.of(usual, strategy, run.machine), tuple(run.grid.items()))
+    return _linear_layers(Configuration.of(usual, _ANY_STRATEGY, run.machine), tuple(run.grid.items()))
+
+
+def layers_of(model: ModelProfile) -> dict[str, LinearLayer]:
+    """The same of a model, where there is no run of it yet."""
+    job = job_for(model, {"method": "lora"})
+    return _linear_layers(Configuration.of(job, _ANY_STRATEGY, Machine(gpu=_ANY_GPU)), tuple(grid(model, job).items()))
+
+
+_ANY_STRATEGY = Strategy.read({"weights_dtype": "bf16", "adapter_dtype": "fp32", "gradient_checkpointing": "full"})
+_ANY_GPU = "h100-80gb"
+"""A recording that every model has: layers are the same in all."""
 
 
 @recording_cache(maxsize=64)

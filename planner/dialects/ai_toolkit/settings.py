@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from planner.catalog import lookup
+from planner.dialects.ai_toolkit.adapters import lokr_note, rank_of, write_rank
 from planner.dialects.ai_toolkit.models import (
     ARCHES,
     AT,
@@ -158,7 +159,9 @@ def _method_of(settings: Settings) -> Fields:
     tables = {name.partition(".")[0] for name in given}
     for table in ("adapter", "embedding", "decorator"):
         if table in tables:
-            raise VplanError(f"{table} is not supported here", "supported: network.type lora, or full fine-tuning")
+            raise VplanError(
+                f"{table} is not supported here", "supported: network.type lora or lokr, or full fine-tuning"
+            )
     if settings.get(f"{TRAIN}train_unet") is False:
         raise VplanError("train.train_unet false is not priced (the model is not trained)", "leave train_unet out")
     return {"method": "lora" if "network" in tables else "full"}
@@ -169,22 +172,6 @@ def _write_method(fields: Fields) -> Settings:
         why = "full fine-tuning with it is read, not written"
         raise InexpressibleError(UnsupportedValue("method", fields["method"], "lora", why))
     return {}
-
-
-def _rank_of(settings: Settings) -> Fields:
-    kind = settings.get(f"{NETWORK}type", "lora")
-    if kind != "lora":
-        raise VplanError(f"network.type {quoted(kind)} is not supported here", "supported: network.type lora")
-    rank = settings.get(f"{NETWORK}linear", settings.get(f"{NETWORK}rank")) or 4
-    return {
-        "lora_rank": integer(rank, "linear"),
-        "lora_dropout": number(settings.get(f"{NETWORK}dropout") or 0.0, "dropout"),
-    }
-
-
-def _write_rank(fields: Fields) -> Settings:
-    settings: Settings = {f"{NETWORK}type": "lora", f"{NETWORK}linear": fields["lora_rank"]}
-    return settings | ({f"{NETWORK}dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
 
 
 def _accumulation_of(settings: Settings) -> Fields:
@@ -252,8 +239,9 @@ TABLE: tuple[Binding | When, ...] = (
     _pair(model_of, write_model, (f"{MODEL}arch", f"{MODEL}name_or_path", *NOISE.values()), model=", ".join(ARCHES),
              experts="model_kwargs.train_high_noise, train_low_noise", inactive_expert="gpu, cpu by low_vram"),
     _pair(_method_of, _write_method, (), method="lora; full without a network, read only"),
-    When("method", ONLY_LORA, _pair(_rank_of, _write_rank, tuple(f"{NETWORK}{name}" for name in (
-        "type", "linear", "dropout")), lora_rank="network.linear", lora_dropout="network.dropout")),
+    When("method", ONLY_LORA, _pair(rank_of, write_rank, tuple(f"{NETWORK}{name}" for name in (
+        "type", "linear", "dropout")), lora_rank="network.linear; lokr, read only, as its numbers",
+        lora_dropout="network.dropout")),
     _pair(shape_of, write_shape, (f"{DATA}resolution", f"{DATA}num_frames", f"{TRAIN}batch_size"),
              frames="num_frames", height="resolution (squares)", width="resolution (squares)",
              batch_size="train.batch_size", buckets="read only"),
@@ -355,6 +343,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"control images are priced as {references} of the sample's size"
     yield from own_model_notes("ai-toolkit", fields)
     profile = lookup.model(fields["model"])
+    if note := lokr_note(settings, fields):
+        yield note
     if fields["method"] == "full":
         if any(name.startswith(f"{MODEL}only_if_contains") for name in settings):
             yield "model.only_if_contains is estimated as training everything: it needs at most this"
