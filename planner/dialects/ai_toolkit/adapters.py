@@ -68,7 +68,7 @@ def _rank_of_lokr(settings: Settings, rank: int) -> int:
         for name, layer in layers_of(profile).items()
         if (is_named(name, targets) if targets else layer.block is not None)
     ]
-    numbers = sum(_numbers(layer, factor, least) for layer in layers)
+    numbers = sum(numbers_of(layer, factor, least) for layer in layers)
     return max(1, round(numbers / sum(layer.numbers for layer in layers)))
 
 
@@ -77,7 +77,7 @@ def _factor_of(settings: Settings) -> int:
     return NEAR_ROOT if factor in (NEAR_ROOT, str(NEAR_ROOT)) else max(1, integer(factor, "lokr_factor"))
 
 
-def _numbers(layer: LinearLayer, factor: int, rank: int) -> int:
+def numbers_of(layer: LinearLayer, factor: int, rank: int) -> int:
     """Those of a layer's LoKr: the first matrix has the smaller sides and is whole; so is the second, unless a product
     of two of ``rank`` (0: never) has less than half of its longer side."""
     (rows, more_rows), (columns, more_columns) = sides(layer.rows, factor), sides(layer.columns, factor)

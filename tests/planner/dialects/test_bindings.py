@@ -179,7 +179,7 @@ def test_what_people_have(files: dict[str, str], wanted: dict[str, object], tmp_
         ("config.toml", PIPE.replace('type = "wan"', 'type = "cosmos"'), "not supported here"),
         ("config.toml", PIPE.replace('"lora"', '"lokr"'), "adapter.type"),
         ("config.yaml", TOOLKIT.replace("adamw8bit", "automagic"), "train.optimizer"),
-        ("config.yaml", TOOLKIT.replace("type: lora", "type: lokr"), "network.type"),
+        ("config.yaml", TOOLKIT.replace("type: lora", "type: locon"), "network.type"),
         ("train.sh", MUSUBI.replace("t2v-14B", "t2v-14B-FC"), "t2v-14B-FC"),
         ("train.sh", "deepspeed train.py --deepspeed --config nowhere.toml", "nowhere.toml"),
     ],
