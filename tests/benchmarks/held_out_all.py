@@ -142,9 +142,9 @@ def keep(row: dict[str, Any]) -> None:
     print(f"{row['id']:84} {row['shape']:24} {numbers}", flush=True)
 
 
-def hold(due: list[Due], jobs: int, until: str | None) -> None:
+def hold(due: list[Due], jobs: int, until: datetime.datetime | None) -> None:
     """Compares tapes in processes that end after some: tapes and what torch remembers of operators fill memory, and
-    every recording's first collection goes through all of it."""
+    every recording's first collection goes through all of it. ``until``: start none after."""
     left, running = iter(due), set[Future[dict[str, Any]]]()
     os.environ |= SAME_EACH_TIME  # of the processes, as of those that recorded
     context = multiprocessing.get_context("spawn")
@@ -160,14 +160,24 @@ def hold(due: list[Due], jobs: int, until: str | None) -> None:
                 keep(future.result())
 
 
-def _is_past(until: str | None) -> bool:
-    return until is not None and datetime.datetime.now(datetime.UTC).strftime("%H:%M") >= until
+def _is_past(until: datetime.datetime | None) -> bool:
+    return until is not None and datetime.datetime.now(datetime.UTC) >= until
+
+
+def next_time(time_of_day: str) -> datetime.datetime:
+    """When the clock, in UTC, next shows HH:MM."""
+    now = datetime.datetime.now(datetime.UTC)
+    hour, minute = map(int, time_of_day.split(":"))
+    today = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
+    return today if today > now else today + datetime.timedelta(days=1)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.held_out_all")
     parser.add_argument("models", nargs="*", metavar="MODEL")
-    parser.add_argument("--until", metavar="HH:MM", help="start no tape after this time of day, UTC")
+    parser.add_argument(
+        "--until", type=next_time, metavar="HH:MM", help="start no tape after the clock next shows this, UTC"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="the tapes with a text in their name")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many side by side")
     parser.add_argument("--list", action="store_true", help="say what is due, and hold nothing out")
