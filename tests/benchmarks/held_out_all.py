@@ -176,7 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.held_out_all")
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument(
-        "--until", type=next_time, metavar="HH:MM", help="start no tape after the clock next shows this, UTC"
+        "--until", type=next_time, metavar="HH:MM", help="start no tape after this time of day, UTC"
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="the tapes with a text in their name")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many side by side")
