@@ -175,9 +175,7 @@ def next_time(time_of_day: str) -> datetime.datetime:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.held_out_all")
     parser.add_argument("models", nargs="*", metavar="MODEL")
-    parser.add_argument(
-        "--until", type=next_time, metavar="HH:MM", help="start no tape after this time of day, UTC"
-    )
+    parser.add_argument("--until", type=next_time, metavar="HH:MM", help="start no tape after this time of day, UTC")
     parser.add_argument("--only", default="", metavar="TEXT", help="the tapes with a text in their name")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many side by side")
     parser.add_argument("--list", action="store_true", help="say what is due, and hold nothing out")

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from planner.catalog import lookup
-from planner.dialects.ai_toolkit.adapters import lokr_note, rank_of, write_rank
+from planner.dialects.ai_toolkit.lokr import lokr_note, rank_of, write_rank
 from planner.dialects.ai_toolkit.models import (
     ARCHES,
     AT,

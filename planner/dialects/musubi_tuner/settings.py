@@ -59,6 +59,8 @@ from planner.dialects.musubi_tuner.models import (
     write_model,
     write_shape,
 )
+from planner.dialects.musubi_tuner.network_modules import adapter_note, kind_of, rank_of, targets_of, write_rank
+from planner.errors import VplanError
 from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
 from planner.layout.trainer_terms.musubi_tuner import ONE_TIME, TILE_256, TILE_SIZE
 from planner.spec.plan import Plan
@@ -145,17 +147,7 @@ def _write_formats(fields: Fields) -> Settings:
 
 
 def _targets_of(settings: Settings) -> Fields:
-    """Adapters on every linear layer of the blocks but modulation (networks/lora_*.py), without Wan's feed-forward
-    where a pattern leaves it out."""
-    if is_full(settings):
-        return {"lora_targets": None}
-    profile = lookup.model(model_of(settings)["model"])
-    narrow = any(
-        "exclude_patterns" in str(argument) and "ffn" in str(argument)
-        for argument in settings.get("--network_args") or ()
-    )
-    wide = on_all_linear(profile, _formats_of(settings)["weights_dtype"])
-    return {"lora_targets": None if narrow else wide}
+    return targets_of(settings, _formats_of(settings)["weights_dtype"])
 
 
 def _write_targets(fields: Fields) -> Settings:
@@ -242,9 +234,13 @@ def _write_tiling(fields: Fields) -> Settings:
 
 
 def _version(settings: Settings, fields: Fields) -> str:
-    if settings.get("--force_v2_1_time_embedding"):
-        return ONE_TIME
-    return TILE_256 if fields["vae_tiling"] and settings.get(TILES) == 256 else ""
+    tiles = fields["vae_tiling"] and settings.get(TILES) == 256
+    version = ONE_TIME if settings.get("--force_v2_1_time_embedding") else TILE_256 if tiles else ""
+    kind = kind_of(settings)
+    if kind and version:
+        flag = "--force_v2_1_time_embedding" if version == ONE_TIME else f"{TILES} 256"
+        raise VplanError(f"--network_module networks.{kind} with {flag} is not priced", f"leave {flag} out")
+    return kind or version
 
 
 TILES = "--vae_sample_size"
@@ -318,7 +314,8 @@ TABLE: tuple[Binding | When, ...] = (
     _pair(_method_of, _write_method, (), method="lora"),
     _pair(shape_of, write_shape, (SIZE, BATCH, FRAMES, EXTRACTION), frames="target_frames", height="resolution",
              width="resolution", batch_size="batch_size", buckets="several target_frames of one size"),
-    When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4, int, source="networks/lora.py")),
+    When("method", ONLY_LORA, _pair(rank_of, write_rank, ("--network_dim",),
+             lora_rank="--network_dim; networks.lokr and loha, read only, by their numbers")),
     When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
     _pair(_targets_of, _write_targets, ("--network_module", "--network_args"), lora_targets="all linear layers"),
     _pair(_formats_of, _write_formats, ("--fp8_base", "--fp8_scaled", "--mixed_precision"),
@@ -411,7 +408,9 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield note
     tiles = f", latents in tiles of {settings.get(TILES, TILE_SIZE)} pixels ({TILES})" if fields["vae_tiling"] else ""
     yield f"latents and prompts are cached before training ({AT}){tiles}"
-    if lora and not settings.get("--network_dim"):
+    if note := adapter_note(settings, fields):
+        yield note
+    elif lora and not settings.get("--network_dim"):
         yield "LoRA rank 4, the default of --network_dim"
     if fields["validation_mode"] == "on":
         yield "samples are estimated as large as the clips: the file of --sample_prompts may say otherwise"
@@ -424,6 +423,11 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "frame_extraction full: clips as long as they are, up to max_frames, which is priced"
 
 
+def _has_times(fields: Fields) -> bool:
+    """Whether its model has a time embedding for each token."""
+    return lookup.model(fields["model"]).trained_with("musubi-tuner", "time-per-token")
+
+
 MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
@@ -431,7 +435,9 @@ MOVES = (
         {"version": ONE_TIME},
         "one time embedding for all tokens, as they are of one time: docs/wan.md saw no effect",
         words_for=lambda settings: ["--force_v2_1_time_embedding"],
-        when=lambda fields: lookup.model(fields["model"]).trained_with("musubi-tuner", "time-per-token"),
+        when=lambda fields: (
+            not fields["version"] and lookup.model(fields["model"]).trained_with("musubi-tuner", "time-per-token")
+        ),
     ),
     Move({"grad_buckets": "view"}, "free"),
     Move(

@@ -8,17 +8,15 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, Settings
 from planner.dialects.base.values import as_list, integer
-from planner.dialects.musubi_tuner.models import dataset_key, is_full, model_of
-from planner.errors import VplanError, quoted
+from planner.dialects.musubi_tuner.models import dataset_key, model_of
+from planner.dialects.musubi_tuner.network_modules import kind_of
+from planner.errors import VplanError
 
 
 def refuse_unpriced(settings: Settings) -> None:
-    """Raises a VplanError for adapters that are not LoRA (networks/loha.py, lokr.py, LyCORIS), for a rank that is in
-    a file alone, and for control images of another size than the samples' (dataset/image_video_dataset.py
-    ``control_resolution``)."""
-    module = str(settings.get("--network_module") or "networks.lora")
-    if not is_full(settings) and not module.rpartition(".")[2].startswith("lora"):
-        raise VplanError(f"--network_module {quoted(module)} is not priced", "check it with LoRA's module")
+    """Raises a VplanError for adapters that are not priced (LyCORIS' own), for a rank that is in a file alone, and for
+    control images of another size than the samples' (dataset/image_video_dataset.py ``control_resolution``)."""
+    kind_of(settings)
     if settings.get("--dim_from_weights") and not settings.get("--network_dim"):
         fault = "--dim_from_weights is not priced without --network_dim (the rank is that of a file)"
         raise VplanError(fault, "add --network_dim with the file's rank")

@@ -20,6 +20,7 @@ from planner.layout.trainer_terms.shared import (
     stretches_of_blocks,
     swap_in_place,
 )
+from planner.layout.trainer_terms.whole_changes import HADAMARD, KRONECKER, whole_changes
 from planner.tape.program import Stage
 
 
@@ -105,5 +106,15 @@ TERMS: tuple[Transform, ...] = (
 """``swap_in_place``: without ``--block_swap_h2d_only``, which streams through a ring like ours. Checkpoints:
 utils/model_utils.py ``to_cpu``."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {"36f3a98": (modulation_in_16_bits,), ONE_TIME: (), TILE_256: ()}
-"""36f3a98: 2025-08-10, of the table of VRAM in docs/qwen_image.md; and two flags that no field of a plan says."""
+LOKR, LOHA = "lokr", "loha"
+"""The versions with ``--network_module networks.lokr`` and ``networks.loha``."""
+
+OLDER: dict[str, tuple[Transform, ...]] = {
+    "36f3a98": (modulation_in_16_bits,),
+    ONE_TIME: (),
+    TILE_256: (),
+    LOKR: (whole_changes(KRONECKER),),
+    LOHA: (whole_changes(HADAMARD),),
+}
+"""36f3a98: 2025-08-10, of the table of VRAM in docs/qwen_image.md; and what no field of a plan says: two flags, and two
+kinds of adapters (networks/lokr.py and loha.py ``get_diff_weight``)."""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from peft import LoKrConfig, inject_adapter_in_model
 
 from planner import dialects
-from planner.dialects.ai_toolkit.adapters import numbers_of, sides
 from planner.dialects.base.dialect import Translation, translate
+from planner.dialects.base.lycoris import numbers_of, sides
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 from planner.layout.adapters import LinearLayer

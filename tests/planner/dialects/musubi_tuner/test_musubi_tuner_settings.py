@@ -43,7 +43,7 @@ def test_control_images_of_flux_2_are_read(words: str, data: str, references: in
 @pytest.mark.parametrize(
     ("words", "data", "why"),
     [
-        (KLEIN + "--network_module networks.loha", DATA, "'networks.loha' is not priced"),
+        (KLEIN + "--network_module lycoris.kohya", DATA, "'lycoris.kohya' is not priced"),
         (KLEIN + "--dim_from_weights", DATA, "not priced without --network_dim"),
         (EDIT + "--num_layers 40", DATA, "another number of blocks"),
         (EDIT, f"{DATA}control_resolution = [512, 512]\n", "control_resolution is not priced"),
