@@ -55,7 +55,8 @@ def _rank_of_lokr(settings: Settings, rank: int) -> int:
         fault = f"network.type lokr of {profile.title} gives convolutions adapters too, which are not priced"
         raise VplanError(fault, "check it with network.type lora")
     least = 0 if settings.get(WHOLE, True) else rank
-    return lycoris.rank_of_lokr(profile, named_layers(settings), _factor_of(settings), least)
+    layers = lycoris.layers_named(profile, named_layers(settings))
+    return lycoris.rank_of_lokr(layers, _factor_of(settings), least)
 
 
 def _factor_of(settings: Settings) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from planner.catalog.profiles import ModelProfile
@@ -24,15 +24,19 @@ def name_of(factor: int) -> str:
     return "the factor nearest to the square root" if factor == NEAR_ROOT else f"factor {factor}"
 
 
-def rank_of_lokr(profile: ModelProfile, targets: Iterable[str] | None, factor: int, rank: int) -> int:
-    """The rank of the LoRA that has as many numbers as a LoKr on the same layers. ``targets``: their names, or the ends
-    of these; None for all of the blocks. ``rank``: of the second matrices, as for `numbers_of`."""
+def layers_named(profile: ModelProfile, targets: Iterable[str] | None) -> list[LinearLayer]:
+    """A model's layers with one of these names, or these ends; None: all layers of its blocks."""
     named = None if targets is None else tuple(targets)
-    layers = [
+    return [
         layer
         for name, layer in layers_of(profile).items()
         if (layer.block is not None if named is None else is_named(name, named))
     ]
+
+
+def rank_of_lokr(layers: Collection[LinearLayer], factor: int, rank: int) -> int:
+    """The rank of the LoRA that has as many numbers as a LoKr on the same layers. ``rank``: of the second matrices, as
+    for `numbers_of`."""
     numbers = sum(numbers_of(layer, factor, rank) for layer in layers)
     return max(1, round(numbers / sum(layer.numbers for layer in layers)))
 

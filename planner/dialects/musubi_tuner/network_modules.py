@@ -34,8 +34,8 @@ def rank_of(settings: Settings) -> Fields:
         rank *= 2  # two products of two matrices each
     elif kind == LOKR:
         profile = lookup.model(model_of(settings)["model"])
-        layers = targets_of(settings, "bf16")["lora_targets"] or profile.lora.targets
-        rank = lycoris.rank_of_lokr(profile, layers, _factor_of(settings), rank)
+        targets = targets_of(settings, "bf16")["lora_targets"] or profile.lora.targets
+        rank = lycoris.rank_of_lokr(lycoris.layers_named(profile, targets), _factor_of(settings), rank)
     return {"lora_rank": rank}
 
 

@@ -16,6 +16,7 @@ from planner.dialects.base.layer_names import chosen_layers
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
+from planner.dialects.onetrainer import peft_types
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.onetrainer import EVERY_LAYER, LAYERS_OF_BLOCKS
 from planner.spec.job import QUANTISED
@@ -166,13 +167,10 @@ def _method(settings: Settings) -> Fields:
     method = str(_of(settings, "training_method"))
     if method not in ("LORA", "FINE_TUNE"):
         raise VplanError(f"OneTrainer's training method {quoted(method)} is not priced", "LORA and FINE_TUNE are")
-    if (kind := str(_of(settings, "peft_type", "LORA"))) != "LORA" and method == "LORA":
-        raise VplanError(f"OneTrainer's adapters {quoted(kind)} are not priced", "LORA is")
-    encoders = lookup.model(_model(settings)["model"]).text_encoders
-    if method == "LORA" and _of(settings, "lora_decompose"):
-        raise VplanError(
-            "lora_decompose is not priced: the product of an adapter is made whole (DoRA)", "leave lora_decompose out"
-        )
+    profile = lookup.model(_model(settings)["model"])
+    encoders = profile.text_encoders
+    if method == "LORA":
+        peft_types.refuse_unpriced_adapters(settings, profile)
     for at in _additional_embeddings(settings):
         fault = f"additional_embeddings[{at}] trains an embedding through the text encoders, which is not priced"
         raise VplanError(fault, f"set additional_embeddings[{at}].train: false")
@@ -292,6 +290,12 @@ def _layers(settings: Settings) -> Fields:
     return {"lora_targets": chosen_layers(profile, lambda layer: any(search(layer) for search in found))}
 
 
+def _rank(settings: Settings) -> Fields:
+    profile, version = lookup.model(_model(settings)["model"]), _version_of_layers(settings)
+    targets = None if version else _layers(settings)["lora_targets"] or profile.lora.targets
+    return {"lora_rank": peft_types.rank_of(settings, profile, targets, of_blocks=version == LAYERS_OF_BLOCKS)}
+
+
 def _prompt_length(settings: Settings) -> Fields:
     kind = str(_of(settings, "model_type"))
     if kind not in SEQUENCE_LENGTH:
@@ -308,7 +312,9 @@ def _version_of_layers(settings: Settings) -> str:
 
 
 def _version(settings: Settings, fields: Fields) -> str:
-    return _version_of_layers(settings) if fields["method"] == "lora" else ""
+    if fields["method"] != "lora":
+        return ""
+    return "-".join(filter(None, (_version_of_layers(settings), peft_types.version_of(settings))))
 
 
 def _steps(settings: Settings) -> Fields:
@@ -349,6 +355,8 @@ def _compiled(value: Any) -> str:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5 and SD 1.5 alone"
     yield from own_model_notes("onetrainer", fields)
+    if note := peft_types.note(settings, fields):
+        yield note
     if re.fullmatch(r"STABLE_DIFFUSION_2\d_BASE", str(_of(settings, "model_type"))):
         yield "the bases of SD 2 predict the noise, at 512 pixels: memory is SD 2.1's"
     if str(_of(settings, "quantization.svd_dtype", "NONE")) != "NONE" and fields["weights_dtype"] in QUANTISED:
@@ -375,7 +383,17 @@ DIALECT = Dialect(
             ("model",), (f"{CONFIG}model_type",), _model, _nothing, {"model": ", ".join(dict.fromkeys(MODELS.values()))}
         ),
         FunctionPair(("method",), (f"{CONFIG}training_method",), _method, _nothing, {"method": "lora, full"}),
-        When("method", ONLY_LORA, Value("lora_rank", f"{CONFIG}lora_rank", 16, int)),
+        When(
+            "method",
+            ONLY_LORA,
+            FunctionPair(
+                ("lora_rank",),
+                (f"{CONFIG}lora_rank", f"{CONFIG}peft_type"),
+                _rank,
+                _nothing,
+                {"lora_rank": "lora_rank; LOKR, LOHA by their numbers"},
+            ),
+        ),
         FunctionPair(
             ("height", "width", "frames"),
             (f"{CONFIG}resolution", f"{CONFIG}frames"),

@@ -23,6 +23,7 @@ from planner.layout.trainer_terms.lora_layers import (
     width_of,
 )
 from planner.layout.trainer_terms.shared import layers_of_encoders_offloaded, modulation_in_8_bits
+from planner.layout.trainer_terms.whole_changes import HADAMARD_KEPT, KRONECKER, every_layer, whole_changes
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
 """The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""
@@ -173,7 +174,22 @@ TERMS: tuple[Transform, ...] = (
 )
 """``inputs_as_they_are``: module/LoRAModule.py ``delta_forward``."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {
+LOHA, LOKR = "loha", "whole-lokr"
+"""The versions with `peft_type` LOHA, and LOKR without `lokr_vec_trick`."""
+
+_LAYERS: dict[str, tuple[Transform, ...]] = {
+    "": (),
     EVERY_LAYER: (adapters_on_linear_layers(of_blocks=False), inputs_of_convolutions),
     LAYERS_OF_BLOCKS: (adapters_on_linear_layers(of_blocks=True),),
 }
+_ADAPTERS = {"": None, LOHA: HADAMARD_KEPT, LOKR: KRONECKER}
+OLDER: dict[str, tuple[Transform, ...]] = {
+    "-".join(filter(None, (layers, kind))): (
+        *terms,
+        *((whole_changes(change, every_layer if layers else None),) if change else ()),
+    )
+    for layers, terms in _LAYERS.items()
+    for kind, change in _ADAPTERS.items()
+    if layers or kind
+}
+"""Not older: which layers have adapters, and of which kind (module/LoRAModule.py ``LoHaModule``, ``LoKrModule``)."""

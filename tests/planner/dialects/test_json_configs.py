@@ -362,7 +362,7 @@ def test_ramtorch_swaps_without_checkpoints(tmp_path: Path) -> None:
         (ONETRAINER, {"model_type": "STABLE_CASCADE_1"}, "model 'STABLE_CASCADE_1'"),
         (ONETRAINER, {"training_method": "EMBEDDING"}, "training method 'EMBEDDING' is not priced"),
         (ONETRAINER, {"text_encoder": {"weight_dtype": "FLOAT_8"}}, "training text_encoder is not priced"),
-        (ONETRAINER, {"peft_type": "LOHA"}, "adapters 'LOHA' are not priced"),
+        (ONETRAINER, {"peft_type": "OFT_2"}, "adapters 'OFT_2' are not priced"),
         (ONETRAINER, {"resolution": "large"}, "resolution 'large' is not a size"),
         (ONETRAINER, {"train_dtype": "GGUF"}, "train_dtype 'GGUF' is not priced"),
         (SIMPLETUNER, {"--model_family": "chroma"}, "'model_family chroma kontext' is not known"),

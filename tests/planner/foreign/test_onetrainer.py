@@ -40,6 +40,8 @@ def test_attention_is_its_mechanism(said: Any, ours: str, tmp_path: Path) -> Non
     [
         ({"attention_mechanism": "FLEX"}, "attention_mechanism"),
         ({"lora_decompose": True}, "DoRA"),
+        ({"peft_type": "LOKR", "lokr_weight_decompose": True}, "lokr_weight_decompose is not priced"),
+        ({"peft_type": "LOHA", "model_type": "STABLE_DIFFUSION_15"}, "convolutions adapters too"),
         ({"additional_embeddings": [{"train": False}, {"model_name": "a"}]}, r"additional_embeddings\[1\] trains"),
         ({"temp_device": "cuda"}, "temp_device is not priced"),
     ],
@@ -69,3 +71,23 @@ def test_parts_that_say_none_have_the_format_of_all(said: str, weights: str, enc
     strategy = translate(dialect, given).strategy
     assert not given.unknown
     assert (strategy["weights_dtype"], strategy["text_encoder_dtype"]) == (weights, encoder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank", "version"),
+    [
+        ({"lora_rank": 8}, 8, ""),
+        ({"peft_type": "LOHA", "lora_rank": 8}, 16, "loha"),
+        ({"peft_type": "LOKR", "lokr_full_matrix": True, "lokr_decompose_factor": 4}, 128, ""),
+        ({"peft_type": "LOKR", "lokr_full_matrix": True, "lokr_decompose_factor": 8, "layer_filter": "attention"}, 30, ""),
+        ({"peft_type": "LOKR", "lokr_vec_trick": False}, 1, "whole-lokr"),
+    ],
+)
+def test_adapters_are_priced_as_the_lora_with_as_many_numbers(
+    changes: dict[str, Any], rank: int, version: str, tmp_path: Path
+) -> None:
+    told = read(tmp_path, **changes)
+    assert told.job["lora_rank"] == rank
+    assert told.version.endswith(version)
+    noted = any(f"priced as a LoRA of rank {rank}," in note for note in told.notes)
+    assert noted == ("peft_type" in changes)
