@@ -324,8 +324,7 @@ class _Table:
         return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every card class"
 
     def _row(self, name: str, question: Question) -> render_rows.TableRow:
-        search = self.suggester.search(question._replace(allow_lossy=self.allow_lossy))
-        suggestion = self.suggester.best(search, explain=False)
+        search, suggestion = self.suggester.fitting(question._replace(allow_lossy=self.allow_lossy))
         plan = suggestion.plan if suggestion else search.tightest(question.job)
         if plan is None or plan.verdict == "no":
             reason = _shortage(search, plan) if plan else search.missing.message if search.missing else ""

@@ -106,6 +106,8 @@ def idle(plan: Plan) -> frozenset[str]:
         fields |= {"adapter_dtype", "adapter", "lokr_factor", "lora_rank", "lora_targets", "lora_dropout"}
     if lookup.model(plan.job.model).experts == 1:
         fields |= {"experts", "inactive_expert"}
+    if not plan.configuration.reads_compute_dtype:
+        fields.add("compute_dtype")
     return frozenset(fields)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from planner import dialects
+from planner.catalog.card_limits import BF16_ATTENTION_FROM
 from planner.catalog.shapes import check_job
 from planner.catalog.swapped_stacks import splits
 from planner.dialects.base.bindings import InexpressibleError
@@ -153,7 +154,7 @@ def fitting_for(question: Question, name: str) -> Estimate | None:
 def _fitting(question: Question, dialect: Dialect) -> Estimate | None:
     trained = _as_trained(question, dialect)
     suggester = _suggester(TrainerPolicy(trained, dialect), "speed")
-    found = suggester.best(suggester.search(trained), explain=False)
+    found = suggester.fitting(trained)[1]
     if found is None:
         return None
     plan = _exportable(found, dialect).plan
@@ -273,10 +274,22 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
         narrowed = asked._replace(strategy=asked.strategy.replace(**only), fixed=asked.fixed | only.keys())
         with contextlib.suppress(ContradictionError):
             policy = TrainerPolicy(narrowed, dialect)
-            if policy.candidates(job, policy.strategies(job, list(Space(narrowed).strategies(job, False)))):
+            listed = policy.strategies(job, list(Space(narrowed).strategies(job, False)))
+            if candidates := policy.candidates(job, listed):
+                _check_card(narrowed, dialect, candidates)
                 return narrowed
     fault = f"{dialect.title} trains {question.model.title} in no way that this search knows"
     raise VplanError(fault, "price its command: `vplan check`")
+
+
+def _check_card(question: Question, dialect: Dialect, candidates: Sequence[ResolvedStrategy]) -> None:
+    """A VplanError where the trainer computes in bf16 whatever is asked for, and the card has none."""
+    formats = {question.candidate(question.job, strategy).computes_in for strategy in candidates}
+    if question.gpu.vendor == "nvidia" and question.gpu.capability < BF16_ATTENTION_FROM and formats == {"bf16"}:
+        fault = f"{dialect.title} computes in bf16 here, which {question.gpu.title} does not have"
+        raise VplanError(
+            fault, "use a card from Ampere (RTX 30, A10) on, or leave out --for: vplan trains in fp16 there"
+        )
 
 
 def _check_possible(question: Question, dialect: Dialect, error: InexpressibleError) -> None:

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
+from planner.catalog.card_limits import BF16_ATTENTION_FROM
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
@@ -99,7 +100,15 @@ def adapted_layers(run: Run) -> set[str]:
 def linear_layers(run: Run) -> dict[str, LinearLayer]:
     """Every linear layer and convolution of the run's model, by its name in diffusers."""
     usual = run.job.replace(adapter="lora", lora_targets=None, lora_dropout=0.0)
-    return _linear_layers(Configuration.of(usual, _ANY_STRATEGY, run.machine), tuple(run.grid.items()))
+    return _linear_layers(Configuration.of(usual, _ANY_STRATEGY, of_recordings(run)), tuple(run.grid.items()))
+
+
+def of_recordings(run: Run) -> Machine:
+    """The run's machine with a card that computes in bf16, for what is looked up in recordings of it: what takes 16
+    bits takes as many in fp16."""
+    card = run.facts.gpu
+    too_old = card.vendor == "nvidia" and card.capability < BF16_ATTENTION_FROM
+    return run.machine.replace(gpu=_ANY_GPU) if too_old else run.machine
 
 
 def layers_of(model: ModelProfile) -> dict[str, LinearLayer]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from planner.search.feasibility import Feasibility
 from planner.search.screening import QuickEstimate
+from planner.search.space import at_the_end
 from planner.search.swap_count import SwapCount
 from planner.spec.job import Job
 from planner.spec.rules import ResolvedStrategy
@@ -30,7 +31,7 @@ class Infeasible:
 
         What replays of it were seen to lose to fragmentation says nothing of the others, so quick estimates decide.
         """
-        family = strategy.replace(optimizer_step="foreach")
+        family = at_the_end(strategy)
         most = self.swap_count.most_in_ram(self.job, strategy)
         quick = [self.feasibility.quick_estimate(self.job, most)]
         if not self._too_large(quick[0]):  # it is the RAM, of which fewer swapped blocks need less
@@ -45,6 +46,6 @@ class Infeasible:
         return self.feasibility.exceeds_gpu(quick.device_bytes - less, quick.strategy, self.verdict)
 
     def __contains__(self, strategy: ResolvedStrategy) -> bool:
-        family = strategy.replace(optimizer_step="foreach")
+        family = at_the_end(strategy)
         adam = strategy.optimizer in ("adamw", "adamw-8bit")
         return family in self._any_step or (adam and family.replace(optimizer="adamw") in self._any_adam)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from planner.search.cost import TIGHTER, loss, slowness
 from planner.search.screening import QuickEstimate
 from planner.search.search import Search
-from planner.search.space import effort
+from planner.search.space import at_the_end, effort
 from planner.spec.job import Job
 from planner.spec.rules import ResolvedStrategy
 
@@ -24,7 +24,7 @@ def quick_estimates(search: Search, job: Job) -> tuple[QuickEstimate, ...]:
     by_strategy: dict[ResolvedStrategy, QuickEstimate] = {}
     plain: set[ResolvedStrategy] = set()
     for strategy in search.candidates(job):
-        family = strategy.replace(optimizer_step="foreach")
+        family = at_the_end(strategy)
         if family in plain:  # its peak lies outside the optimizer's step, whichever way it steps
             continue
         quick = search.quick_estimate(job, strategy)

@@ -78,8 +78,7 @@ class Pruning:
             return False
         if job.trainable:  # which part of the states there are is known once it is laid out
             return False
-        if strategy.optimizer_step == "fused":  # which kernels step is nothing to the host
-            strategy = strategy.replace(optimizer_step="foreach")
+        strategy = strategy.replace(optimizer_step="foreach")  # how and when it steps is nothing to the host
         if (job, strategy) not in self._short_of_ram:
             candidate = self.question.candidate(job, strategy)
             bounds = (self.screen.floor_ram_bytes, self.screen.host_ram_bytes)  # cheapest first

@@ -34,6 +34,8 @@ class Question(NamedTuple):
     """the defaults taken, in words, for the first line of the answer"""
     frames_max: bool = False
     """`--frames max`: the job's frames are only where to start"""
+    last_resort: bool = False
+    """whether values are searched too that are for where nothing else fits (`planner.spec.field_notes.Searched`)"""
 
     @property
     def budget_bytes(self) -> int:

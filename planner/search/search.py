@@ -26,7 +26,7 @@ from planner.search.policy import EstimatePolicy, Policy
 from planner.search.pruning import Pruning
 from planner.search.question import Question, Suggestion, Switch
 from planner.search.screening import QuickEstimate, Screen
-from planner.search.space import Space, effort, switched
+from planner.search.space import Space, at_the_end, effort, switched
 from planner.search.swap_count import SwapCount
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job
@@ -295,7 +295,7 @@ class Search:
                 if smallest is None or not self.pruning.short_of_ram(smallest, strategy):
                     short.append(strategy)
                 continue
-            family = strategy.replace(optimizer_step="foreach")
+            family = at_the_end(strategy)
             if in_optimizer.get(family, True):
                 quick = self._try_quick_estimate(job, self.most_in_ram(job, strategy))
                 if quick is None:

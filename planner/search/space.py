@@ -41,7 +41,8 @@ class Space:
         """Strategy -> whether it is lossy, of all that nothing forbids. ``tiled``: as for `strategies`."""
         if (job, tiled) not in self._strategies:
             question = self.question
-            allowed = strategies(job, question.strategy, question.machine, question.fixed, tiled)
+            asked = job, question.strategy, question.machine, question.fixed
+            allowed = strategies(*asked, tiled, question.last_resort)
             self._strategies[job, tiled] = {strategy: bool(strategy.lossy_fields(job)) for strategy in allowed}
         return self._strategies[job, tiled]
 
@@ -85,30 +86,42 @@ def baseline(job: Job, strategy: Strategy, machine: Machine, fixed: Collection[s
 
 
 def strategies(
-    job: Job, strategy: Strategy, machine: Machine, fixed: Collection[str], tiled: bool = False
+    job: Job,
+    strategy: Strategy,
+    machine: Machine,
+    fixed: Collection[str],
+    tiled: bool = False,
+    last_resort: bool = False,
 ) -> tuple[ResolvedStrategy, ...]:
     """Every strategy the job allows, without block swap unless it was typed, lossy ones included.
 
-    ``tiled``: the VAE cannot encode the clip as a whole on this card. Raises a ContradictionError where what the user
-    fixed leaves nothing.
+    ``tiled``: the VAE cannot encode the clip as a whole on this card. ``last_resort``: with what is for where nothing
+    else fits. Raises a ContradictionError where what the user fixed leaves nothing.
     """
     # What makes sense together is the same for most models and cards: an answer about all of them asks it once.
     any_card = Machine(gpu="any", gpus=machine.gpus, nodes=machine.nodes, os=machine.os)
     any_model = shapeless(job).replace(model="any")
     said = frozenset(strategy.model_fields_set)  # strategies are equal whatever of them was said
-    return uncontradicted(job, machine, choices(any_model, strategy, said, any_card, frozenset(fixed), tiled))
+    listed = choices(any_model, strategy, said, any_card, frozenset(fixed), tiled, last_resort)
+    return uncontradicted(job, machine, listed)
 
 
 @functools.lru_cache(maxsize=32)
 def choices(
-    job: Job, strategy: Strategy, said: frozenset[str], machine: Machine, fixed: frozenset[str], tiled: bool
+    job: Job,
+    strategy: Strategy,
+    said: frozenset[str],
+    machine: Machine,
+    fixed: frozenset[str],
+    tiled: bool,
+    last_resort: bool,
 ) -> tuple[ResolvedStrategy, ...]:
     """Combinations of the searched fields that make sense together, as strategies; some may contradict the job, and
     some come again. ``job`` and ``machine`` are of any model and card. ``said``: the strategy's fields that are set."""
     assert said == strategy.model_fields_set
     base = typed_only(job.method, strategy, fixed)
-    listed = (resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, tiled))
-    return tuple(listed)
+    axes = _axes(job, machine, tiled, last_resort)
+    return tuple(resolve(job, base.replace(**choice), machine) for choice in _choices(job, base, machine, fixed, axes))
 
 
 def uncontradicted(job: Job, machine: Machine, listed: Collection[ResolvedStrategy]) -> tuple[ResolvedStrategy, ...]:
@@ -131,7 +144,9 @@ def uncontradicted(job: Job, machine: Machine, listed: Collection[ResolvedStrate
 
 def most_swapped(job: Job, strategy: Strategy, model: ModelProfile, fixed: Collection[str]) -> int:
     """The most blocks that a search may swap under a strategy; 0 when the user said how many, or nothing may swap."""
-    if "swap_blocks" in fixed or job.method != "lora" or strategy.gradient_checkpointing == "none":
+    if "swap_blocks" in fixed or strategy.gradient_checkpointing == "none":
+        return 0
+    if job.method == "sample" or (job.method == "full" and strategy.optimizer_step != "backward"):
         return 0
     if job.experts == "both" and strategy.inactive_expert == "gpu":
         return 0
@@ -148,6 +163,11 @@ def switched(before: Strategy, after: Strategy) -> tuple[str, ...]:
     return tuple(field for field in fields if getattr(before, field) != getattr(after, field))
 
 
+def at_the_end(strategy: ResolvedStrategy) -> ResolvedStrategy:
+    """The strategy that stands for all that step behind backward, which need the same outside of the step itself."""
+    return strategy if strategy.optimizer_step == "backward" else strategy.replace(optimizer_step="foreach")
+
+
 def effort(before: Strategy, after: Strategy) -> int:
     """How much is switched on: one for each field, one more for each that leans on host RAM, so that of two plans as
     fast as each other the plainer one wins. By leaf there are hundreds of groups to wait for, by block some dozens."""
@@ -156,11 +176,10 @@ def effort(before: Strategy, after: Strategy) -> int:
 
 
 def _choices(
-    job: Job, base: Strategy, machine: Machine, fixed: Collection[str], tiled: bool
+    job: Job, base: Strategy, machine: Machine, fixed: Collection[str], axes: dict[str, tuple[object, ...]]
 ) -> Iterator[dict[str, object]]:
-    """Combinations of the searched fields that make sense together, as fields to replace."""
+    """Combinations of the searched fields that make sense together, as fields to replace. ``axes``: as for `_axes`."""
     excluded = [row.applies for row in exclusions(job, fixed)]
-    axes = _axes(job, machine, tiled)
     if base.compute_dtype == "fp16":
         axes.update(_in_fp16(job, axes))
     axes.update({field: (getattr(base, field),) for field in axes if field in fixed})
@@ -174,7 +193,7 @@ def _choices(
             yield values
 
 
-def _axes(job: Job, machine: Machine, tiled: bool) -> dict[str, tuple[object, ...]]:
+def _axes(job: Job, machine: Machine, tiled: bool, last_resort: bool) -> dict[str, tuple[object, ...]]:
     """Field -> the values to try, where nothing is typed. How many blocks are swapped is not among them."""
     by_question: dict[str, tuple[object, ...]] = {
         "vae_tiling": (tiled,),
@@ -187,7 +206,7 @@ def _axes(job: Job, machine: Machine, tiled: bool) -> dict[str, tuple[object, ..
     axes: dict[str, tuple[object, ...]] = {}
     for field in (*(one for one in _OUTERMOST if one in fields), *(one for one in fields if one not in _OUTERMOST)):
         mark = NOTES[field].searched
-        values = (mark.values(job.method) if mark else None) or by_question.get(field, ())
+        values = (mark.values(job.method, last_resort) if mark else None) or by_question.get(field, ())
         if values:
             axes[field] = values
     return axes

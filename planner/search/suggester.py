@@ -59,8 +59,7 @@ class Suggester:
 
         Raises a VplanError where there is nothing to search, or the question contradicts itself.
         """
-        search = self.search(question)
-        fitting = self.best(search, explain=False)
+        search, fitting = self.fitting(question)
         suggestion = fitting or Suggestion(_tightest(search), (), (), search.considered)
         if early:
             early(_assumed(question, suggestion))
@@ -112,6 +111,17 @@ class Suggester:
         if objective is None and given_up and question.model.kind == "video":
             objective = frames(question.model)
         return (*alone, *(other_kind(search, plan, objective) if objective else ()))
+
+    def fitting(self, question: Question) -> tuple[Search, Suggestion | None]:
+        """The search that answers a question, and the plan alone that it finds: of full training where nothing fits one
+        that tries what is for such a case."""
+        search = self.search(question)
+        found = self.best(search, explain=False)
+        if found is None and question.job.method == "full" and not question.last_resort:
+            last = self.search(question._replace(last_resort=True))
+            if last.candidates(question.job) != search.candidates(question.job):  # not all of it was typed
+                return last, self.best(last, explain=False)
+        return search, found
 
     def search(self, question: Question) -> Search:
         """A search for a question, with what measurements of its model on its card say."""

@@ -14,6 +14,7 @@ from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.search.feasibility import NEVER, Feasibility
 from planner.search.pruning import Pruning
 from planner.search.screening import QuickEstimate
+from planner.search.space import at_the_end
 from planner.spec.job import Job
 from planner.spec.rules import ResolvedStrategy
 
@@ -51,7 +52,7 @@ class SwapCount:
             if feasibility.may_reach(quick := feasibility.quick_estimate(job, strategy), verdict):
                 return quick
             low = strategy.swap_blocks
-        family = (job, strategy.replace(optimizer_step="foreach"), verdict)
+        family = (job, at_the_end(strategy), verdict)
         needed = self._needed.get(family, 0)
         likely = [needed, needed - 1] if needed > low else [low + 1] if low > strategy.swap_blocks else []
         best, high = self._narrow(job, strategy, verdict, low, likely)

@@ -62,11 +62,20 @@ class Configuration:
     def computes_in(self) -> FloatDtype:
         """The dtype of the matrix products and of attention: autocast's, else that of the weights; 16 bits of the
         compute dtype where engines gather the weights or where they are quantised."""
+        by_others = self._computes_in_without_compute_dtype()
+        return self.strategy.compute_dtype if by_others is None else by_others
+
+    @property
+    def reads_compute_dtype(self) -> bool:
+        """Whether `compute_dtype` decides it."""
+        return self._computes_in_without_compute_dtype() is None
+
+    def _computes_in_without_compute_dtype(self) -> FloatDtype | None:
         if self.strategy.autocast != "none" and not self.splits:
             return self.strategy.autocast
         if self.weights in ("fp32", "bf16", "fp16") and self.strategy.sharding != "fsdp":
             return self.weights
-        return self.strategy.compute_dtype
+        return None
 
     @property
     def both_experts(self) -> bool:

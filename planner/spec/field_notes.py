@@ -35,11 +35,14 @@ class Searched(NamedTuple):
     lora: tuple[Setting, ...] | None = None
     full: tuple[Setting, ...] | None = None
     sample: tuple[Setting, ...] | None = None
+    last: tuple[Setting, ...] = ()
+    """values of full training that are tried too where nothing else fits: what they give up is worth it only there"""
 
-    def values(self, method: str) -> tuple[Setting, ...] | None:
+    def values(self, method: str, last_resort: bool = False) -> tuple[Setting, ...] | None:
         """The values of this field that a search tries for a method (`lora`, `full` or `sample`); None when it does not
-        try any."""
-        return {"lora": self.lora, "full": self.full, "sample": self.sample}[method]
+        try any. ``last_resort``: with those of `last`."""
+        values = {"lora": self.lora, "full": self.full, "sample": self.sample}[method]
+        return (*values, *self.last) if values and last_resort and method == "full" else values
 
 
 class Note(NamedTuple):

@@ -234,8 +234,8 @@ class Strategy(Record):
                 Loss(frozenset({"adamw-8bit", "adamw-8bit-paged"}), "8-bit optimizer states", TRAINING),
                 Loss(frozenset({"adafactor", "came"}), "second moments are row and column sums", TRAINING),
             ),
-            words={"adamw-8bit": "8-bit AdamW"},
-            searched=Searched(8, lora=("adamw", "adamw-8bit"), full=("adamw", "adamw-8bit")),
+            words={"adamw-8bit": "8-bit AdamW", "adafactor": "Adafactor"},
+            searched=Searched(8, lora=("adamw", "adamw-8bit"), full=("adamw", "adamw-8bit"), last=("adafactor",)),
         ),
     ] = "adamw"
     """optimizer; the 8-bit and factored ones (adafactor, came) keep smaller states and lose some precision"""
@@ -243,8 +243,9 @@ class Strategy(Record):
         Literal["foreach", "fused", "loop", "backward"],
         Note(
             trained=("foreach", "fused", "loop", "backward"),
-            words={"fused": "fused step"},
-            searched=Searched(9, lora=("foreach", "fused"), full=("foreach", "fused")),
+            losses=(Loss(frozenset({"backward"}), "gradients are gone before they could be clipped", TRAINING),),
+            words={"fused": "fused step", "backward": "step inside backward"},
+            searched=Searched(9, lora=("foreach", "fused"), full=("foreach", "fused"), last=("backward",)),
         ),
     ] = "foreach"
     """foreach = all weights at once, with a temporary copy; fused = one kernel; loop = one weight at a time; backward =

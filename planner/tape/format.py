@@ -287,10 +287,8 @@ class Tape:
     columns: dict[tuple[int, bool], Any] = field(default_factory=dict, init=False, repr=False)
     """(id of a template's arrays, whether it is of a part around the model) -> its columns, see
     `planner.tape.templates`."""
-    alike: dict[tuple[int, bool], list[tuple[list[list[int]], Any]]] = field(
-        default_factory=dict, init=False, repr=False
-    )
-    """(number of events, as above) -> the arrays and columns of templates, for those that have the same"""
+    alike: dict[str, list[tuple[list[list[int]], Any]]] = field(default_factory=dict, init=False, repr=False)
+    """The first and the last event, their number, as above -> the arrays and columns of templates with these."""
     sound: set[str] = field(default_factory=set, init=False, repr=False)
     """pieces whose frees were found to refer to what is there"""
     shares: dict[str, float] = field(default_factory=dict, init=False, repr=False)

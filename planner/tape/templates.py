@@ -146,14 +146,16 @@ def columns_of(template: Template, tape: Tape, resident: bool = False) -> Templa
     arrays = template.arrays
     key = (id(arrays), resident)
     if key not in tape.columns:
-        of_this_length = tape.alike.setdefault((len(arrays), resident), [])
-        columns = next((columns for others, columns in of_this_length if others == arrays), None)
+        # An optimizer inside backward has thousands of short templates: what their ends say leaves few to compare.
+        looks = repr((arrays[:1], arrays[-1:], len(arrays), resident))
+        of_these_looks = tape.alike.setdefault(looks, [])
+        columns = next((columns for others, columns in of_these_looks if others == arrays), None)
         if columns is None:
             try:
                 columns = TemplateColumns.of(arrays, tape, resident)
             except (LookupError, TypeError, ValueError) as error:
                 raise tape.damaged(type(error).__name__) from None
-            of_this_length.append((arrays, columns))
+            of_these_looks.append((arrays, columns))
         tape.columns[key] = columns
     shared: TemplateColumns = tape.columns[key]
     return shared

@@ -10,7 +10,14 @@ from typing import NamedTuple
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
 from planner.garbage_collection import recording_cache
-from planner.layout.adapters import adapted_layers, add_adapters, compute_adapters, keep_beside, linear_layers
+from planner.layout.adapters import (
+    adapted_layers,
+    add_adapters,
+    compute_adapters,
+    keep_beside,
+    linear_layers,
+    of_recordings,
+)
 from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
@@ -88,7 +95,7 @@ def wider_adapters(run: Run) -> None:
     shape = tuple(run.grid.items())
     try:
         usual, more = (
-            _step(Configuration.of(run.job.replace(lora_targets=targets), strategy, run.machine), shape)
+            _step(Configuration.of(run.job.replace(lora_targets=targets), strategy, of_recordings(run)), shape)
             for targets in (None, wide)
         )
     except NotRecordedError:  # of a model of the user's own, of which not everything is recorded

@@ -56,6 +56,11 @@ class SearchCandidate(NamedTuple):
         """Whether the optimizer is 8-bit AdamW."""
         return self.values["optimizer"] == "adamw-8bit"
 
+    @property
+    def adafactor(self) -> bool:
+        """Whether the optimizer is Adafactor."""
+        return self.values["optimizer"] == "adafactor"
+
 
 def _row(
     fields: tuple[str, ...], applies: Callable[[SearchCandidate], bool], reason: str
@@ -150,6 +155,11 @@ _ADAM_8BIT = (
     _row(("optimizer",), lambda c: c.adam_8bit and c.fsdp, "8-bit AdamW does not run over FSDP2's shares"),
 )
 
+_ADAFACTOR = (
+    _row(("optimizer",), lambda c: c.adafactor and c.offloads("optimizer"), "Adafactor's states are small"),
+    _row(("optimizer",), lambda c: c.adafactor and (c.zero or c.fsdp), "a share of a matrix has not all its rows"),
+)
+
 _OFFLOADING = (
     _row(
         ("optimizer_step",),
@@ -189,7 +199,7 @@ _COPIES = (
 
 TRAINING_EXCLUSIONS = (
     *(*_MASTERS, *_QUANTISED_BASES, *_ADAPTERS, *_NESTED),
-    *(*_AUTOCAST, *_ADAM_8BIT, *_OFFLOADING, *_COPIES),
+    *(*_AUTOCAST, *_ADAM_8BIT, *_ADAFACTOR, *_OFFLOADING, *_COPIES),
 )
 
 SAMPLING_EXCLUSIONS = (

@@ -79,7 +79,11 @@ def test_parts_that_say_none_have_the_format_of_all(said: str, weights: str, enc
         ({"lora_rank": 8}, 8, ""),
         ({"peft_type": "LOHA", "lora_rank": 8}, 16, "loha"),
         ({"peft_type": "LOKR", "lokr_full_matrix": True, "lokr_decompose_factor": 4}, 128, ""),
-        ({"peft_type": "LOKR", "lokr_full_matrix": True, "lokr_decompose_factor": 8, "layer_filter": "attention"}, 30, ""),
+        (
+            {"peft_type": "LOKR", "lokr_full_matrix": True, "lokr_decompose_factor": 8, "layer_filter": "attention"},
+            30,
+            "",
+        ),
         ({"peft_type": "LOKR", "lokr_vec_trick": False}, 1, "whole-lokr"),
     ],
 )

@@ -56,6 +56,44 @@ def test_full_training_in_16_bits_under_autocast_is_searched() -> None:
     assert (plan["strategy"]["weights_dtype"], plan["strategy"]["autocast"]) == ("bf16", "bf16")
 
 
+def test_full_training_steps_inside_backward_where_nothing_else_fits(tmp_path: Path) -> None:
+    """kohya-ss/sd-scripts#1259 was made for it. Where the optimizer fits behind backward, that is what is suggested."""
+    asked = ["suggest", "sdxl", "--method", "full", "--for", "sd-scripts"]
+    answer = run(*asked, "--gpu", "12GB", "-o", str(tmp_path / "out"))
+    plan = answer["plan"]
+    assert plan["verdict"] == "fits" and "optimizer_step" in plan["lossy"]
+    assert (plan["strategy"]["optimizer"], plan["strategy"]["optimizer_step"]) == ("adafactor", "backward")
+    script = next(path for path in (tmp_path / "out").iterdir() if path.suffix == ".sh")
+    assert "--fused_backward_pass" in script.read_text()
+    checked = run("check", str(script), "--gpu", "12GB", "--no-fixes")
+    assert checked["estimate"]["peak"] == plan["peak"]
+    assert run(*asked, "--gpu", "80GB")["plan"]["strategy"]["optimizer_step"] != "backward"
+
+
+def test_blocks_of_full_training_swap_while_it_steps_inside_backward() -> None:
+    """bmaltais/kohya_ss#2972: FLUX.1 whole on a card of 24 GB."""
+    asked = ["suggest", "flux.1-dev", "--method", "full", "--gpu", "24GB", "--host-ram", "64GB", "--for", "sd-scripts"]
+    plan = run(*asked)["plan"]
+    assert plan["verdict"] == "fits" and plan["strategy"]["swap_blocks"] > 0
+    assert plan["strategy"]["optimizer_step"] == "backward"
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer"), [("sdxl", "diffusers"), ("sdxl", "sd-scripts"), ("z-image", "ai-toolkit")]
+)
+def test_a_card_without_bf16_is_searched_as_any_other(model: str, trainer: str, tmp_path: Path) -> None:
+    """diffusers' own checkpointing was never tried, and the others told to say what they refused."""
+    answer = run("suggest", model, "--gpu", "t4", "--for", trainer, "-o", str(tmp_path / "out"))
+    plan = answer["plan"]
+    assert plan["verdict"] == "fits"
+    assert "bf16" not in {plan["strategy"]["autocast"], plan["strategy"]["weights_dtype"]}
+    started = next(path for path in (tmp_path / "out").iterdir() if path.suffix == ".sh")
+    checked = run("check", str(started), "--gpu", "t4", "--no-fixes")
+    assert checked["estimate"]["peak"] == plan["peak"]
+    typed_out = run("suggest", model, "--gpu", "t4", "--for", trainer, "--compute-dtype", "fp16")
+    assert typed_out["plan"]["peak"] == plan["peak"]
+
+
 def test_what_follows_from_a_trainers_engine_is_its_own() -> None:
     """LatentSync trains with DDP on one GPU too, whose buckets are then copies: all else is still searched."""
     plan = run("suggest", "latentsync-1.6-stage1", "--gpu", "24GB", "--method", "full", "--for", "latentsync")["plan"]
@@ -92,6 +130,7 @@ def test_export_of_a_model_plans_first(tmp_path: Path) -> None:
         ),
         (["wan2.1-t2v-14b", "--for", "musuby"], "there is no export to 'musuby'"),
         (["sdxl", "--for", "kohya_ss"], "there is no export to 'kohya_ss'"),
+        (["sdxl", "--for", "simpletuner", "--gpu", "t4"], "SimpleTuner computes in bf16 here, which Tesla T4 does not"),
     ],
 )
 def test_what_a_trainer_cannot_do_is_one_sentence(words: list[str], message: str) -> None:

@@ -126,6 +126,24 @@ def test_blocks_swap_only_where_they_are_recomputed_and_nobody_said_how_many() -
     assert most_swapped(LORA, checkpointed, MODEL, {"swap_blocks"}) == 0
     assert most_swapped(LORA, Strategy(), MODEL, ()) == 0
     assert most_swapped(FULL, checkpointed, MODEL, ()) == 0
+    stepping_inside = Strategy(gradient_checkpointing="full", optimizer_step="backward")
+    assert most_swapped(FULL, stepping_inside, MODEL, ()) == MODEL.blocks - 1
+    assert most_swapped(FULL.replace(method="sample"), checkpointed, MODEL, ()) == 0
+
+
+@pytest.mark.parametrize("machine", [ONE, FOUR])
+def test_what_gives_up_most_is_searched_as_a_last_resort_alone(machine: Machine) -> None:
+    usual = set(strategies(FULL, Strategy(), machine, ()))
+    last = set(strategies(FULL, Strategy(), machine, (), last_resort=True))
+    assert usual < last
+    for strategy in last - usual:
+        assert strategy.optimizer == "adafactor" or strategy.optimizer_step == "backward"
+        assert strategy.lossy_fields(FULL)
+    inside = {strategy.sharding for strategy in last if strategy.optimizer_step == "backward"}
+    # DDP sums gradients behind backward, and DeepSpeed steps itself.
+    assert inside == ({"none"} if machine.world == 1 else {"fsdp"})
+    lora = [set(strategies(LORA, Strategy(), machine, (), last_resort=last)) for last in (False, True)]
+    assert lora[0] == lora[1]
 
 
 def test_of_two_experts_one_may_wait_and_then_blocks_may_swap_and_nothing_is_split() -> None:
@@ -383,6 +401,20 @@ EXCLUDED: list[tuple[Job, Machine, dict[str, object], str, str]] = [
         "to go without copies of inputs costs nothing, and nested checkpoints a forward",
     ),
     (LORA, FOUR, {"fsdp_replicas": 2}, "fsdp_replicas", "only FSDP2 shards copies"),
+    (
+        FULL,
+        ONE,
+        {"weights_dtype": "fp32", "sharding": "none", "optimizer": "adafactor", "offload_optimizer": "cpu"},
+        "optimizer",
+        "Adafactor's states are small",
+    ),
+    (
+        FULL,
+        FOUR,
+        {**ZERO, "optimizer": "adafactor"},
+        "optimizer",
+        "a share of a matrix has not all its rows",
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from planner.errors import NotRecordedError
 from planner.garbage_collection import recording_cache
-from planner.layout.adapters import adapted_layers
+from planner.layout.adapters import adapted_layers, of_recordings
 from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
@@ -76,7 +76,8 @@ def latents_with_gradient(run: Run) -> None:
         return
     adapted = {run.facts.step.block_of(f"{layer}.weight") for layer in adapted_layers(run)}
     strategy = Strategy.read({"weights_dtype": "bf16", "autocast": "bf16", "gradient_checkpointing": "none"})
-    whole = Configuration.of(run.job.replace(method="full", lora_targets=None, lora_dropout=0.0), strategy, run.machine)
+    whole_job = run.job.replace(method="full", lora_targets=None, lora_dropout=0.0)
+    whole = Configuration.of(whole_job, strategy, of_recordings(run))
     try:
         kept = _kept_by_block(whole, tuple(run.grid.items()))
     except NotRecordedError:  # of a model of the user's own, of which not everything is recorded
