@@ -171,7 +171,7 @@ def relaxed(search: Search, job: Job) -> tuple[Relaxed, ...]:
             plan = next(search.by_speed(adapters, False), None) or next(search.by_speed(adapters, True), None)
         if plan is not None:
             answers.append(Relaxed("method", "full", "lora", plan))
-    return (*answers, *one_gpu(search, job), *_untyped(search, job))
+    return (*one_gpu(search, job, lossy=True), *answers, *_untyped(search, job))
 
 
 def least(search: Search, job: Job) -> Estimate | None:
@@ -212,15 +212,17 @@ def shared_samples(search: Search, job: Job) -> Iterator[Relaxed]:
                     return
 
 
-def one_gpu(search: Search, job: Job) -> Iterator[Relaxed]:
-    """One GPU of several, where the job fits on one without lossy options: several hold DDP's buckets too, and share
-    the host's RAM."""
+def one_gpu(search: Search, job: Job, lossy: bool = False) -> Iterator[Relaxed]:
+    """One GPU of several, where the job fits on one without lossy options, or ``lossy`` with some: several hold DDP's
+    buckets too, and share the host's RAM."""
     question = search.question
     if question.machine.world == 1 or question.strategy.context_parallel > 1:
         return
     alone = search.about(question._replace(machine=question.machine.replace(gpus=1, nodes=1)))
     with contextlib.suppress(ContradictionError):  # what was typed splits the model
-        if plan := next(alone.by_speed(job, _kind(alone, job)), None):
+        kinds = (_kind(alone, job), True) if lossy else (_kind(alone, job),)
+        plans = (next(alone.by_speed(job, kind), None) for kind in kinds)
+        if plan := next((plan for plan in plans if plan), None):
             yield Relaxed("gpus", question.machine.world, 1, plan)
 
 

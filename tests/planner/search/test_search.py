@@ -279,6 +279,21 @@ def test_one_gpu_of_two_is_offered_where_it_fits_without_lossy_options() -> None
     assert shorter.field == "frames" and shorter.plan.job.frames < 49 and not shorter.plan.lossy
 
 
+def test_one_gpu_of_two_is_offered_first_where_nothing_fits_both() -> None:
+    """DDP has buckets, and two GPUs of a machine share its RAM: each alone has room for what both have not."""
+    model, card = lookup.model("wan2.1-t2v-14b"), card_lookup.gpu("rtx3090")
+    job = lookup.job_for(model, {"frames": 81})
+    both = Machine(gpu=card.name, gpus=2, host_ram=26 * GIB)
+    found, alone = (
+        Suggester().suggest(Question(job, Strategy(), machine, model, card, frozenset()))
+        for machine in (both, both.replace(gpus=1))
+    )
+    assert found.plan.verdict == "no" and alone.plan.verdict == "fits"
+    wish = found.relaxed[0]
+    assert (wish.field, wish.before, wish.after) == ("gpus", 2, 1)
+    assert wish.plan.strategy == alone.plan.strategy and wish.plan.lossy
+
+
 def test_gpus_that_share_a_sample_are_offered_where_that_keeps_the_clip() -> None:
     model, card = lookup.model("wan2.1-t2v-14b"), card_lookup.gpu("rtx4090")
     job = lookup.job_for(model, {"frames": 81, "height": 720, "width": 1280})
