@@ -81,6 +81,7 @@ def test_every_bundled_model_is_sound() -> None:
         "hidream-i1",
         "chroma1-hd",
         "flex.1-alpha",
+        "flux.1-schnell",
         "lumina-image-2.0",
         "anima",
         "sana-1.6b",
@@ -165,6 +166,8 @@ def test_every_bundled_model_is_sound() -> None:
         ("HiDream-ai/HiDream-I1-Dev", "hidream-i1"),
         ("lodestones/Chroma1-HD", "chroma1-hd"),
         ("ostris/Flex.1-alpha", "flex.1-alpha"),
+        ("black-forest-labs/FLUX.1-schnell", "flux.1-schnell"),
+        ("flux schnell", "flux.1-schnell"),
         ("lumina", "lumina-image-2.0"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
@@ -197,6 +200,7 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("hunyuan-video-1.5", 8_327),
         ("ernie-image", 8_033),
         ("anima", 1_956),
+        ("flux.1-schnell", 11_891),
         ("sana-1.6b", 1_604),
         ("sana1.5-1.6b", 1_605),
         ("sana1.5-4.8b", 4_722),
@@ -219,7 +223,6 @@ def test_parameters_are_the_published_ones(name: str, millions: float) -> None:
     [
         ("krea/Krea-2-Turbo", "krea-2"),
         ("baidu/ERNIE-Image-Turbo", "ernie-image"),
-        ("flux.1-schnell", "flux.1-dev"),
     ],
 )
 def test_a_distilled_model_is_not_taken_for_the_one_it_was_made_of(typed: str, name: str) -> None:
@@ -236,7 +239,7 @@ def test_an_ambiguous_model_lists_its_variants() -> None:
     assert "wan2.2-i2v-a14b, wan2.2-t2v-a14b, wan2.2-ti2v-5b" in refused(model, "wan2.2").fix
     assert "wan2.1-vace-1.3b, wan2.1-vace-14b" in refused(model, "vace").fix
     assert "sd3.5-large, sd3.5-medium" in refused(model, "sd3.5").fix
-    assert "flux.1-dev, flux.1-kontext-dev, flux.2-dev" in refused(model, "flux").fix
+    assert "flux.1-dev, flux.1-kontext-dev, flux.1-schnell, flux.2-dev" in refused(model, "flux").fix
 
 
 @pytest.mark.parametrize(("typed", "as_if"), [("wan21", "wan2.1"), ("wan-2.2", "wan2.2"), ("sd35", "sd3.5"),
