@@ -301,6 +301,7 @@ REFUSED_FAMILIES = (
     "wan2.2-animate-14b",
     "qwen-image-edit",
     "qwen-image-edit-2511",
+    "qwen-image-layered",
     "ltx-2",
     "ltx-2.3",
     "ltx-2.5",

@@ -55,7 +55,7 @@ class SkyReelsV2(Wan):
         self.loss_weights = None
         return torch.sigmoid(random_draws.normal_like(latents[:, 0, :, 0, 0].float()))
 
-    def sampler(self) -> FamilyPipeline | None:  # type: ignore[override] # Wan always has one
+    def sampler(self) -> FamilyPipeline | None:  # type: ignore[override]  # Wan always has one
         if self.forces_frames:
             return None
         wan = super().sampler()
