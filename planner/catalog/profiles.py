@@ -135,7 +135,8 @@ class ShapeRules(Record):
     """no other sizes: its positions are learned, one per cell of the grid"""
     default_frames: Count
     batches: tuple[Count, ...] = ()
-    """the batches it is recorded at, for code that loops over the samples of a batch; none named: any batch"""
+    """the batches it is recorded at, for code that loops over the samples of a batch, or takes one alone; none named:
+    any batch"""
 
     @property
     def frame_rule(self) -> str:

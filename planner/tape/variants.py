@@ -425,12 +425,8 @@ class StepVariant(NamedTuple):
         if strategy.gradient_checkpointing in ("offload", "fp8", "partial") and profile.traits.stages:
             fault = f"{profile.title} checkpoints parts of its blocks, for which {strategy.gradient_checkpointing}"
             raise NotRecordedError(f"{fault} is not estimated", "use --gradient-checkpointing full")
-        counts = profile.shape.batches
-        if counts and batch not in counts:
-            fault = f"{profile.title} processes a batch sample by sample, and batch {batch} is not recorded"
-            batches = " or ".join(map(str, counts))
-            raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
-        samples = batch if counts and batch > 1 else None
+        _refuse_batch(profile, batch)
+        samples = batch if profile.shape.batches and batch > 1 else None
         dropout, shared = job.method == "lora" and job.lora_dropout > 0, strategy.adapter_inputs == "shared"
         older = not mps and is_older(profile, precision, torch)
         by_cudnn = cudnn and not mps and True in attention_paths(profile, precision)
@@ -445,7 +441,8 @@ class StepVariant(NamedTuple):
         cls, profile: ModelProfile, methods: Sequence[str], choose: PrecisionChoice = precisions
     ) -> Iterator[StepVariant]:
         for method in methods:
-            batches = tuple(batch for batch in profile.shape.batches if batch > 1) or (None,)
+            larger = tuple(batch for batch in profile.shape.batches if batch > 1)
+            batches = larger if profile.shape.batches else (None,)
             modes = CHECKPOINTING if profile.traits.checkpoints else ("none",)
             for precision, mode in itertools.product(choose(profile, method), modes):
                 for older, cudnn in itertools.product(ages(profile, precision), attention_paths(profile, precision)):
@@ -523,6 +520,22 @@ class StepVariant(NamedTuple):
         return job.replace(lora_dropout=0.1 if self.dropout else 0.0), strategy
 
 
+ONE_SAMPLE = (1,)
+"""The batches of a model whose class runs with one sample alone."""
+
+
+def _refuse_batch(profile: ModelProfile, batch: int) -> None:
+    """Raises a NotRecordedError for a batch that a model with a list of them has no recording of."""
+    counts = profile.shape.batches
+    if not counts or batch in counts:
+        return
+    fault = f"{profile.title} processes a batch sample by sample, and batch {batch} is not recorded"
+    if counts == ONE_SAMPLE:
+        fault = f"diffusers' {profile.diffusers_class} takes one sample at a time of {profile.title}, not {batch}"
+    batches = " or ".join(map(str, counts))
+    raise NotRecordedError(fault, f"use --batch-size {batches}, with --gradient-accumulation for more")
+
+
 class SampleVariant(NamedTuple):
     """A recording of one forward without gradients, as validation and sampling do at every noise level."""
 
@@ -551,6 +564,8 @@ class SampleVariant(NamedTuple):
         """The variant that answers for a job; ``cudnn`` as a step's. To sample without adapters is the forward of full
         fine-tuning."""
         method = "full" if job.method == "sample" else recorded_method(profile, job, strategy)
+        if profile.shape.batches == ONE_SAMPLE:
+            _refuse_batch(profile, batch)
         precision = Precision.of(job, strategy)
         if job.method != "sample" and precision.weights in QUANTISED:  # its activations are those over 16 bits
             precision = precision._replace(weights="half")
@@ -575,7 +590,8 @@ class SampleVariant(NamedTuple):
             sampled = (
                 each for each in choose(profile, method) if not (each.weights in QUANTISED or each == PLAIN_FP32)
             )
-            for precision, one in itertools.product(sampled, (True, False)):
+            alone = (True,) if profile.shape.batches == ONE_SAMPLE else (True, False)
+            for precision, one in itertools.product(sampled, alone):
                 ways = itertools.product(ages(profile, precision), attention_paths(profile, precision))
                 yield from (cls(method, precision, one, older=older, cudnn=cudnn) for older, cudnn in ways)
 

@@ -140,6 +140,7 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
 SMALL = {"num_layers": 2, "num_attention_heads": 2}
 CONFIGS: dict[str, dict[str, object]] = {
     "wan": {**SMALL, "attention_head_dim": 12, "ffn_dim": 16, "freq_dim": 8, "text_dim": 8},
+    "skyreels-v2": {**SMALL, "attention_head_dim": 12, "ffn_dim": 16, "freq_dim": 8, "text_dim": 8},
     "wan-vace": {**SMALL, "attention_head_dim": 12, "ffn_dim": 16, "freq_dim": 8, "text_dim": 8, "vace_layers": [0]},
     "cogvideox": {**SMALL, "attention_head_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8, "sample_height": 8}
     | {"sample_width": 8},
@@ -147,6 +148,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     "hunyuan-video": {**SMALL, "attention_head_dim": 8, "num_refiner_layers": 1, "num_single_layers": 2}
     | {"rope_axes_dim": [4, 2, 2], "text_embed_dim": 8, "pooled_projection_dim": 8},
     "flux": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "joint_attention_dim": 8}
+    | {"axes_dims_rope": [4, 2, 2], "pooled_projection_dim": 8},
+    "longcat-image": {**SMALL, "attention_head_dim": 8, "num_single_layers": 2, "joint_attention_dim": 8}
     | {"axes_dims_rope": [4, 2, 2], "pooled_projection_dim": 8},
     "sd3": {**SMALL, "attention_head_dim": 8, "caption_projection_dim": 16, "joint_attention_dim": 24}
     | {"pooled_projection_dim": 16, "dual_attention_layers": []},
@@ -191,6 +194,7 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 ENCODERS = {
     "wan": {"text_encoder": "UMT5EncoderModel"},
+    "skyreels-v2": {"text_encoder": "UMT5EncoderModel"},
     "wan-vace": {"text_encoder": "UMT5EncoderModel"},
     "cogvideox": {"text_encoder": "T5EncoderModel"},
     "ltx": {"text_encoder": "T5EncoderModel"},
@@ -201,6 +205,7 @@ ENCODERS = {
         "text_encoder_2": "CLIPTextModelWithProjection",
         "text_encoder_3": "T5EncoderModel",
     },
+    "longcat-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration"},
     "unet": {"text_encoder": "CLIPTextModel"},
     "qwen-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration"},
     "z-image": {"text_encoder": "Qwen3Model"},
@@ -251,6 +256,8 @@ MODELS = (
     "wan2.2-i2v-a14b",
     "wan2.2-ti2v-5b",
     "wan2.1-vace-1.3b",
+    "skyreels-v2-i2v-1.3b",
+    "skyreels-v2-df-14b",
     "cogvideox-2b",
     "cogvideox-5b-i2v",
     "cogvideox1.5-5b-i2v",
@@ -260,6 +267,7 @@ MODELS = (
     "easyanimate-v5.1-7b",
     "flux.1-dev",
     "flux.1-kontext-dev",
+    "longcat-image",
     "sd3-medium",
     "sd3.5-medium",
     "sd1.5",

@@ -137,7 +137,8 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
         model = model_class.from_config(vae.config)
     pixels = (vae.temporal * (grid["F"] - 1) + 1, vae.spatial * grid["H"], vae.spatial * grid["W"])
     latents = (grid["F"], grid["H"], grid["W"])
-    channels, shape = (3, pixels) if part == "encode" else (vae.latent_channels, latents)
+    colours = vae.config.get("input_channels", 3)  # with transparency four
+    channels, shape = (colours, pixels) if part == "encode" else (vae.latent_channels, latents)
     size = (1, channels, *(shape if vae.takes_clips else shape[1:]))
 
     def run() -> Tensor:

@@ -93,9 +93,10 @@ def derive(source: Source, name: str) -> Derived:
     _check_stacks(config, same_class[0], where)
     parameters = count(lambda: getattr(diffusers, source.class_name).from_config(config), where, source.class_name)
 
-    def unlike(profile: ModelProfile) -> tuple[bool, float]:
+    def unlike(profile: ModelProfile) -> tuple[bool, float, bool]:
         alone = source.has_second_expert and profile.experts == 1
-        return alone, distance(config, complete(profile.diffusers_class, profile.config, where))
+        far = distance(config, complete(profile.diffusers_class, profile.config, where))
+        return alone, far, bool(profile.inputs.get("diffusion_forcing"))  # one config serves both ways of training
 
     lender = min(same_class, key=unlike)
     from_folder: list[str] = []

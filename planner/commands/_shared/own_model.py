@@ -22,7 +22,7 @@ from planner.spec.job import Strategy
 from planner.spec.rules import resolve
 from planner.tape.format import READABLE
 from planner.tape.packed_json import DAMAGES, unpack
-from planner.tape.variants import BOTH, OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants import BOTH, ONE_SAMPLE, OptimizerVariant, SampleVariant, StepVariant
 
 FIRST_OPTIMIZERS = ("adamw", "adamw-8bit")
 
@@ -94,15 +94,16 @@ def first_variants(profile: ModelProfile) -> Iterator[str]:
     """What people need first: LoRA and full in our usual precision, checkpointed or not, one sample or many, and the
     samples of validation; under the newest torch, and the one that is installed, and by both ways of attention, where
     that makes a difference."""
-    contexts = tuple(itertools.product((1, 2), (None, doctor.torch_release()), BOTH))
+    samples = ONE_SAMPLE if profile.shape.batches == ONE_SAMPLE else (1, 2)
+    contexts = tuple(itertools.product(samples, (None, doctor.torch_release()), BOTH))
     for method in ("lora", "full"):
         job = job_for(profile, {"method": method})
         for mode in ("none", "full") if profile.traits.checkpoints else ("none",):
             strategy = resolve(job, Strategy.read({"gradient_checkpointing": mode}))
             names = (StepVariant.of(profile, job, strategy, *context).name for context in contexts)
             yield from dict.fromkeys(names)
-        samples = (SampleVariant.of(profile, job, resolve(job, Strategy()), *context).name for context in contexts)
-        yield from dict.fromkeys(samples)
+        names = (SampleVariant.of(profile, job, resolve(job, Strategy()), *context).name for context in contexts)
+        yield from dict.fromkeys(names)
         for optimizer in FIRST_OPTIMIZERS:
             yield OptimizerVariant.of(profile, job, resolve(job, Strategy.read({"optimizer": optimizer}))).name
 

@@ -31,6 +31,7 @@ ARCHES: dict[str, tuple[str, str]] = {
     "qwen-image-edit": ("qwen_image_edit", "Qwen/Qwen-Image-Edit"),
     "qwen-image-edit-2511": ("qwen_image_edit_plus:2511", "Qwen/Qwen-Image-Edit-2511"),
     "flux.1-dev": ("flux", "black-forest-labs/FLUX.1-dev"),
+    "flux.1-schnell": ("flux", "black-forest-labs/FLUX.1-schnell"),
     "flex.1-alpha": ("flux", "ostris/Flex.1-alpha"),
     "flux.1-kontext-dev": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
     "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
@@ -50,6 +51,10 @@ ARCHES: dict[str, tuple[str, str]] = {
     "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""
+
+TEXT_TOKENS = {"flux.1-schnell": 512}
+"""Model -> the tokens that its prompts are filled up to, where its usual ones are fewer (toolkit/train_tools.py
+``encode_prompts_flux``)."""
 
 IGNORED, ONLY = (f"{NETWORK}network_kwargs.{name}_if_contains" for name in ("ignore", "only"))
 """Words of the names of layers that get no adapter, and of those that alone do (toolkit/lora_special.py)."""

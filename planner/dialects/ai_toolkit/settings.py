@@ -17,6 +17,7 @@ from planner.dialects.ai_toolkit.models import (
     NOISE,
     PROCESS,
     SAMPLE,
+    TEXT_TOKENS,
     TRAIN,
     datasets_of,
     model_of,
@@ -48,6 +49,7 @@ from planner.dialects.base.bindings import (
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import ALLOCATOR, EXPANDABLE, one_of, our_defaults, refused_flags, word_for
 from planner.dialects.base.own_models import own_model_notes
+from planner.dialects.base.padded_prompts import padded_prompts
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError, quoted
@@ -277,7 +279,8 @@ TABLE: tuple[Binding | When, ...] = (
         f"{MODEL}compile": True, f"{MODEL}block_compile": True}}),
     Fixed("attention", "sdpa"),
     _pair(references_of, write_references, (), references="a model's own; as many as control_path has folders"),
-    *our_defaults("trainable", "text_tokens", "master_weights", "grad_buckets", "offload_optimizer",
+    padded_prompts(model_of, TEXT_TOKENS, f"its prompts are filled up to 512 tokens ({AT} toolkit/train_tools.py)"),
+    *our_defaults("trainable", "master_weights", "grad_buckets", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_dtype", "vae_tiling", "vae_slicing", "group_offload",
            "group_offload_stream", "context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
 )  # fmt: skip

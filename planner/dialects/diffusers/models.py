@@ -4,6 +4,8 @@ AT = "diffusers 58eb52c"
 SCRIPTS = {
     ("flux.1-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux.py",
     ("flux.1-dev", "full"): "examples/dreambooth/train_dreambooth_flux.py",
+    ("flux.1-schnell", "lora"): "examples/dreambooth/train_dreambooth_lora_flux.py",
+    ("flux.1-schnell", "full"): "examples/dreambooth/train_dreambooth_flux.py",
     ("flux.1-kontext-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux_kontext.py",
     ("flux.2-dev", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2.py",
     ("flux.2-klein-4b", "lora"): "examples/dreambooth/train_dreambooth_lora_flux2_klein.py",

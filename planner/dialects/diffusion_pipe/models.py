@@ -24,6 +24,7 @@ TYPES: dict[str, tuple[str, str]] = {
     "hunyuan-video": ("hunyuan-video", "ckpt_path"),
     "flux.1-dev": ("flux", "diffusers_path"),
     "flux.1-kontext-dev": ("flux", "diffusers_path"),
+    "flux.1-schnell": ("flux", "diffusers_path"),
     "ltx-video-2b": ("ltx-video", "diffusers_path"),
     "ltx-video-13b": ("ltx-video", "diffusers_path"),
     "qwen-image": ("qwen_image", "diffusers_path"),
@@ -50,6 +51,10 @@ READ_TOO: dict[str, tuple[str, ...]] = {
 """``[model] type`` -> models that are read and not written: their files are named one by one (``diffusion_model``,
 ``vae``, ``text_encoders``; models/flux2.py, krea2.py, z_image.py, hunyuan_video_15.py), or in two places
 (models/chroma.py: its own file and FLUX.1's folder; models/hidream.py: its folder and Llama's)."""
+
+TEXT_TOKENS = {"flux.1-schnell": 512}
+"""Model -> the tokens that its prompts are filled up to, where its usual ones are fewer (models/flux.py takes what
+diffusers' ``_get_t5_prompt_embeds`` has by default)."""
 
 PATHS = ("ckpt_path", "diffusers_path", "checkpoint_path", "transformer_path", "single_file_path", "diffusion_model")
 WHICH = ("config:model.type", *(f"config:model.{name}" for name in PATHS))

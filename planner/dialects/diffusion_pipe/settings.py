@@ -33,6 +33,7 @@ from planner.dialects.base.launchers import (
     word_for,
 )
 from planner.dialects.base.own_models import own_model_notes
+from planner.dialects.base.padded_prompts import padded_prompts
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number
 from planner.dialects.diffusion_pipe.models import (
@@ -40,6 +41,7 @@ from planner.dialects.diffusion_pipe.models import (
     BATCH,
     BUCKETS,
     IMAGE_BATCH,
+    TEXT_TOKENS,
     TYPES,
     WHICH,
     model_of,
@@ -311,7 +313,8 @@ TABLE: tuple[Binding | When, ...] = (
     Fixed("validation_mode", "off", "its evaluation is a loss: it samples nothing"),
     Choice("compile", {"none": {}, "full": {"config:compile": True}}, "compile = true is the whole model"),
     Fixed("attention", "sdpa"),
-    *our_defaults("trainable", "text_tokens", "references", "validation", "master_weights", "ema", "offload_gradients",
+    padded_prompts(model_of, TEXT_TOKENS, f"its prompts are filled up to 512 tokens ({AT} models/flux.py)"),
+    *our_defaults("trainable", "references", "validation", "master_weights", "ema", "offload_gradients",
            "offload_params", "text_encoder_dtype", "vae_dtype", "vae_tiling", "vae_slicing", "inactive_expert",
            "group_offload", "group_offload_stream", "context_parallel", "adapter_inputs", "nested_checkpointing",
            "fsdp_replicas"),

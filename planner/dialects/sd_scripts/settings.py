@@ -48,8 +48,8 @@ from planner.dialects.sd_scripts.shared_bindings import (
 )
 from planner.errors import VplanError
 
-MODELS = {"flux.1-dev": "flux1-dev.safetensors"}
-"""Ours -> the file that its documentation names (docs/flux_train_network.md)."""
+MODELS = {"flux.1-dev": "flux1-dev.safetensors", "flux.1-schnell": "flux1-schnell.safetensors"}
+"""Ours -> the file that its documentation names (docs/flux_train_network.md), or its repository has."""
 
 LUMINA = "lumina_train_network.py"
 BY_TYPE = {"flux": "flux.1-dev", "chroma": "chroma1-hd", LUMINA: "lumina-image-2.0"}

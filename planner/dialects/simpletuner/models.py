@@ -11,7 +11,11 @@ from planner.errors import VplanError, quoted
 
 CONFIG = "config:"
 MODELS: dict[str, dict[str, str]] = {
-    "flux": {"": "flux.1-dev", "dev": "flux.1-dev", "krea": "flux.1-dev", "kontext": "flux.1-kontext-dev"},
+    "flux": {
+        **dict.fromkeys(("", "dev", "krea"), "flux.1-dev"),
+        "kontext": "flux.1-kontext-dev",
+        "schnell": "flux.1-schnell",
+    },
     "flux2": {
         **dict.fromkeys(("", "klein-9b"), "flux.2-klein-9b"),
         "klein-4b": "flux.2-klein-4b",
@@ -73,9 +77,9 @@ MODELS: dict[str, dict[str, str]] = {
 What is written for one of ours is the first flavour that is named.
 """
 
-ASSISTED = {"z_image": ("", "turbo", "turbo-ostris-v2")}
+ASSISTED = {"z_image": ("", "turbo", "turbo-ostris-v2"), "flux": ("schnell",)}
 """Family -> flavours whose LoRA is trained beside a frozen one, which is loaded unasked (ASSISTANT_LORA_FLAVOURS and
-DEFAULT_MODEL_FLAVOUR of helpers/models/z_image/model.py at bc8e6ab7)."""
+DEFAULT_MODEL_FLAVOUR of helpers/models/z_image/model.py and flux/model.py at bc8e6ab7)."""
 
 STAGES = ("high", "low")
 """What the flavours of a model of two experts end with: one is trained at a time (helpers/models/wan/model.py

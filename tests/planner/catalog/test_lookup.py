@@ -81,6 +81,9 @@ def test_every_bundled_model_is_sound() -> None:
         "hidream-i1",
         "chroma1-hd",
         "flex.1-alpha",
+        "flux.1-schnell",
+        "longcat-image",
+        "qwen-image-layered",
         "lumina-image-2.0",
         "anima",
         "sana-1.6b",
@@ -91,6 +94,11 @@ def test_every_bundled_model_is_sound() -> None:
         "kandinsky-5.0-t2v-pro",
         "kandinsky-5.0-t2i-lite",
         "framepack",
+        "skyreels-v2-t2v-14b",
+        "skyreels-v2-i2v-14b",
+        "skyreels-v2-i2v-1.3b",
+        "skyreels-v2-df-14b",
+        "skyreels-v2-df-1.3b",
         "sana-video-2b",
         "cosmos-predict2.5-2b",
         "cosmos-predict2-2b-v2w",
@@ -156,6 +164,9 @@ def test_every_bundled_model_is_sound() -> None:
         ("kandinskylab/Kandinsky-5.0-I2V-Lite-5s-Diffusers", "kandinsky-5.0-i2v-lite"),
         ("Kandinsky 5.0 Image", "kandinsky-5.0-t2i-lite"),
         ("lllyasviel/FramePackI2V_HY", "framepack"),
+        ("Skywork/SkyReels-V2-T2V-14B-720P-Diffusers", "skyreels-v2-t2v-14b"),
+        ("SkyReels V2 I2V 1.3B", "skyreels-v2-i2v-1.3b"),
+        ("Skywork/SkyReels-V2-DF-1.3B-540P", "skyreels-v2-df-1.3b"),
         ("Efficient-Large-Model/SANA-Video_2B_480p_diffusers", "sana-video-2b"),
         ("Sana Video", "sana-video-2b"),
         ("nvidia/Cosmos-Predict2.5-2B", "cosmos-predict2.5-2b"),
@@ -165,6 +176,11 @@ def test_every_bundled_model_is_sound() -> None:
         ("HiDream-ai/HiDream-I1-Dev", "hidream-i1"),
         ("lodestones/Chroma1-HD", "chroma1-hd"),
         ("ostris/Flex.1-alpha", "flex.1-alpha"),
+        ("black-forest-labs/FLUX.1-schnell", "flux.1-schnell"),
+        ("flux schnell", "flux.1-schnell"),
+        ("meituan-longcat/LongCat-Image-Dev", "longcat-image"),
+        ("LongCat Image", "longcat-image"),
+        ("Qwen/Qwen-Image-Layered", "qwen-image-layered"),
         ("lumina", "lumina-image-2.0"),
         ("kontext", "flux.1-kontext-dev"),
         ("black-forest-labs/FLUX.1-Kontext-dev", "flux.1-kontext-dev"),
@@ -197,6 +213,9 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("hunyuan-video-1.5", 8_327),
         ("ernie-image", 8_033),
         ("anima", 1_956),
+        ("flux.1-schnell", 11_891),
+        ("longcat-image", 6_270.67),
+        ("qwen-image-layered", 20_430.41),
         ("sana-1.6b", 1_604),
         ("sana1.5-1.6b", 1_605),
         ("sana1.5-4.8b", 4_722),
@@ -207,6 +226,10 @@ def test_model_names_as_people_type_them(typed: str, name: str) -> None:
         ("kandinsky-5.0-t2v-pro", 19_311),
         ("kandinsky-5.0-t2i-lite", 6_022),
         ("framepack", 12_874),
+        ("skyreels-v2-t2v-14b", 14_288.49),
+        ("skyreels-v2-i2v-14b", 16_394.88),
+        ("skyreels-v2-i2v-1.3b", 1_564.43),
+        ("skyreels-v2-df-1.3b", 1_435.53),
         ("sd2.1", 865.91),
     ],
 )
@@ -219,7 +242,6 @@ def test_parameters_are_the_published_ones(name: str, millions: float) -> None:
     [
         ("krea/Krea-2-Turbo", "krea-2"),
         ("baidu/ERNIE-Image-Turbo", "ernie-image"),
-        ("flux.1-schnell", "flux.1-dev"),
     ],
 )
 def test_a_distilled_model_is_not_taken_for_the_one_it_was_made_of(typed: str, name: str) -> None:
@@ -236,7 +258,7 @@ def test_an_ambiguous_model_lists_its_variants() -> None:
     assert "wan2.2-i2v-a14b, wan2.2-t2v-a14b, wan2.2-ti2v-5b" in refused(model, "wan2.2").fix
     assert "wan2.1-vace-1.3b, wan2.1-vace-14b" in refused(model, "vace").fix
     assert "sd3.5-large, sd3.5-medium" in refused(model, "sd3.5").fix
-    assert "flux.1-dev, flux.1-kontext-dev, flux.2-dev" in refused(model, "flux").fix
+    assert "flux.1-dev, flux.1-kontext-dev, flux.1-schnell, flux.2-dev" in refused(model, "flux").fix
 
 
 @pytest.mark.parametrize(("typed", "as_if"), [("wan21", "wan2.1"), ("wan-2.2", "wan2.2"), ("sd35", "sd3.5"),

@@ -39,7 +39,7 @@ def clips(tmp_path: Path) -> Path:
     return tiny.write_clips(tmp_path / "clips")
 
 
-MODE = ("wan", "wan-vace", "sana-video", "cosmos-predict", "z-image", "flux2", "ideogram-4")
+MODE = ("wan", "wan-vace", "skyreels-v2", "sana-video", "cosmos-predict", "z-image", "flux2", "ideogram-4")
 """Families whose latents are the mode of the posterior, not drawn from it."""
 
 
@@ -55,6 +55,7 @@ def by_channel(latents: torch.Tensor, config: object, scale: float = 1.0) -> tor
 
 UNDONE = {
     "wan2.1-t2v-1.3b": lambda latents, vae: by_channel(latents, vae.config),
+    "skyreels-v2-df-14b": lambda latents, vae: by_channel(latents, vae.config),
     "cogvideox-2b": lambda latents, vae: latents.transpose(0, 1)[None] / vae.config.scaling_factor,
     "ltx-video-2b": lambda latents, vae: (
         latents[None] * vae.latents_std.view(1, -1, 1, 1, 1) + vae.latents_mean.view(1, -1, 1, 1, 1)
@@ -63,6 +64,7 @@ UNDONE = {
     "mochi-1": lambda latents, vae: by_channel(latents, vae.config, vae.config.scaling_factor),
     "easyanimate-v5.1-7b": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "flux.1-dev": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
+    "longcat-image": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
     "chroma1-hd": lambda latents, vae: unpacked(latents) / vae.config.scaling_factor + vae.config.shift_factor,
     "lumina-image-2.0": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor + vae.config.shift_factor,
     "sd3.5-medium": lambda latents, vae: latents[None] / vae.config.scaling_factor + vae.config.shift_factor,
@@ -299,6 +301,7 @@ REFUSED_FAMILIES = (
     "wan2.2-animate-14b",
     "qwen-image-edit",
     "qwen-image-edit-2511",
+    "qwen-image-layered",
     "ltx-2",
     "ltx-2.3",
     "ltx-2.5",

@@ -67,7 +67,13 @@ class Made:
         )
 
 
-NAMES = ("wan2.1-i2v-14b-480p", "wan2.2-ti2v-5b", "cogvideox-5b-i2v", "sdxl")
+NAMES = (
+    "wan2.1-i2v-14b-480p",
+    "wan2.2-ti2v-5b",
+    "cogvideox-5b-i2v",
+    "sdxl",
+    "skyreels-v2-i2v-1.3b",
+)
 """The others are sampled in test_objectives."""
 
 
@@ -91,6 +97,9 @@ REFUSED = {
     "kandinsky-5.0-t2v-pro": "sparse attention",
     "framepack": "its sections one after another",
     "minimax-h3": "a modular pipeline",
+    "longcat-image": "a prompt in words",
+    "skyreels-v2-df-14b": "a pipeline that does not write over",
+    "skyreels-v2-df-1.3b": "a pipeline that does not write over",
     "cosmos-predict2-2b-v2w": "NVIDIA's guardrail",
     "cosmos-predict2.5-2b": "NVIDIA's guardrail",
 }

@@ -34,6 +34,9 @@ config:
         ("name_or_path: /models/mine, arch: 'zimage:turbo'", "z-image-turbo"),
         ("name_or_path: /models/mine, arch: zimage", "z-image"),
         ("name_or_path: Tongyi-MAI/Z-Image, arch: zimage", "z-image"),
+        ("name_or_path: black-forest-labs/FLUX.1-schnell, is_flux: true", "flux.1-schnell"),
+        ("name_or_path: black-forest-labs/FLUX.1-schnell, arch: flux", "flux.1-schnell"),
+        ("name_or_path: /models/mine, arch: flux", "flux.1-dev"),
         ("name_or_path: ostris/Z-Image-De-Turbo, arch: 'zimage:deturbo'", "z-image"),
     ],
 )
@@ -43,7 +46,9 @@ def test_a_version_of_an_architecture_is_a_model(words: str, model: str, tmp_pat
     assert translate(*dialects.read_script(from_file(path))).job["model"] == model
 
 
-@pytest.mark.parametrize(("model", "is_distilled"), [("z-image-turbo", True), ("z-image", False)])
+@pytest.mark.parametrize(
+    ("model", "is_distilled"), [("z-image-turbo", True), ("z-image", False), ("flux.1-schnell", True)]
+)
 def test_a_written_config_of_a_distilled_model_names_its_training_adapter(
     model: str, is_distilled: bool, tmp_path: Path
 ) -> None:
@@ -54,3 +59,11 @@ def test_a_written_config_of_a_distilled_model_names_its_training_adapter(
     path = tmp_path / "config.yaml"
     assert translate(*dialects.read_script(from_file(path))).job["model"] == model
     assert ("assistant_lora_path" in path.read_text()) == is_distilled
+
+
+@pytest.mark.parametrize(("path", "tokens"), [("FLUX.1-schnell", 512), ("FLUX.1-dev", None)])
+def test_prompts_of_schnell_are_filled_up_as_those_of_dev_are(path: str, tokens: int | None, tmp_path: Path) -> None:
+    """It was made for 256 tokens, which vplan, SimpleTuner and kohya-ss's scripts give it (toolkit/train_tools.py)."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG % f"name_or_path: black-forest-labs/{path}, arch: flux")
+    assert translate(*dialects.read_script(from_file(file))).job["text_tokens"] == tokens

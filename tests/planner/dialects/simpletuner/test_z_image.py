@@ -1,4 +1,4 @@
-"""Z-Image's flavours in SimpleTuner: the default is the distilled one, beside which a LoRA is loaded unasked."""
+"""Distilled flavours in SimpleTuner, beside which a LoRA is loaded unasked: Z-Image's default, FLUX.1's schnell."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def read(folder: Path, **changes: object) -> Translation:
         ({"model_flavour": "base"}, "z-image", False),
         ({"model_flavour": "ostris-de-turbo"}, "z-image", False),
         ({"pretrained_model_name_or_path": "Tongyi-MAI/Z-Image"}, "z-image", True),
+        ({"model_family": "flux", "model_flavour": "schnell"}, "flux.1-schnell", True),
+        ({"model_family": "flux", "model_flavour": "dev"}, "flux.1-dev", False),
     ],
 )
-def test_a_flavour_is_one_of_two_models(changes: dict[str, object], model: str, assisted: bool, tmp_path: Path) -> None:
+def test_a_flavour_is_a_model(changes: dict[str, object], model: str, assisted: bool, tmp_path: Path) -> None:
     found = read(tmp_path, **changes)
     assert found.job["model"] == model
     assert (ASSISTED in found.notes) == assisted
