@@ -156,8 +156,12 @@ _ADAM_8BIT = (
 )
 
 _ADAFACTOR = (
-    _row(("optimizer",), lambda c: c.adafactor and c.offloads("optimizer"), "Adafactor's states are small"),
-    _row(("optimizer",), lambda c: c.adafactor and (c.zero or c.fsdp), "a share of a matrix has not all its rows"),
+    _row(
+        ("optimizer", "optimizer_step"),
+        lambda c: c.adafactor and c.values["optimizer_step"] == "foreach",
+        "behind backward, beside all gradients, 8-bit AdamW is what people take",
+    ),
+    _row(("optimizer",), lambda c: c.adafactor and c.fsdp, "a share of a matrix has not all its rows"),
 )
 
 _OFFLOADING = (
