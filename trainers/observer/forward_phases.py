@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ class ForwardPhases:
     def _stepped_in_backward(self, model: Any) -> bool:
         """Whether no gradient waits for a step where the model's second forward begins: then parameters step in hooks
         of backward (sd-scripts ``--fused_backward_pass``)."""
-        return not self._splits_gradients() and all(parameter.grad is None for parameter in model.parameters())
+        return not self._splits_gradients() and all(parameter.grad is None for parameter in _parameters(model))
 
     def _without_gradients(self, module: Any) -> None:
         if not any(parameter.device.type == self._device for parameter in module.parameters()):
@@ -134,7 +134,16 @@ class ForwardPhases:
 
 
 def _is_trained(module: Any) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+    return any(parameter.requires_grad for parameter in _parameters(module))
+
+
+def _parameters(module: Any) -> Iterator[Any]:
+    """A module's own, and those of adapters outside of it that run in place of a part's forward (ai-toolkit's LoKr)."""
+    yield from module.parameters()
+    for part in module.modules():
+        owner = getattr(vars(part).get("forward"), "__self__", None)
+        if owner is not part and hasattr(owner, "parameters"):
+            yield from owner.parameters()
 
 
 def _unwrapped(model: Any) -> Any:

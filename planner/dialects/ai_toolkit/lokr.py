@@ -2,8 +2,9 @@
 
 A LoKr is the Kronecker product of two matrices, of which ai-toolkit never makes the whole: the layer's input goes
 through the one, then through the other (toolkit/models/lokr.py ``_call_forward_fast_linear``). So a step keeps for a
-layer what came in and what is in between, as many numbers as came in and go out, in 16 bits; of a LoRA it keeps what
-came in, in fp32. Over the layers of a block the two are about the same.
+layer what came in, which layers share, and what is in between, in 16 bits; of a LoRA it keeps what came in, in fp32.
+FLUX.1 at 512 pixels, rehearsed in its own code: 7.5 GiB over all blocks, where as a LoRA it is told 9.0. With
+checkpoints that is one block's, and 0.5 % of the peak.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def lokr_note(settings: Settings, fields: Fields) -> str | None:
     if fields["method"] != "lora" or str(settings.get(f"{NETWORK}type")).lower() != "lokr":
         return None
     as_many = f"a LoRA of rank {fields['lora_rank']}, which has about as many numbers"
-    return f"a LoKr of {lycoris.name_of(_factor_of(settings))} is priced as {as_many} ({AT} toolkit/models/lokr.py)"
+    less = "; without gradient_checkpointing it needs a little less" * (fields["gradient_checkpointing"] == "none")
+    named = f"a LoKr of {lycoris.name_of(_factor_of(settings))}"
+    return f"{named} is priced as {as_many} ({AT} toolkit/models/lokr.py){less}"
 
 
 def _rank_of_lokr(settings: Settings, rank: int) -> int:

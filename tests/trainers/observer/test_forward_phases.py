@@ -104,6 +104,36 @@ print(*seen)
 """
 )
 
+REPLACED = (
+    PROGRAM.partition("class Model")[0]
+    + """
+class Adapter(torch.nn.Module):
+    # Never called itself, as ai-toolkit's LoKr: it runs in place of its layer's forward.
+    def __init__(self, layer):
+        super().__init__()
+        self.scale, self.its = torch.nn.Parameter(torch.ones(4)), layer.forward
+        layer.forward = self.forward
+    def forward(self, x):
+        return self.its(x) * self.scale
+
+encoder, model = (torch.nn.Sequential(torch.nn.Linear(4, 4)).requires_grad_(False) for _ in range(2))
+adapter = Adapter(model[0])
+optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
+for _ in range(2):
+    with torch.no_grad():
+        x = encoder(torch.ones(1, 4))
+    model(x).sum().backward()
+    phases.step_begins()
+    optimizer.step()
+    phases.step_ended()
+print(*seen)
+"""
+)
+
+
+def test_adapters_in_place_of_a_layers_forward_train_its_model() -> None:
+    assert _shown(REPLACED) == "load encode first_step optimizer train encode train optimizer train"
+
 
 def test_parts_of_a_pipeline_that_is_not_called_encode_with_gradients_on() -> None:
     assert _shown(PIPELINE) == "load first_step encode first_step optimizer train encode train optimizer train"
