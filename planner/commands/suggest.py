@@ -198,6 +198,8 @@ def _for_one(
     answer |= counted.to_json() if counted else {}
 
     def print_one(console: Console) -> None:
+        if counted:
+            counted.print_miss(console)
         render.print_suggestion(console, question, suggestion, whole)
         if even:
             render_job.print_shapes(console, even)
@@ -358,7 +360,8 @@ def _counted(
         found = suggester.best(suggester.search(question._replace(allow_lossy=lossy)), explain=False)
         return found.plan if found else None
 
-    return count_gpus(asked, limits, best, lambda plan: _whole_job(length, suggester, plan))
+    steps = length.length.steps if length else None
+    return count_gpus(asked, limits, best, lambda plan: _whole_job(length, suggester, plan), steps)
 
 
 def _evened(suggester: Suggester, plan: Estimate, most: Mapping[Bucket, int]) -> EvenedPlan:
