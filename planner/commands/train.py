@@ -25,7 +25,7 @@ from planner.commands._shared.verb import (
 )
 from planner.dataset.sources import sources
 from planner.errors import VplanError, quoted
-from planner.launch import launch
+from planner.launch import launch, validation
 from planner.launch.stop import StopSignal
 from planner.launch.training_laws import over
 from planner.preflight import preflight
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         "vplan train plan.toml --data clips --output run --trigger 'ohwx man' --flip",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
         "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh",
-        "vplan train plan.toml --data clips --output run --validation-mode on",
+        "vplan train my-wan --gpu 24GB --data clips --output run --validate-every 250",
         "vplan train plan.toml --data clips --output run --timestep-shift 3",
     ),
 )
@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     "--validate-every",
     type=click.IntRange(1, 10**5),
     metavar="N",
-    help="Steps between validation samples (default: only at the end).",
+    help="Steps between validation samples.  [default: none are made; with --validation-mode on, at the end]",
 )
 @click.option(
     "--validation-prompt", multiple=True, metavar="TEXT", help="Prompt of a validation sample; may be repeated."
@@ -147,7 +147,8 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
       repeats = 3
 
     The plan is checked against what is free now, and the data is encoded once and cached. The same command again
-    resumes training from its last checkpoint. On SIGUSR1, or when a file OUTPUT/stop appears, it writes a checkpoint
+    resumes training from its last checkpoint. A model whose samples are asked for (--validate-every,
+    --validation-prompt, ...) is planned with --validation-mode on; a given plan must have it. On SIGUSR1, or when a file OUTPUT/stop appears, it writes a checkpoint
     after the current step and ends with exit code 138. Exit code 3: it does not fit; 4: it failed for another reason.
     """
     place = Path(output).expanduser().absolute()
@@ -168,10 +169,13 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
             echo(f"warning: the drive of {place} has no locks: start no second run there meanwhile", err=True)
         planned = asked.plan is None and not (place / PLAN).exists()  # which says what it found
         console = talk() if as_json else answer_console()  # with --json stdout is for the last answer alone
-        plan = preflight.ready(choose(asked, place, first=said["node_rank"] == 0, console=console))
+        chosen = choose(asked, place, validation.asking(said), console)
+        plan = preflight.ready(chosen.plan)
         plan = plan.replace(training=over(plan.training, said))
         with stoppable(lambda: resume_hint(place)), StopSignal(place, first=said["node_rank"] == 0):
             supervisor = TrainingSupervisor(plan, Path(data).expanduser().absolute(), place, said)
+            if said["node_rank"] == 0:
+                chosen.keep(place, searched=planned)
             return supervisor.run(as_json, begins=not planned)
 
 
