@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from planner.catalog import lookup
-from planner.commands._shared.data_options import data_options, typed_settings
+from planner.commands._shared.data_options import data_options, typed_settings, with_proposed_shapes
 from planner.commands._shared.options import training_options
 from planner.commands._shared.pick_plan import PLAN, choose, weights_of
 from planner.commands._shared.request import TypedQuestion, request_options
@@ -29,6 +30,8 @@ from planner.launch import launch, validation
 from planner.launch.stop import StopSignal
 from planner.launch.training_laws import over
 from planner.preflight import preflight
+from planner.spec.job import Bucket
+from planner.spec.plan import read_plan
 from planner.spec.training import TrainingSettings
 from planner.terminal import echo
 
@@ -148,8 +151,9 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
 
     The plan is checked against what is free now, and the data is encoded once and cached. The same command again
     resumes training from its last checkpoint. A model whose samples are asked for (--validate-every,
-    --validation-prompt, ...) is planned with --validation-mode on; a given plan must have it. On SIGUSR1, or when a file OUTPUT/stop appears, it writes a checkpoint
-    after the current step and ends with exit code 138. Exit code 3: it does not fit; 4: it failed for another reason.
+    --validation-prompt, ...) is planned with --validation-mode on; a given plan must have it. On SIGUSR1, or when a
+    file OUTPUT/stop appears, it writes a checkpoint after the current step and ends with exit code 138. Exit code 3: it
+    does not fit; 4: it failed for another reason.
     """
     place = Path(output).expanduser().absolute()
     # Before anything is planned or written.
@@ -169,7 +173,8 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
             echo(f"warning: the drive of {place} has no locks: start no second run there meanwhile", err=True)
         planned = asked.plan is None and not (place / PLAN).exists()  # which says what it found
         console = talk() if as_json else answer_console()  # with --json stdout is for the last answer alone
-        chosen = choose(asked, place, validation.asking(said), console)
+        asked, most = _with_shapes(asked, Path(data).expanduser(), place, said)
+        chosen = choose(asked, place, validation.asking(said), most, console)
         plan = preflight.ready(chosen.plan)
         plan = plan.replace(training=over(plan.training, said))
         with stoppable(lambda: resume_hint(place)), StopSignal(place, first=said["node_rank"] == 0):
@@ -177,6 +182,20 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
             if said["node_rank"] == 0:
                 chosen.keep(place, searched=planned)
             return supervisor.run(as_json, begins=not planned)
+
+
+def _with_shapes(
+    asked: TypedQuestion, data: Path, place: Path, said: Mapping[str, Any]
+) -> tuple[TypedQuestion, Mapping[Bucket, int]]:
+    """The question with the shapes of `--buckets auto`: those of the plan that an earlier call kept, which was made for
+    the data as it was then; else those that the data has, with how many samples each."""
+    kept = place / PLAN
+    if asked.wants_shapes and (data / ENTRIES).is_file():
+        fault = f"--buckets auto looks into clips, and {data} holds encoded samples"
+        raise VplanError(fault, "write their shapes: --buckets FxHxW,...")
+    if asked.wants_shapes and asked.plan is None and kept.is_file():
+        return asked.with_shapes(read_plan(kept).job.buckets), {}
+    return with_proposed_shapes(asked, {**said, "data": str(data)})
 
 
 def _check_data(model: ModelProfile, data: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -18,7 +19,8 @@ from planner.commands import USAGE
 from planner.commands._shared.request import SHAPE, TypedQuestion
 from planner.commands._shared.verb import FiniteRange, Function
 from planner.errors import VplanError, quoted
-from planner.estimate.estimate import Layout
+from planner.estimate.bucket_batches import EvenedPlan, evened
+from planner.estimate.estimate import Layout, assess
 from planner.estimate.whole_job import JobLength, ShapeCount, WholeJob, whole_job
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from planner.dataset.buckets import Sample
     from planner.dataset.scan import Dataset
     from planner.dataset.sources import DataSource
+    from planner.search.suggester import Suggester
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -234,6 +237,17 @@ def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple
     distinct = {shape.replace(batch_size=None): max(1, one.draws // one.most) for shape, one in drawn.items()}
     used = tuple(shape for shape in shapes if shape in distinct)
     return asked.with_shapes(used), distinct
+
+
+def evened_plan(suggester: Suggester, plan: Estimate, most: Mapping[Bucket, int]) -> EvenedPlan:
+    """The plan with a batch size for each of its shapes. ``most``: samples that a micro-batch of a shape may have."""
+
+    def price(job: Job) -> Estimate:
+        candidate = replace(plan.configuration, job=job)
+        facts, lay_out = suggester.screen.facts(candidate), suggester.screen.run_cache.lay_out
+        return assess(candidate, facts, suggester.trainer, lay_out, flushes=False).estimate
+
+    return evened(plan, price, most)
 
 
 def count(folders: Sequence[DataSource], model: ModelProfile, job: Job, skip_bad: bool = False) -> Counts:

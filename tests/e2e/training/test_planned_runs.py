@@ -9,6 +9,7 @@ from click.testing import Result
 
 from planner.spec.plan import read_plan
 from tests.command_line import typed
+from tests.e2e.test_whole_jobs import write_video
 
 MODEL = "wan2.1-t2v-1.3b"
 
@@ -65,3 +66,37 @@ def test_what_is_refused_leaves_no_plan_behind_and_its_fix_holds(place: Path) ->
     assert "fix: add --validation-mode on" in refused and not (place / "run" / "plan.toml").exists()
     train(place, given, "--validate-every", "10", "--validation-mode", "on")
     assert mode(place) == "on"
+
+
+def shapes(place: Path, run: str = "run") -> list[tuple[int, int, int, int | None]]:
+    buckets = read_plan(place / run / "plan.toml").job.buckets
+    return [(one.frames, one.height, one.width, one.batch_size) for one in buckets]
+
+
+def test_shapes_are_proposed_from_the_data_and_kept(place: Path) -> None:
+    for number in range(4):
+        write_video(place / "clips" / f"{number}.mp4", 17, 240, 416)
+    auto = ("--gpu", "24GB", "--buckets", "auto")
+    shown = train(place, MODEL, *auto).stdout
+    (wanted,) = shapes(place)
+    assert wanted[:3] == (17, 240, 416) and "shape of the data" in shown
+    suggested = str(place / "plan.toml")
+    typed("suggest", MODEL, *auto, "--data", str(place / "clips"), "-o", suggested)
+    assert list(read_plan(suggested).job.buckets) == list(read_plan(place / "run" / "plan.toml").job.buckets)
+
+    train(place, MODEL, "--gpu", "24GB", run="usual")
+    train(place, str(place / "usual" / "plan.toml"), "--buckets", "auto", "--frames", "9", run="given")
+    assert [shape[:3] for shape in shapes(place, "given")] == [(9, 240, 416)]
+
+    write_video(place / "clips" / "tall.mp4", 33, 416, 240)  # which a plan that is kept is not made for
+    assert "continuing with" in train(place, MODEL, *auto).stderr and shapes(place) == [wanted]
+    (place / "clips" / "tall.txt").unlink()
+    assert "fix: " in train(place, MODEL, *auto, run="new", code=1).stderr
+    train(place, MODEL, *auto, "--skip-bad", run="new")
+    assert shapes(place, "new") == [wanted]
+
+
+def test_shapes_of_encoded_samples_are_not_proposed(place: Path) -> None:
+    (place / "clips" / "entries.jsonl").write_text("")
+    refused = train(place, MODEL, "--gpu", "24GB", "--buckets", "auto", code=1).stderr
+    assert "holds encoded samples" in refused and "fix: write their shapes" in refused
