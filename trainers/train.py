@@ -24,6 +24,7 @@ from planner.errors import VplanError
 from planner.launch import checkpoint_layout, checkpoints, training_laws
 from planner.launch.launch import MEMORY, METRICS, NAN, RunRequest
 from planner.launch.stop import STOP_REQUEST
+from planner.launch.weight_files import model_folder
 from planner.spec.plan import plan_to_toml
 from planner.spec.training import NAMED_INITS
 from planner.worker_process import REQUEST, read_json, result_file
@@ -257,7 +258,7 @@ class TrainingRun:
             fill = experts.from_folder(root, profile, job, self.device, self._begin, trained)
             self.experts = experts.pair(profile, job, strategy, self.device, fill, alpha)
             return self.experts
-        source = weights.published(weights.model_folder(root, profile, job), profile)
+        source = weights.published(model_folder(root, profile, job), profile)
         model = step.build_model(profile, job, strategy, lora_alpha=alpha)
         parallel.split(model, profile, job, strategy, self.device)
         swapped = swap.swapped_blocks(model, profile, strategy)
