@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch import checkpoints, training_laws
+from planner.launch import checkpoint_layout, checkpoints, training_laws
 from planner.launch.launch import MEMORY, METRICS, NAN, RunRequest
 from planner.launch.stop import STOP_REQUEST
-from planner.spec.fp16 import scales_loss
+from planner.launch.weight_files import model_folder
 from planner.spec.plan import plan_to_toml
 from planner.spec.training import NAMED_INITS
 from planner.worker_process import REQUEST, read_json, result_file
@@ -258,7 +258,7 @@ class TrainingRun:
             fill = experts.from_folder(root, profile, job, self.device, self._begin, trained)
             self.experts = experts.pair(profile, job, strategy, self.device, fill, alpha)
             return self.experts
-        source = weights.published(weights.model_folder(root, profile, job), profile)
+        source = weights.published(model_folder(root, profile, job), profile)
         model = step.build_model(profile, job, strategy, lora_alpha=alpha)
         parallel.split(model, profile, job, strategy, self.device)
         swapped = swap.swapped_blocks(model, profile, strategy)
@@ -281,36 +281,12 @@ class TrainingRun:
         if manifest["format"] == 1 and not self._is_replicated():
             fault = "the checkpoint is of an older vplan, whose states of several ranks this one does not read"
             raise VplanError(fault, "finish the run with the vplan that began it, or start over with --resume no")
-        layout = {"adapter": "lora", **manifest["layout"]}  # older checkpoints have no other kind
-        for name, now in self._layout().items():
-            then = layout.get(name, now)  # older checkpoints do not say which experts
-            if then != now:
-                fault = f"the checkpoint was written with {name} {then}, but the plan has {now}"
-                raise VplanError(fault, f"set {name} back to {then}, or start over with --resume no")
+        checkpoint_layout.check(manifest["layout"], self._layout())
         return int(self.loader.sampler.resume(manifest["position"]))
 
     def _layout(self) -> dict[str, Any]:
         """What decides the form of a checkpoint's tensors."""
-        from trainers.parallel import parallel
-
-        job, strategy = self.job, self.strategy
-        return {
-            "model": job.model,
-            "experts": job.experts,
-            "method": job.method,
-            "adapter": job.adapter,
-            "lokr_factor": job.lokr_factor if job.trains == "lokr" else None,
-            "lora_rank": job.lora_rank if job.method == "lora" else None,
-            "lora_targets": list(job.lora_targets or ()) if job.method == "lora" else None,
-            "trainable": list(job.trainable),
-            "optimizer": strategy.optimizer,
-            "step inside backward": strategy.optimizer_step == "backward",
-            "master_weights": strategy.master_weights,
-            "loss scaling": scales_loss(job, strategy),
-            "ema": strategy.ema != "none",
-            "sharding": strategy.sharding if strategy.sharding not in ("none", "ddp") else "none or ddp",
-            "ranks": self.request.plan.machine.world if parallel.needs_as_many_ranks(strategy) else None,
-        }
+        return checkpoint_layout.layout(self.request.plan, self.profile)
 
     def _lora_files(self) -> Any:
         """What writes the run's LoRA files; None in full training."""

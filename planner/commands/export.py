@@ -96,7 +96,10 @@ def command(asked: TypedQuestion, name: str, output: str, nearest: bool, force: 
         if done.left_out:
             say("Your script must do: " + ", ".join(f"{field} {value}" for field, value in done.left_out.items()))
         counts_on = f" (it sets {ALLOCATOR}, on which the estimate counts)" if done.sets_allocator else ""
-        say(f"Start it in {output}: {done.start}{counts_on}")
+        # The trainers' own Python runs on Windows; the script that starts it is bash's.
+        is_bash_on_windows = done.plan.machine.os == "windows" and done.start.startswith("bash ")
+        where = ", in Git Bash (under WSL, plan with --os wsl)" if is_bash_on_windows else ""
+        say(f"Start it in {output}: {done.start}{where}{counts_on}")
 
     show(answer, as_json, render)
     return 0

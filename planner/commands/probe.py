@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import click
 
-from planner.catalog import card_lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.plan_id import row_id
 from planner.commands import USAGE
 from planner.commands._shared.verb import DOES_NOT_FIT, DONE, Verb, examples, json_option, output_option, show, table
@@ -17,6 +17,7 @@ from planner.errors import VplanError, quoted
 from planner.evidence.jsonl import append_row, rows_by_id
 from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.measurement import ProbeRow
+from planner.launch import weight_files
 from planner.launch.supported import settled
 from planner.layout.correction import SEPARATE_PHASES
 from planner.probe.probe import STEPS, TIME_LIMIT, RealRunner
@@ -127,6 +128,8 @@ def command(
     if weights and not Path(weights).is_dir():
         raise VplanError(f"there is no folder {quoted(weights)}", "pass the model's folder: --weights DIR")
     plans = [(path, _for_card(read_plan(path), gpu)) for path in paths]
+    for _, plan in plans if weights else ():
+        weight_files.check(plan, lookup.model(plan.job.model), Path(str(weights)).expanduser(), encoders=False)
     # All are checked before the first runs: a slip in the last one should not show after an hour.
     ids = [row_id(settled(plan)) for _, plan in plans]
     known = rows_by_id(output) if output else {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +12,13 @@ from click.shell_completion import CompletionItem
 
 from planner.catalog import card_lookup, lookup
 from planner.commands import USAGE
-from planner.commands._shared.data_options import AskedLength, asked_length, whole_job_options, with_proposed_shapes
+from planner.commands._shared.data_options import (
+    AskedLength,
+    asked_length,
+    evened_plan,
+    whole_job_options,
+    with_proposed_shapes,
+)
 from planner.commands._shared.gpu_count import (
     CountedGpus,
     TimeLimits,
@@ -40,8 +45,7 @@ from planner.commands._shared.verb import (
     write_report,
 )
 from planner.errors import VplanError
-from planner.estimate.bucket_batches import EvenedPlan, evened
-from planner.estimate.estimate import assess
+from planner.estimate.bucket_batches import EvenedPlan
 from planner.estimate.whole_job import WholeJob
 from planner.layout.unpriced import refuse_trainers_of_cuda
 from planner.parallel import spread
@@ -49,7 +53,7 @@ from planner.search.objectives import PREFERRED, more_ram
 from planner.search.question import Question, Suggestion
 from planner.search.search import Search
 from planner.search.suggester import Suggester, assumptions
-from planner.spec.job import Bucket, Job
+from planner.spec.job import Bucket
 from planner.spec.plan import Estimate
 from planner.units import format_gib, gib
 
@@ -187,7 +191,7 @@ def _for_one(
     counted = _counted(asked, suggester, limits, length, lossy=lossy) if limits else None
     question = (counted.chosen.question if counted else asked.settle())._replace(allow_lossy=lossy)
     suggestion = suggester.suggest(question, _early(started, suggester, length))
-    even = _evened(suggester, suggestion.plan, most) if most is not None else None
+    even = evened_plan(suggester, suggestion.plan, most) if most is not None else None
     suggestion = suggestion._replace(plan=even.plan) if even else suggestion
     whole = _whole_job(length, suggester, suggestion.plan)
     if to.output:
@@ -198,6 +202,8 @@ def _for_one(
     answer |= counted.to_json() if counted else {}
 
     def print_one(console: Console) -> None:
+        if counted:
+            counted.print_miss(console)
         render.print_suggestion(console, question, suggestion, whole)
         if even:
             render_job.print_shapes(console, even)
@@ -357,18 +363,8 @@ def _counted(
         found = suggester.best(suggester.search(question._replace(allow_lossy=lossy)), explain=False)
         return found.plan if found else None
 
-    return count_gpus(asked, limits, best, lambda plan: _whole_job(length, suggester, plan))
-
-
-def _evened(suggester: Suggester, plan: Estimate, most: Mapping[Bucket, int]) -> EvenedPlan:
-    """The plan with a batch size for each of its shapes."""
-
-    def price(job: Job) -> Estimate:
-        candidate = replace(plan.configuration, job=job)
-        facts, lay_out = suggester.screen.facts(candidate), suggester.screen.run_cache.lay_out
-        return assess(candidate, facts, suggester.trainer, lay_out, flushes=False).estimate
-
-    return evened(plan, price, most)
+    steps = length.length.steps if length else None
+    return count_gpus(asked, limits, best, lambda plan: _whole_job(length, suggester, plan), steps)
 
 
 def _json(whole: WholeJob | None, even: EvenedPlan | None) -> dict[str, Any]:

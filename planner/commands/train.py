@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from planner.catalog import lookup
-from planner.commands._shared.data_options import data_options, typed_settings
+from planner.commands._shared.data_options import data_options, typed_settings, with_proposed_shapes
 from planner.commands._shared.options import training_options
 from planner.commands._shared.pick_plan import PLAN, choose, weights_of
 from planner.commands._shared.request import TypedQuestion, request_options
@@ -25,10 +26,12 @@ from planner.commands._shared.verb import (
 )
 from planner.dataset.sources import sources
 from planner.errors import VplanError, quoted
-from planner.launch import launch
+from planner.launch import launch, validation
 from planner.launch.stop import StopSignal
 from planner.launch.training_laws import over
 from planner.preflight import preflight
+from planner.spec.job import Bucket
+from planner.spec.plan import read_plan
 from planner.spec.training import TrainingSettings
 from planner.terminal import echo
 
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
         "vplan train plan.toml --data clips --output run --trigger 'ohwx man' --flip",
         "vplan train plan.toml --data clips --output run --log-with tensorboard",
         "vplan train plan.toml --data clips --output run --nodes 2 --slurm job.sh",
-        "vplan train plan.toml --data clips --output run --validation-mode on",
+        "vplan train my-wan --gpu 24GB --data clips --output run --validate-every 250",
         "vplan train plan.toml --data clips --output run --timestep-shift 3",
     ),
 )
@@ -94,7 +97,7 @@ if TYPE_CHECKING:
     "--validate-every",
     type=click.IntRange(1, 10**5),
     metavar="N",
-    help="Steps between validation samples (default: only at the end).",
+    help="Steps between validation samples.  [default: none are made; with --validation-mode on, at the end]",
 )
 @click.option(
     "--validation-prompt", multiple=True, metavar="TEXT", help="Prompt of a validation sample; may be repeated."
@@ -147,8 +150,10 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
       repeats = 3
 
     The plan is checked against what is free now, and the data is encoded once and cached. The same command again
-    resumes training from its last checkpoint. On SIGUSR1, or when a file OUTPUT/stop appears, it writes a checkpoint
-    after the current step and ends with exit code 138. Exit code 3: it does not fit; 4: it failed for another reason.
+    resumes training from its last checkpoint. A model whose samples are asked for (--validate-every,
+    --validation-prompt, ...) is planned with --validation-mode on; a given plan must have it. On SIGUSR1, or when a
+    file OUTPUT/stop appears, it writes a checkpoint after the current step and ends with exit code 138. Exit code 3: it
+    does not fit; 4: it failed for another reason.
     """
     place = Path(output).expanduser().absolute()
     # Before anything is planned or written.
@@ -168,11 +173,29 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
             echo(f"warning: the drive of {place} has no locks: start no second run there meanwhile", err=True)
         planned = asked.plan is None and not (place / PLAN).exists()  # which says what it found
         console = talk() if as_json else answer_console()  # with --json stdout is for the last answer alone
-        plan = preflight.ready(choose(asked, place, first=said["node_rank"] == 0, console=console))
+        asked, most = _with_shapes(asked, Path(data).expanduser(), place, said)
+        chosen = choose(asked, place, validation.asking(said), most, console)
+        plan = preflight.ready(chosen.plan)
         plan = plan.replace(training=over(plan.training, said))
         with stoppable(lambda: resume_hint(place)), StopSignal(place, first=said["node_rank"] == 0):
             supervisor = TrainingSupervisor(plan, Path(data).expanduser().absolute(), place, said)
+            if said["node_rank"] == 0:
+                chosen.keep(place, searched=planned)
             return supervisor.run(as_json, begins=not planned)
+
+
+def _with_shapes(
+    asked: TypedQuestion, data: Path, place: Path, said: Mapping[str, Any]
+) -> tuple[TypedQuestion, Mapping[Bucket, int]]:
+    """The question with the shapes of `--buckets auto`: those of the plan that an earlier call kept, which was made for
+    the data as it was then; else those that the data has, with how many samples each."""
+    kept = place / PLAN
+    if asked.wants_shapes and (data / ENTRIES).is_file():
+        fault = f"--buckets auto looks into clips, and {data} holds encoded samples"
+        raise VplanError(fault, "write their shapes: --buckets FxHxW,...")
+    if asked.wants_shapes and asked.plan is None and kept.is_file():
+        return asked.with_shapes(read_plan(kept).job.buckets), {}
+    return with_proposed_shapes(asked, {**said, "data": str(data)})
 
 
 def _check_data(model: ModelProfile, data: Path) -> None:

@@ -74,16 +74,31 @@ def read(
     and larger pictures shrunk. ``tell`` is called now and then with what is looked at (``scanning``), and how many
     files (``done`` of ``all``).
     """
+    return in_buckets(usable(sources, profile, job, tell), profile, job, skip_bad=skip_bad)
+
+
+def usable(
+    sources: Sequence[DataSource], profile: ModelProfile, job: Job, tell: Callable[..., None] = _silent
+) -> list[tuple[DataSource, Scan]]:
+    """What a model can be trained on in each source, whatever the job's shapes, and the faults of the rest."""
     needs_sound = bool(profile.inputs.get("sound"))
+    found = []
+    for source in sources:
+        folder_scan = _with_companions(scan(source, captioned=not needs_sound, tell=tell), profile, job)
+        found.append((source, _with_sound(folder_scan, profile) if needs_sound else folder_scan))
+    return found
+
+
+def in_buckets(
+    scans: Sequence[tuple[DataSource, Scan]], profile: ModelProfile, job: Job, *, skip_bad: bool = False
+) -> Dataset:
+    """The samples of sources that were looked through; see `read`."""
     samples: list[Sample] = []
     faults: list[Fault] = []
     notes: list[str] = []
-    for source in sources:
-        found = _with_companions(scan(source, captioned=not needs_sound, tell=tell), profile, job)
-        if needs_sound:
-            found = _with_sound(found, profile)
+    for source, found in scans:
         made, unfit, words = assign(found.clips, profile, job, source)
-        opening = f"{Path(source.folder).name}/" if len(sources) > 1 else ""
+        opening = f"{Path(source.folder).name}/" if len(scans) > 1 else ""
         samples += [sample._replace(clip=sample.clip._replace(name=opening + sample.clip.name)) for sample in made]
         faults += [fault._replace(name=opening + fault.name) for fault in sorted((*found.faults, *unfit))]
         notes += [f"{opening} {note}".lstrip() for note in words]

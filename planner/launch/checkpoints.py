@@ -247,6 +247,13 @@ def check(checkpoint: Path, run: str) -> dict[str, Any]:
     return dict(manifest)
 
 
+def said_by(output: Path, checkpoint: Path | None) -> dict[str, Any] | None:
+    """What a checkpoint, else the newest of a run, says of itself, whole or not; None where nothing is said."""
+    if checkpoint is not None:
+        return _manifest(checkpoint)
+    return next(filter(None, map(_manifest, _resumable(output / FOLDER))), None)
+
+
 def newest(output: Path, run: str) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of a run, and what is wrong with each newer one."""
     faults: list[str] = []

@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 
 from planner.errors import VplanError, quoted
-from planner.launch import launch
+from planner.launch import launch, weight_files
 from planner.schema import Record
 from planner.worker_process import vplan_command
 
@@ -24,7 +24,8 @@ class Conversion(Record):
 
 
 def check(file: str) -> Path:
-    """The file of ``--transformer``. Raises a VplanError where there is none, or of another kind."""
+    """The file of ``--transformer``. Raises a VplanError where there is none, or it is of another kind or not
+    whole."""
     path = Path(file).expanduser().absolute()
     if not path.is_file():
         raise VplanError(f"there is no file {quoted(file)}", "pass the transformer's file: --transformer FILE")
@@ -32,6 +33,7 @@ def check(file: str) -> Path:
         raise VplanError(
             f"{quoted(file)} is no .safetensors file", "only safetensors are read: other files can run code"
         )
+    weight_files.check_file(path)
     return path
 
 

@@ -42,6 +42,16 @@ def test_a_limit_that_nothing_keeps_is_said() -> None:
     )
 
 
+def test_steps_that_more_gpus_do_not_shorten_are_named() -> None:
+    """Each of N GPUs brings samples of its own to a step, so epochs get shorter with N, and steps do not."""
+    shown = typed(*WAN, "--steps", "2000", "--max-hours", "0.5", code=3).stdout
+    assert not shown.startswith("fits") and shown.startswith("too slow: nothing tried keeps --max-hours 0.5")
+    last = " ".join(shown.split()).partition("no number of GPUs")[2]
+    assert "N times the samples in as many steps" in last and "--epochs (with --data), or --steps 250 on 8" in last
+    one = typed(*WAN, "--steps", "2000", "--max-hours", "0.5", "--gpus", "1", code=3).stdout
+    assert "N times the samples" not in one and one.rstrip().endswith("keeps --max-hours 0.5")
+
+
 def test_gpus_share_samples_where_a_step_is_too_long() -> None:
     long = ("suggest", "wan2.1-t2v-14b", "--frames", "81", "--gpu", "h100-80gb", "--host-ram", "512GiB")
     found = answer(*long, "--max-step-seconds", "13")

@@ -238,6 +238,28 @@ def test_a_resolution_and_a_length_are_limits(data: str) -> None:
     assert [shape_of(entry) for entry in found["buckets"]] == [(17, 128, 224), (17, 224, 128), (1, 128, 224)]
 
 
+@pytest.mark.parametrize("verb", ["suggest", "estimate"])
+@pytest.mark.parametrize("length", [(), ("--steps", "100")], ids=["shapes alone", "a whole job"])
+def test_clips_that_cannot_be_used_are_refused_or_skipped(tmp_path: Path, verb: str, length: tuple[str, ...]) -> None:
+    """With or without a length, as training does; the fix that is named is an option of the command."""
+    for number in range(3):
+        write_video(tmp_path / f"{number}.mp4", 33, 240, 416)
+    write_video(tmp_path / "silent.mp4", 81, 416, 240)
+    (tmp_path / "silent.txt").unlink()
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "empty.txt").write_text("nothing")
+    words = (verb, *WAN_24, "--gradient-checkpointing", "full", "--buckets", "auto", "--data", str(tmp_path), *length)
+    refused = typed(*words, code=1).stderr
+    assert "2 of 5 samples cannot be used" in refused and "silent.mp4: caption missing" in refused
+    assert "empty.mp4: " in refused and "leave them out with --skip-bad" in refused
+    done = typed(*words, "--skip-bad", "--json")
+    assert [shape_of(entry) for entry in json.loads(done.stdout)["buckets"]] == [(33, 240, 416)]
+    assert done.stderr.count("skipped: silent.mp4") == done.stderr.count("skipped: empty.mp4") == 1
+    for path in tmp_path.glob("?.*"):
+        path.unlink()
+    assert "2 of 2 samples cannot be used" in typed(*words, "--skip-bad", code=1).stderr
+
+
 def test_the_table_is_for_people_too(data: str) -> None:
     page = typed("estimate", *WAN_24, "--gradient-checkpointing", "full", "--buckets", "auto", "--data", data).stdout
     assert "shape of the data" in page and "--buckets 49x240x416x1," in page

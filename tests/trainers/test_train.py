@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from planner.catalog import lookup  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch.supported import settled  # noqa: E402
+from planner.launch.weight_files import model_folder  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
@@ -198,7 +199,7 @@ def damaged(place: runs.Place, folder: Path, change: Any) -> VplanError:
 
     with pytest.raises(VplanError) as raised:
         source = weights.published(
-            weights.model_folder(folder, profile, Job(model=place.model, frames=5, height=32, width=32)), profile
+            model_folder(folder, profile, Job(model=place.model, frames=5, height=32, width=32)), profile
         )
         weights.load(
             step.build_model(profile, place.plan(method="full").job, Strategy(weights_dtype="fp32")),
@@ -264,7 +265,7 @@ def test_weights_are_those_of_the_files(wan: runs.Place, tmp_path: Path, dtype: 
     assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 1
     plan = wan.plan({"weights_dtype": dtype})
     built = step.build_model(profile, plan.job.replace(lora_targets=profile.lora.targets), plan.strategy)
-    source = weights.published(weights.model_folder(tmp_path, profile, plan.job), profile)
+    source = weights.published(model_folder(tmp_path, profile, plan.job), profile)
     weights.load(built, source, torch.device("cpu"), weights.fresh(0))
     wanted = model.state_dict()
     checked = 0

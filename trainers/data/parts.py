@@ -5,8 +5,7 @@ Only safetensors are read: a pickle can run code. Classes are those our families
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,8 @@ from torch import nn
 
 from planner.catalog.diffusers_folder import CONFIG, read_config
 from planner.errors import VplanError, quoted
-from planner.untrusted import MAX_INDEX_BYTES, read_bytes
+from planner.launch import weight_files
 
-WEIGHTS = ("diffusion_pytorch_model", "model")
-"""How weight files are called: diffusers' and transformers'."""
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 INDEX = "model_index.json"
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is fetched of a part on the hub: configs, weights, vocabularies, chat templates."""
@@ -60,7 +56,7 @@ def locate(source: str, parts: Iterable[str]) -> Path:
 def check(root: Path, part: str, class_name: str) -> list[Path]:
     """Files that a part's weights depend on: config and shards. A VplanError for what could not be loaded safely.
 
-    That is: no config, another class than the family's, no safetensors, a shard that is not there.
+    That is: no config, another class than the family's, no safetensors, a shard that is not there or not whole.
     """
     folder = root / part
     if not folder.is_dir():
@@ -70,7 +66,9 @@ def check(root: Path, part: str, class_name: str) -> list[Path]:
         names = " or ".join(map(quoted, classes)) or "something unnamed"
         fault = f"{part}/ of {root.name} is {names}, but this model is trained with a {class_name}"
         raise VplanError(fault, "pass the model of the plan, or plan for this one")
-    return [folder / CONFIG, *_weights(root, part)]
+    files = list(weight_files.part_files(root, part))
+    weight_files.check_files(files)
+    return [folder / CONFIG, *files]
 
 
 def check_helper(root: Path, part: str) -> list[Path]:
@@ -92,41 +90,6 @@ def _classes(root: Path, part: str) -> list[object]:
         entry = read_config(root / INDEX, root).get(part)
         classes += entry[1:2] if isinstance(entry, list) else []
     return list(dict.fromkeys(name for name in classes if isinstance(name, str)))
-
-
-def _weights(root: Path, part: str) -> Iterator[Path]:
-    """The safetensors of a part, every shard of them."""
-    folder = root / part
-    for stem in WEIGHTS:
-        index = folder / f"{stem}.safetensors.index.json"
-        if (folder / f"{stem}.safetensors").is_file():
-            yield folder / f"{stem}.safetensors"
-            return
-        if index.is_file():
-            yield index
-            yield from _shards(root, part, index)
-            return
-    if any(path.suffix in PICKLES for path in folder.iterdir()):
-        fix = "convert them: load the model and save_pretrained(..., safe_serialization=True)"
-        raise VplanError(f"{part}/ of {root.name} has its weights only as pickles, which are never loaded", fix)
-    file_names = " or ".join(f"{stem}.safetensors" for stem in WEIGHTS)
-    raise VplanError(f"{part}/ of {root.name} has no weights ({file_names})", "download the model again")
-
-
-def _shards(root: Path, part: str, index: Path) -> Iterator[Path]:
-    try:
-        names = sorted(set(json.loads(read_bytes(index, MAX_INDEX_BYTES))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise VplanError(f"{part}/{index.name} of {root.name} is damaged", "download the file again") from None
-    for name in names:
-        # The index comes from a download: a name in it must not lead out of the folder, nor to a pickle.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise VplanError(f"{part}/{index.name} of {root.name} names {quoted(name)} as a shard", "download it again")
-        if not (index.parent / name).is_file():
-            raise VplanError(
-                f"{part}/{name} of {root.name} is missing: weights are incomplete", "download the file again"
-            )
-        yield index.parent / name
 
 
 def load(root: Path, part: str, class_name: str, dtype: torch.dtype) -> nn.Module:

@@ -16,6 +16,7 @@ from torch import nn
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
+from planner.launch.weight_files import model_folder
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Plan, plan_to_toml
 from planner.spec.training import TrainingSettings
@@ -107,7 +108,7 @@ class ProbedTraining:
         if request.weights is None and not two_experts:
             step.place(model, request.profile, self.strategy, device, randomise)
         elif request.weights is not None and not two_experts:
-            folder = weights.model_folder(Path(request.weights), request.profile, request.job)
+            folder = model_folder(Path(request.weights), request.profile, request.job)
             swapped = swap.swapped_blocks(model, request.profile, self.strategy)
             waiting = step.offloaded_shares(model, self.strategy)
             weights.load(

@@ -137,12 +137,6 @@ def set_up(
     return trainee, engine
 
 
-def needs_as_many_ranks(strategy: Strategy) -> bool:
-    """Whether a checkpoint can be taken up by as many ranks alone as have written it: 8-bit states have one constant
-    for each block of a rank's flat share, and blocks that are cut elsewhere are other numbers."""
-    return strategy.sharding.startswith("zero") and strategy.optimizer.startswith("adamw-8bit")
-
-
 def check_alike(trainable: dict[str, nn.Parameter], device: torch.device, copies: int) -> None:
     """Refuses ranks that begin with different trained weights, which nothing broadcasts. Each of so many copies of the
     model is split over neighbouring ranks. All ranks call it together, and all of them raise the VplanError."""

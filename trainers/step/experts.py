@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from planner.catalog.profiles import ModelProfile
+from planner.launch.weight_files import model_folder
 from planner.layout.experts import high_share
 from planner.spec.job import Job, Strategy
 from trainers.families.common.random_draws import sample_seed
@@ -160,7 +161,7 @@ def from_folder(
     ``trained``: a checkpoint's weights, of both."""
 
     def fill(which: str, model: nn.Module, waiting: Collection[str]) -> None:
-        folder = weights.model_folder(root, profile, job.replace(experts=which))
+        folder = model_folder(root, profile, job.replace(experts=which))
         of_part = trained.under(f"{PARTS[which]}.") if trained else None
         weights.load(
             model, weights.published(folder, profile), device, begin(PARTS[which], model), of_part, waiting=waiting

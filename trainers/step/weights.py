@@ -19,38 +19,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
-from planner.errors import VplanError, quoted
+from planner.errors import VplanError
+from planner.launch.weight_files import check_architecture, file_names
 from planner.layout.optimizer.zero_starts import ZERO_MATRIX
-from planner.spec.job import Job
 from planner.tape.parameter_table import is_of_adapter
-from planner.untrusted import MAX_INDEX_BYTES, read_bytes
 from trainers.families.common.random_draws import sample_seed
 from trainers.memory import swap
 from trainers.step import step
 
-INDEX = "diffusion_pytorch_model.safetensors.index.json"
-SINGLE = "diffusion_pytorch_model.safetensors"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 NAMED = 5
 """Tensors that a refusal names; the rest it counts."""
-
-
-def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
-    """The folder of the transformer or UNet in a pipeline's folder, or the folder itself.
-
-    Of two experts, ``transformer`` is for high noise and ``transformer_2`` for low (diffusers WanPipeline).
-    """
-    root = Path(root).expanduser()
-    if not root.is_dir():
-        raise VplanError(f"there is no folder {quoted(str(root))}", "pass the model's folder: --weights FOLDER")
-    part = profile.traits.part
-    if profile.experts == 2 and job.experts == "low":
-        part = f"{part}_2"
-    for folder in (root / part, root):
-        if (folder / "config.json").is_file():
-            return folder
-    fault = f"{quoted(str(root))} holds neither config.json nor {part}/config.json"
-    raise VplanError(fault, "pass a folder written by diffusers' save_pretrained")
 
 
 Begin = Callable[[str, Tensor], None]
@@ -108,8 +86,8 @@ class Weights:
 
 def published(folder: Path, profile: ModelProfile) -> Weights:
     """The weights of a diffusers folder, which must be of the architecture that the plan was estimated for."""
-    _check_architecture(folder, profile)
-    return Weights(folder, _file_names(folder))
+    check_architecture(folder, profile)
+    return Weights(folder, file_names(folder))
 
 
 def load(
@@ -222,57 +200,8 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(ordered[:NAMED]) + rest
 
 
-def _file_names(folder: Path) -> list[str]:
-    """The safetensors files that make up the model: as the index says, or the only one."""
-    if (folder / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads(read_bytes(folder / INDEX, MAX_INDEX_BYTES))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise VplanError(f"{folder / INDEX} is damaged", "download the model again") from None
-        if outside := [name for name in names if Path(name).name != name]:
-            raise VplanError(f"{folder / INDEX} names {quoted(outside[0])}", "its shards belong beside it")
-        if missing := [name for name in names if not (folder / name).is_file()]:
-            raise VplanError(f"{folder} lacks the shard {missing[0]}", "download the model again")
-        return names
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    others = sorted(folder.glob("diffusion_pytorch_model.*.safetensors"))
-    if len(others) == 1:  # a variant: diffusion_pytorch_model.fp16.safetensors
-        return [others[0].name]
-    if any(next(folder.glob(pattern), None) for pattern in PICKLES):
-        fault = f"{folder} has its weights only as pickles, which can run any code"
-        raise VplanError(fault, "convert them: save_pretrained(..., safe_serialization=True)")
-    raise VplanError(f"{folder} has no {SINGLE}", "download the model again")
-
-
 def _open(folder: Path, name: str) -> Any:
     try:
         return safe_open(folder / name, framework="pt")
     except (OSError, SafetensorError):
         raise VplanError(f"{folder / name} is damaged", "download the model again") from None
-
-
-def _check_architecture(folder: Path, profile: ModelProfile) -> None:
-    """The folder must be of the class and config that the plan was estimated for."""
-    try:
-        config = json.loads(read_bytes(folder / "config.json"))
-        class_name = config.get("_class_name")
-    except (OSError, ValueError, AttributeError):
-        raise VplanError(f"{folder / 'config.json'} is damaged", "download the model again") from None
-    if class_name != profile.diffusers_class:
-        fault = f"{folder} holds a {quoted(class_name)}, but {profile.name} is a {profile.diffusers_class}"
-        raise VplanError(fault, "pass the folder of the plan's model")
-    for key, planned in profile.config.items():
-        value = config.get(key, planned)
-        if not _same(value, planned):
-            fault = f"{folder} has {key} = {quoted(value)}, but {profile.name} has {quoted(planned)}"
-            raise VplanError(fault, f"record it and plan for it: vplan record {quoted(str(folder))}")
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two config values mean the same: 1e-06 is 0.000001, and a list is a tuple."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-9)
-    return bool(one == other)

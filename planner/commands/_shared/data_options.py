@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -18,16 +19,20 @@ from planner.commands import USAGE
 from planner.commands._shared.request import SHAPE, TypedQuestion
 from planner.commands._shared.verb import FiniteRange, Function
 from planner.errors import VplanError, quoted
-from planner.estimate.estimate import Layout
+from planner.estimate.bucket_batches import EvenedPlan, evened
+from planner.estimate.estimate import Layout, assess
 from planner.estimate.whole_job import JobLength, ShapeCount, WholeJob, whole_job
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts
 from planner.spec.job import Bucket, Job
 from planner.spec.plan import Estimate
+from planner.terminal import echo
 
 if TYPE_CHECKING:
     from planner.dataset.buckets import Sample
+    from planner.dataset.scan import Dataset
     from planner.dataset.sources import DataSource
+    from planner.search.suggester import Suggester
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -85,6 +90,9 @@ def typed_settings(options: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- whole jobs
 
+_SKIPPED = "vplan.skipped"
+"""What a command has said of skipped clips, in its context."""
+
 OPTIONS = ("steps", "epochs", "price", "checkpoint_every", "validate_every", "validation_steps")
 LENGTHS = "--steps or --epochs"
 
@@ -106,6 +114,7 @@ def whole_job_options(function: Function) -> Function:
             "--validate-every", type=several, metavar="N", help="Steps between samples.  [default: at the end]"
         ),
         click.option("--validation-steps", type=click.IntRange(1, 1000), metavar="N", help="Denoising steps a sample."),
+        click.option("--skip-bad", is_flag=True, help="Leave unusable clips of --data out instead of refusing them."),
     ]
     for option in reversed(options):
         function = option(function)
@@ -121,12 +130,13 @@ class AskedLength(NamedTuple):
     folders: tuple[DataSource, ...] = ()
     counted: Mapping[tuple[Bucket, ...], Counts] = {}
     """what was read, by the shapes it was read for"""
+    skip_bad: bool = False
 
     def counting(self, model: ModelProfile, job: Job) -> AskedLength:
         """The same with the data read for a job's shapes."""
         if not self.folders or job.shapes in self.counted:
             return self
-        return self._replace(counted={**self.counted, job.shapes: count(self.folders, model, job)})
+        return self._replace(counted={**self.counted, job.shapes: count(self.folders, model, job, self.skip_bad)})
 
     def of(self, plan: Estimate, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out) -> WholeJob:
         """The whole job of a plan."""
@@ -148,8 +158,10 @@ def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes:
         if typed:
             flag = typed[0].replace("_", "-")
             raise VplanError(f"--{flag} is about a whole job", f"say how long it is: {LENGTHS}", USAGE)
-        if said["data"] is not None and not proposes:
-            raise VplanError("--data has no effect here", f"say how long the job is: {LENGTHS}", USAGE)
+        for flag in ("data", "skip_bad") if not proposes else ():
+            if said[flag]:
+                fault = f"--{flag.replace('_', '-')} has no effect here"
+                raise VplanError(fault, f"say how long the job is: {LENGTHS}", USAGE)
         return None
     if said["steps"] is not None and said["epochs"] is not None:
         raise VplanError("both --steps and --epochs say how long it is", "leave one of them out", USAGE)
@@ -163,7 +175,7 @@ def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes:
         validation_steps=said["validation_steps"],
     )
     folders = _folders(said) if said["data"] is not None else ()
-    return AskedLength(length, _prices(said["price"], gpus), folders)
+    return AskedLength(length, _prices(said["price"], gpus), folders, skip_bad=said["skip_bad"])
 
 
 def _prices(texts: Sequence[str], gpus: Sequence[str]) -> dict[str, float]:
@@ -206,8 +218,7 @@ def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple
         raise VplanError("--buckets auto needs a single model", "pass --model", USAGE)
     model = lookup.model(asked.model)
     _check_packages()
-    from planner.dataset.buckets import assign
-    from planner.dataset.scan import scan
+    from planner.dataset.scan import in_buckets, usable
     from planner.dataset.shape_proposal import propose
 
     height, width = model.shape.resolutions[0]
@@ -216,23 +227,47 @@ def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple
         height, width = parse_resolution(model, asked.resolution)
     frames = asked.job.get("frames")
     longest = frames if isinstance(frames, int) else model.shape.max_frames
-    folders = _folders(said)
-    found = [(source, scan(source, captioned=False).clips) for source in folders]
-    clips = [(clip, source) for source, listed in found for clip in listed]
-    shapes = propose(clips, model, height * width, longest)
-    job = job_for(model, {**asked.job, **dict.fromkeys(SHAPE), "buckets": shapes})
-    drawn = _counted(sample for source, listed in found for sample in assign(listed, model, job, source)[0])
+    unshaped = {name: value for name, value in asked.job.items() if name not in SHAPE | {"buckets"}}
+    scans = usable(_folders(said), model, job_for(model, unshaped))
+    clips = [(clip, source) for source, found in scans for clip in found.clips]
+    # Where nothing can be used there are no shapes, and what is wrong with the files is said below.
+    shapes = propose(clips, model, height * width, longest) if clips else ()
+    job = job_for(model, {**unshaped, "buckets": shapes} if shapes else unshaped)
+    drawn = _counted(_told(in_buckets(scans, model, job, skip_bad=said["skip_bad"])))
     distinct = {shape.replace(batch_size=None): max(1, one.draws // one.most) for shape, one in drawn.items()}
     used = tuple(shape for shape in shapes if shape in distinct)
     return asked.with_shapes(used), distinct
 
 
-def count(folders: Sequence[DataSource], model: ModelProfile, job: Job) -> Counts:
-    """The samples of the data by the shape they are trained at. A VplanError for files that cannot be used."""
+def evened_plan(suggester: Suggester, plan: Estimate, most: Mapping[Bucket, int]) -> EvenedPlan:
+    """The plan with a batch size for each of its shapes. ``most``: samples that a micro-batch of a shape may have."""
+
+    def price(job: Job) -> Estimate:
+        candidate = replace(plan.configuration, job=job)
+        facts, lay_out = suggester.screen.facts(candidate), suggester.screen.run_cache.lay_out
+        return assess(candidate, facts, suggester.trainer, lay_out, flushes=False).estimate
+
+    return evened(plan, price, most)
+
+
+def count(folders: Sequence[DataSource], model: ModelProfile, job: Job, skip_bad: bool = False) -> Counts:
+    """The samples of the data by the shape they are trained at. A VplanError for files that cannot be used, unless
+    they are skipped."""
     _check_packages()
     from planner.dataset.scan import read
 
-    return _counted(read(folders, model, job).samples)
+    return _counted(_told(read(folders, model, job, skip_bad=skip_bad)))
+
+
+def _told(dataset: Dataset) -> Iterable[Sample]:
+    """The samples; what was skipped is said on stderr, once in a command, which may read its data several times."""
+    context = click.get_current_context(silent=True)
+    told = context.meta.setdefault(_SKIPPED, set()) if context else set()
+    for fault in dataset.skipped:
+        if fault not in told:
+            told.add(fault)
+            echo(f"skipped: {fault}", err=True)
+    return dataset.samples
 
 
 def _counted(samples: Iterable[Sample]) -> Counts:

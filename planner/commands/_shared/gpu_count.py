@@ -95,6 +95,8 @@ class CountedGpus(NamedTuple):
     limits: TimeLimits
     rows: Sequence[CountRow]
     chosen: CountRow
+    steps: int | None = None
+    """optimizer steps as typed; None where the length is in epochs, or was not said"""
 
     @property
     def meets(self) -> bool:
@@ -121,6 +123,11 @@ class CountedGpus(NamedTuple):
             "meets": self.limits.over(row) <= 1,
         }
 
+    def print_miss(self, console: Console) -> None:
+        """Prints, before a plan that fits but is too slow, that it is."""
+        if not self.meets:
+            console.print(f"too slow: nothing tried keeps {self.limits.words()}; the closest plan is", style="red")
+
     def print(self, console: Console) -> None:
         """Prints a line for each count, and whether the limits are kept."""
         console.print()
@@ -131,7 +138,18 @@ class CountedGpus(NamedTuple):
             console.print(f"{flags}: they share every sample, so a step has 1, not {shared}")
         if not self.meets:
             counts = ", ".join(dict.fromkeys(str(row.gpus) for row in self.rows))
-            console.print(f"no number of GPUs tried ({counts}) keeps {self.limits.words()}", style="red")
+            console.print(f"no number of GPUs tried ({counts}) keeps {self.limits.words()}{self._why()}", style="red")
+
+    def _why(self) -> str:
+        """Why more GPUs do not shorten a job whose steps were typed: each brings samples of its own to every step."""
+        most = max(row.gpus for row in self.rows)
+        if self.steps is None or most == 1 or self.limits.hours == math.inf:
+            return ""
+        fewer = f"--steps {-(-self.steps // most)}" if self.steps >= most else "fewer --steps"
+        return (
+            f": N GPUs see N times the samples in as many steps, so {self.steps} steps take about as long on any. "
+            f"To train on as many samples as 1 GPU does, say the length in --epochs (with --data), or {fewer} on {most}"
+        )
 
     def _cells(self, row: CountRow) -> tuple[str, ...]:
         plan, hours = row.plan, row.whole.hours if row.whole else None
@@ -147,10 +165,12 @@ class CountedGpus(NamedTuple):
         return gpus, verdict, *(f"{span.low:.3g} to {span.high:.3g}" for span in spans), within
 
 
-def count_gpus(asked: TypedQuestion, limits: TimeLimits, best: Plan, whole: Whole) -> CountedGpus:
+def count_gpus(
+    asked: TypedQuestion, limits: TimeLimits, best: Plan, whole: Whole, steps: int | None = None
+) -> CountedGpus:
     """Of the counts that a computer has, and several where nodes were typed, or of the one that was typed, the cheapest
     that keeps the limits; else the one that comes closest. Where a step takes too long, GPUs that share every sample
-    are asked about too. A VplanError where no count can be asked about."""
+    are asked about too. ``steps``: those that were typed. A VplanError where no count can be asked about."""
     rows, refused = [], None
     for count in _counts(asked):
         of_count = asked._replace(machine={**asked.machine, **count})
@@ -166,7 +186,7 @@ def count_gpus(asked: TypedQuestion, limits: TimeLimits, best: Plan, whole: Whol
         raise refused
     met = [row for row in rows if limits.over(row) <= 1]
     chosen = min(met, key=lambda row: row.cost) if met else min(rows, key=limits.over)
-    return CountedGpus(limits, rows, chosen)
+    return CountedGpus(limits, rows, chosen, steps)
 
 
 def _row(asked: TypedQuestion, best: Plan, whole: Whole) -> CountRow:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from planner.catalog import lookup
 from planner.catalog.diffusers_folder import DENOISERS, has_name
 from planner.catalog.profiles import ModelProfile
 from planner.commands import USAGE
+from planner.commands._shared.data_options import evened_plan
 from planner.commands._shared.rendering.render import print_suggestion
+from planner.commands._shared.rendering.render_job import print_shapes
 from planner.commands._shared.request import TypedQuestion
-from planner.commands._shared.verb import verdict_exit_code
+from planner.commands._shared.verb import DONE, verdict_exit_code
 from planner.errors import VplanError, quoted
 from planner.hardware import doctor
+from planner.search.question import Question, Suggestion
 from planner.search.suggester import Suggester
+from planner.spec.job import Bucket
 from planner.spec.plan import Plan, read_plan, write_plan
 from planner.terminal import echo
 
@@ -24,18 +29,34 @@ if TYPE_CHECKING:
 PLAN = "plan.toml"
 
 
-def choose(asked: TypedQuestion, output: Path, first: bool, console: Console) -> Plan:
-    """The plan that was given, or the one that an earlier call chose in this folder, or the best one that a search
-    finds, which is printed on ``console``. ``first``: whether this is the first computer, which writes the plan. Raises
-    a VplanError when there is neither plan nor model."""
+class Chosen(NamedTuple):
+    """The plan to train, and whether it is already the one that is kept in the output folder."""
+
+    plan: Plan
+    is_kept: bool = False
+
+    def keep(self, output: Path, *, searched: bool) -> None:
+        """Writes the plan where the next start finds it. Not before all that was typed is known to go with it: the same
+        command, mended, would be held to it."""
+        if not self.is_kept:
+            write_plan(self.plan, output / PLAN)
+        if searched and not self.is_kept:
+            echo(f"plan written to {output / PLAN}", err=True)
+
+
+def choose(
+    asked: TypedQuestion, output: Path, samples: str | None, most: Mapping[Bucket, int], console: Console
+) -> Chosen:
+    """The plan that was given, or the one that an earlier call kept in this folder, or the best one that a search
+    finds, which is printed on ``console``. ``samples``: the option that asks for samples, which a search then plans
+    for, as for the batch sizes of shapes that were proposed. ``most``: how many samples each of those has. Raises a
+    VplanError when there is neither plan nor model."""
     kept = output / PLAN
     if asked.plan is not None:
         plan = Plan.under(asked.settle().configuration(), asked.trainer).replace(training=asked.plan.training)
         if not asked.typed:
             plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
-        if first:
-            write_plan(plan, kept)
-        return plan
+        return Chosen(plan)
     if asked.model is None:
         raise VplanError(
             "no plan and no model", "pass one: vplan train plan.toml, or vplan train wan2.1-t2v-1.3b", USAGE
@@ -43,11 +64,12 @@ def choose(asked: TypedQuestion, output: Path, first: bool, console: Console) ->
     if kept.exists():
         plan = read_plan(kept)
         _check_same(asked, plan, kept)
+        if samples and plan.strategy.validation_mode == "off":
+            fault = f"{samples}, but {kept} makes no samples (validation_mode off)"
+            raise VplanError(fault, f"leave {samples} out, or choose another --output")
         echo(f"continuing with {kept}", err=True)
-        return plan
-    _suggest(asked, kept, console)
-    echo(f"plan written to {kept}", err=True)
-    return read_plan(kept)
+        return Chosen(plan, is_kept=True)
+    return Chosen(_suggest(asked, samples, most, console))
 
 
 def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
@@ -61,15 +83,42 @@ def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
                 raise VplanError(f"{path} has {name} {getattr(record, name)}, not {value}", fix)
 
 
-def _suggest(asked: TypedQuestion, path: Path, console: Console) -> None:
-    """Writes and prints the plan that `vplan suggest` gives, on the card that is here where none was named."""
-    question = asked.settle(gpu=None if asked.gpu else _card_here())
-    suggestion = Suggester(asked.trainer).suggest(question)
-    write_plan(suggestion.to_plan(asked.trainer), path)
+def _suggest(asked: TypedQuestion, samples: str | None, most: Mapping[Bucket, int], console: Console) -> Plan:
+    """Prints the plan that `vplan suggest` gives, on the card that is here where none was named. Samples that were
+    asked for are made beside the model, or with it in host RAM where that alone fits."""
+    modes = SAMPLING if samples and "validation_mode" not in asked.typed else (None,)
+    suggester = Suggester(asked.trainer)
+    answers = [_found(asked, suggester, modes[0])]
+    while not _fits(answers[-1]) and len(answers) < len(modes):
+        answers.append(_found(asked, suggester, modes[len(answers)]))
+    question, suggestion = answers[-1] if _fits(answers[-1]) else answers[0]
+    even = evened_plan(suggester, suggestion.plan, most) if most else None
+    suggestion = suggestion._replace(plan=even.plan) if even else suggestion
     print_suggestion(console, question, suggestion)
+    if even:
+        print_shapes(console, even)
     if code := verdict_exit_code(suggestion.plan.verdict):
-        path.unlink(missing_ok=True)
-        raise VplanError(f"no plan for {asked.model} fits", "see above for the nearest plan and what to change", code)
+        without = f", or leave out {samples}" if len(modes) > 1 else ""
+        fix = f"see above for the nearest plan and what to change{without}"
+        raise VplanError(f"no plan for {asked.model} fits", fix, code)
+    return suggestion.to_plan(asked.trainer)
+
+
+def _fits(answer: tuple[Question, Suggestion]) -> bool:
+    return verdict_exit_code(answer[1].plan.verdict) == DONE
+
+
+SAMPLING = ("on", "offload")
+"""Ways to make samples, by preference."""
+
+
+def _found(asked: TypedQuestion, suggester: Suggester, validation_mode: str | None) -> tuple[Question, Suggestion]:
+    """The question and the answer of the search. ``validation_mode``: one to plan for that was not typed."""
+    if validation_mode is not None:
+        strategy = {**asked.strategy, "validation_mode": validation_mode}
+        asked = asked._replace(strategy=strategy, typed=asked.typed | {"validation_mode"})
+    question = asked.settle(gpu=None if asked.gpu else _card_here())
+    return question, suggester.suggest(question)
 
 
 def _card_here() -> str:

@@ -129,7 +129,7 @@ class TypedQuestion(NamedTuple):
         """The job, with the model's usual shape where none was asked for."""
         said = dict(self.job)
         if said.get("buckets") == AUTO_BUCKETS:
-            fix = "pass --data DIR to vplan suggest or vplan estimate; -o writes a plan with its shapes"
+            fix = "pass --data DIR to vplan train, suggest or estimate; the last two write a plan with its shapes (-o)"
             raise VplanError("--buckets auto needs the clips it is to propose shapes for", fix)
         if said.get("buckets") and (beside := self.typed & SHAPE):
             flag = "--frames" if "frames" in beside else "--resolution" if self.resolution else "--height"

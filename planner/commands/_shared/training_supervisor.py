@@ -23,7 +23,7 @@ from planner.commands._shared.verb import (
 )
 from planner.dataset.sources import option_of, sources
 from planner.errors import VplanError
-from planner.launch import checkpoints, launch, single_file, training_laws, validation
+from planner.launch import checkpoint_layout, checkpoints, launch, single_file, training_laws, validation, weight_files
 from planner.launch.fallback import difference, next_plan
 from planner.launch.multinode import Peers
 from planner.launch.stop import STOPPED
@@ -67,6 +67,7 @@ class TrainingSupervisor:
         if self.transformer and plan.job.experts == "both":
             raise VplanError("one --transformer for two experts", "pass --weights DIR, which has both")
         self.prompts = validation.prompts(plan, options)
+        checkpoint_layout.check_resumable(output, options["resume"], self.plan, self.profile)
         typed = typed_settings(options)
         if self._is_cache and typed:
             fault = f"{data} holds encoded samples, to which {option_of(min(typed))} does not apply"
@@ -95,6 +96,7 @@ class TrainingSupervisor:
         for line in training_laws.words(self.plan.training, self.profile, self.plan.strategy):
             talk().print(line)
         report.raise_fault()
+        self._check_weights()
         self.estimate = report.estimate
         for one in report.checks:
             if one.level == "warning":
@@ -124,6 +126,12 @@ class TrainingSupervisor:
     def _sample_list(self) -> str | None:
         """File that lists the samples to make; None where none are."""
         return None if self.plan.strategy.validation_mode == "off" else str(self.output / CACHE / VALIDATION)
+
+    def _check_weights(self) -> None:
+        """Raises a VplanError for weights that are not whole, before anything is encoded."""
+        encoders = not self._is_cache or self.plan.strategy.validation_mode != "off"
+        root = Path(self.weights).expanduser()
+        weight_files.check(self.plan, self.profile, root, denoiser=self.transformer is None, encoders=encoders)
 
     def _preparation(self, entries: Path) -> launch.Preparation:
         return launch.Preparation(
@@ -177,7 +185,8 @@ class TrainingSupervisor:
         if done > steps:
             fix = f"pass --steps {done} or more, or start over with --resume no"
             raise VplanError(f"{checkpoint} has {done} steps, but --steps is {steps}", fix)
-        self._note(*training_laws.changes(checkpoints.read_manifest(checkpoint).get("training"), self.plan.training))
+        manifest = checkpoints.read_manifest(checkpoint)
+        self._note(*checkpoint_layout.changes(manifest, self.plan, self.profile))
         return checkpoint
 
     def _keep_training(self) -> None:

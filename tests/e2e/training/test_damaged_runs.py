@@ -117,3 +117,25 @@ def test_a_run_goes_on_whatever_became_of_its_notes(damage: str, place: runs.Pla
     assert checkpoints.run_id(output) == before
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == sorted({*steps}) and steps[-1] == 8
+
+
+def test_a_plan_of_another_run_is_refused_before_anything_is_done(place: runs.Place, output: Path) -> None:
+    """All that the checkpoint was written otherwise with, in one message, which no setting that follows from it comes
+    before; and the plan that the run is kept by stays."""
+    write_plan(place.plan(), output / "plan.toml")
+    kept = (output / "plan.toml").read_bytes()
+    refused = train(place, output, "--lora-rank", "8", "--adapter", "dora", "--steps", "8")
+    error = json.loads(refused.stdout)["error"]
+    assert refused.returncode == 1
+    assert "written with adapter lora, but the plan has dora; with lora_rank 4, but the plan has 8" in error["message"]
+    assert error["fix"] == "pass --adapter lora --lora-rank 4, or start over with --resume no"
+    assert (output / "plan.toml").read_bytes() == kept and not (output / "prepare").exists()
+    alpha = train(place, output, "--lora-alpha", "8", "--steps", "8")
+    assert "was trained with lora_alpha 4" in json.loads(alpha.stdout)["error"]["message"]
+    assert (output / "plan.toml").read_bytes() == kept
+    full = train(place, output, "--method", "full", "--steps", "8")
+    error = json.loads(full.stdout)["error"]
+    assert "written with method lora, but the plan has full" in error["message"] and "None" not in error["message"]
+    assert "--method lora --lora-rank 4" in error["fix"]
+    done = train(place, output, "--steps", "8", "--lora-rank", "4")
+    assert done.returncode == 0 and json.loads(done.stdout)["resumed_from"] == 6, done.stderr

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,25 @@ def test_settings_are_shown_kept_and_held_to(place: Path, tmp_path: Path) -> Non
     assert (answer["resumed_from"], answer["training"]["loss_weighting"]) == (2, "bell")
     refused = train(4, "--snr-gamma", "5")
     assert refused.returncode == 1 and "is a flow model" in refused.stdout + refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "words"),
+    [
+        ("transformer/diffusion_pytorch_model.safetensors", lambda content: content[:-100], "is damaged: it has"),
+        ("vae/diffusion_pytorch_model.safetensors", lambda content: content[:1000], "is damaged"),
+        ("text_encoder/model.safetensors", lambda _: b"version https://git-lfs.github.com/spec/v1", "Git LFS"),
+        ("transformer/config.json", lambda content: content.replace(b'"num_layers": ', b'"num_layers": 1'), "layers"),
+    ],
+)
+def test_weights_that_are_not_whole_are_found_before_anything_is_encoded(
+    place: Path, tmp_path: Path, file: str, spoil: Callable[[bytes], bytes], words: str
+) -> None:
+    """Before, a download of the transformer that had broken off was found once all clips were encoded."""
+    weights = shutil.copytree(place / "model", tmp_path / "model")
+    (weights / file).write_bytes(spoil((weights / file).read_bytes()))
+    said = ["--data", str(place / "clips"), "--output", str(tmp_path / "run"), "--steps", "1"]
+    refused = train(place / "1.toml", *said, "--weights", str(weights))
+    error = json.loads(refused.stdout)["error"]
+    assert refused.returncode == 1 and words in error["message"] and file.partition("/")[0] in error["message"]
+    assert not (tmp_path / "run" / "cache").exists() and not (tmp_path / "run" / "prepare").exists()

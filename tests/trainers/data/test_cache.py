@@ -340,7 +340,7 @@ REFUSED = {
     "no weights": "vae/ of model has no weights",
     "shard": "diffusion_pytorch_model-00002-of-00002.safetensors of model is missing",
     "shard elsewhere": "names '../../secret.safetensors' as a shard",
-    "cut": "vae/ of model cannot be loaded",
+    "cut": "is damaged: it has",
     "class": "vae/ of model is 'AutoencoderKL', but this model is trained with a AutoencoderKLWan",
     "no part": "model has no vae/",
     "no tokenizer": "model has no tokenizer/",

@@ -1,0 +1,191 @@
+"""The weights that a run will load, before anything is encoded: they are there, of the plan's model, and whole.
+
+Of a safetensors file the header alone is read, which says where the last tensor ends: a download that broke off is
+found in milliseconds, and not once hours of encoding are done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from planner.catalog.diffusers_folder import CONFIG, ENCODERS
+from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError, quoted
+from planner.spec.job import Job
+from planner.spec.plan import Plan
+from planner.untrusted import MAX_INDEX_BYTES, read_bytes
+
+STEM = "diffusion_pytorch_model"
+STEMS = (STEM, "model")
+"""How weight files are called: diffusers' and transformers'."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library reads of a header at the most (safetensors/src/tensor.rs, MAX_HEADER_SIZE)."""
+LENGTH_BYTES = 8
+"""A file begins with the length of its header, little-endian (github.com/huggingface/safetensors, README, Format)."""
+POINTER = b"version https://git-lfs"
+"""How a file begins that Git LFS left in place of its content (git-lfs docs/spec.md, The Pointer)."""
+
+AGAIN = "download the model again"
+
+
+def check(plan: Plan, profile: ModelProfile, root: Path, *, denoiser: bool = True, encoders: bool = True) -> None:
+    """Raises a VplanError for weights that the run of a plan could not load, and reads no tensor. ``denoiser``: whether
+    it loads that from here; ``encoders``: whether it loads what encodes and decodes. A name on the hub, which is no
+    folder, is left to what fetches it."""
+    if not root.is_dir():
+        return
+    which = ("high", "low") if plan.job.experts == "both" else (plan.job.experts,)
+    for expert in which if denoiser else ():
+        folder = model_folder(root, profile, plan.job.replace(experts=expert))
+        check_architecture(folder, profile)
+        for name in file_names(folder):
+            check_file(folder / name)
+    for part in ("vae", *ENCODERS) if encoders else ():
+        if (root / part).is_dir():
+            check_files(part_files(root, part))
+
+
+def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
+    """The folder of the transformer or UNet in a pipeline's folder, or the folder itself.
+
+    Of two experts, ``transformer`` is for high noise and ``transformer_2`` for low (diffusers WanPipeline).
+    """
+    root = Path(root).expanduser()
+    if not root.is_dir():
+        raise VplanError(f"there is no folder {quoted(str(root))}", "pass the model's folder: --weights FOLDER")
+    part = profile.traits.part
+    if profile.experts == 2 and job.experts == "low":
+        part = f"{part}_2"
+    for folder in (root / part, root):
+        if (folder / CONFIG).is_file():
+            return folder
+    fault = f"{quoted(str(root))} holds neither config.json nor {part}/config.json"
+    raise VplanError(fault, "pass a folder written by diffusers' save_pretrained")
+
+
+def file_names(folder: Path) -> list[str]:
+    """The safetensors files that make up a denoiser: as the index says, or the only one."""
+    single, index = f"{STEM}.safetensors", folder / f"{STEM}.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(read_bytes(index, MAX_INDEX_BYTES))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise VplanError(f"{index} is damaged", AGAIN) from None
+        if outside := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+            raise VplanError(f"{index} names {quoted(outside[0])}", "its shards belong beside it")
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise VplanError(f"{folder} lacks the shard {missing[0]}", AGAIN)
+        return names
+    if (folder / single).is_file():
+        return [single]
+    others = sorted(folder.glob(f"{STEM}.*.safetensors"))
+    if len(others) == 1:  # a variant: diffusion_pytorch_model.fp16.safetensors
+        return [others[0].name]
+    if any(path.suffix in PICKLES for path in folder.iterdir()):
+        fault = f"{folder} has its weights only as pickles, which can run any code"
+        raise VplanError(fault, "convert them: save_pretrained(..., safe_serialization=True)")
+    raise VplanError(f"{folder} has no {single}", AGAIN)
+
+
+def check_architecture(folder: Path, profile: ModelProfile) -> None:
+    """The folder must be of the class and config that the plan was estimated for."""
+    try:
+        config = json.loads(read_bytes(folder / CONFIG))
+        class_name = config.get("_class_name")
+    except (OSError, ValueError, AttributeError):
+        raise VplanError(f"{folder / CONFIG} is damaged", AGAIN) from None
+    if class_name != profile.diffusers_class:
+        fault = f"{folder} holds a {quoted(class_name)}, but {profile.name} is a {profile.diffusers_class}"
+        raise VplanError(fault, "pass the folder of the plan's model")
+    for key, planned in profile.config.items():
+        value = config.get(key, planned)
+        if not _same(value, planned):
+            fault = f"{folder} has {key} = {quoted(value)}, but {profile.name} has {quoted(planned)}"
+            raise VplanError(fault, f"record it and plan for it: vplan record {quoted(str(folder))}")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two config values mean the same: 1e-06 is 0.000001, and a list is a tuple."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-9)
+    return bool(one == other)
+
+
+def part_files(root: Path, part: str) -> Iterator[Path]:
+    """The safetensors of an encoder or a VAE in a pipeline's folder, every shard of them, and their index."""
+    folder = root / part
+    for stem in STEMS:
+        index = folder / f"{stem}.safetensors.index.json"
+        if (folder / f"{stem}.safetensors").is_file():
+            yield folder / f"{stem}.safetensors"
+            return
+        if index.is_file():
+            yield index
+            yield from _shards(root, part, index)
+            return
+    if any(path.suffix in PICKLES for path in folder.iterdir()):
+        fix = "convert them: load the model and save_pretrained(..., safe_serialization=True)"
+        raise VplanError(f"{part}/ of {root.name} has its weights only as pickles, which are never loaded", fix)
+    names = " or ".join(f"{stem}.safetensors" for stem in STEMS)
+    raise VplanError(f"{part}/ of {root.name} has no weights ({names})", AGAIN)
+
+
+def _shards(root: Path, part: str, index: Path) -> Iterator[Path]:
+    try:
+        names = sorted(set(json.loads(read_bytes(index, MAX_INDEX_BYTES))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise VplanError(f"{part}/{index.name} of {root.name} is damaged", "download the file again") from None
+    for name in names:
+        # The index comes from a download: a name in it must not lead out of the folder, nor to a pickle.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise VplanError(f"{part}/{index.name} of {root.name} names {quoted(name)} as a shard", "download it again")
+        if not (index.parent / name).is_file():
+            raise VplanError(
+                f"{part}/{name} of {root.name} is missing: weights are incomplete", "download the file again"
+            )
+        yield index.parent / name
+
+
+def check_files(files: Iterable[Path]) -> None:
+    """Raises a VplanError for the first of some files whose tensors are not all there; an index has none."""
+    for path in files:
+        if path.suffix == ".safetensors":
+            check_file(path)
+
+
+def check_file(path: Path) -> None:
+    """Raises a VplanError for a safetensors file that is longer or shorter than its header says. No tensor is read."""
+    try:
+        size = path.stat().st_size
+        expected = _expected(path, size)
+    except OSError as error:
+        raise VplanError(f"cannot read {path}: {error.strerror}", AGAIN) from None
+    if expected is None:
+        raise VplanError(f"{path} is a pointer of Git LFS, without the weights", f"git lfs pull, or {AGAIN}")
+    if expected < 0:
+        raise VplanError(f"{path} is damaged: its header cannot be read", AGAIN)
+    if size != expected:
+        raise VplanError(f"{path} is damaged: it has {size:,} bytes, not the {expected:,} of its header", AGAIN)
+
+
+def _expected(path: Path, size: int) -> int | None:
+    """The bytes that a file has by its header; -1 where that cannot be read, None where Git LFS left another file."""
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            return None
+        file.seek(0)
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        text = file.read(length) if length <= min(size, MAX_HEADER_BYTES) else b""
+    try:
+        ends = [tensor["data_offsets"][1] for name, tensor in json.loads(text).items() if name != "__metadata__"]
+        return LENGTH_BYTES + length + max([0, *map(int, ends)])
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return -1
