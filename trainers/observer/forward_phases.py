@@ -104,12 +104,16 @@ class ForwardPhases:
             if self._phase() in ASIDE:
                 if _is_trained(module):
                     self._enter(self._training)
-            elif caller is not None and caller is _unwrapped(self.model()) and _is_encoder_of(caller, module):
+            elif caller is not None and caller is self._called_model() and _is_encoder_of(caller, module):
                 self._enter("encode")
-        elif module.training and _is_trained(module):
+        elif _is_training(module):
             self.model = weakref.ref(module)
             self._training = "first_step"
             self._enter("first_step")
+
+    def _called_model(self) -> Any:
+        """The model in training, without what wraps it; None where an optimizer has stepped before any was seen."""
+        return None if self.model is None else _unwrapped(self.model())
 
     def _stepped_in_backward(self, model: Any) -> bool:
         """Whether no gradient waits for a step where the model's second forward begins: then parameters step in hooks
@@ -137,13 +141,30 @@ def _is_trained(module: Any) -> bool:
     return any(parameter.requires_grad for parameter in _parameters(module))
 
 
+def _is_training(module: Any) -> bool:
+    """Whether something is trained in a module in training mode. A frozen model's mode says nothing of its adapters
+    (without checkpoints musubi-tuner's is in evaluation mode)."""
+    if module.training:
+        return _is_trained(module)
+    return any(
+        adapter.training and any(parameter.requires_grad for parameter in adapter.parameters())
+        for adapter in _adapters(module)
+    )
+
+
 def _parameters(module: Any) -> Iterator[Any]:
-    """A module's own, and those of adapters outside of it that run in place of a part's forward (ai-toolkit's LoKr)."""
+    """A module's own, and those of its adapters."""
     yield from module.parameters()
+    for adapter in _adapters(module):
+        yield from adapter.parameters()
+
+
+def _adapters(module: Any) -> Iterator[Any]:
+    """Modules outside of it that run in place of a part's forward (ai-toolkit's LoKr)."""
     for part in module.modules():
         owner = getattr(vars(part).get("forward"), "__self__", None)
         if owner is not part and hasattr(owner, "parameters"):
-            yield from owner.parameters()
+            yield owner
 
 
 def _unwrapped(model: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -118,6 +120,7 @@ class Adapter(torch.nn.Module):
 
 encoder, model = (torch.nn.Sequential(torch.nn.Linear(4, 4)).requires_grad_(False) for _ in range(2))
 adapter = Adapter(model[0])
+MODE
 optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
 for _ in range(2):
     with torch.no_grad():
@@ -131,8 +134,18 @@ print(*seen)
 )
 
 
-def test_adapters_in_place_of_a_layers_forward_train_its_model() -> None:
-    assert _shown(REPLACED) == "load encode first_step optimizer train encode train optimizer train"
+TWICE = "encode first_step optimizer train encode train optimizer train"
+"""Two steps, each behind an encoding."""
+
+
+@pytest.mark.parametrize("mode", ["", "model.eval()"])
+def test_adapters_in_place_of_a_layers_forward_train_its_model(mode: str) -> None:
+    assert _shown(REPLACED.replace("MODE", mode)) == f"load {TWICE}"
+
+
+def test_without_a_module_in_training_mode_the_first_step_goes_unseen() -> None:
+    seen = _shown(REPLACED.replace("MODE", "model.eval(), adapter.eval()"))
+    assert seen == "load encode optimizer train encode train optimizer train"
 
 
 def test_parts_of_a_pipeline_that_is_not_called_encode_with_gradients_on() -> None:
