@@ -113,8 +113,8 @@ OLDER: dict[str, tuple[Transform, ...]] = {
     "36f3a98": (modulation_in_16_bits,),
     ONE_TIME: (),
     TILE_256: (),
-    LOKR: (whole_changes(KRONECKER),),
-    LOHA: (whole_changes(HADAMARD),),
+    LOKR: (whole_changes(KRONECKER, lets_go=True),),
+    LOHA: (whole_changes(HADAMARD, lets_go=True),),
 }
 """36f3a98: 2025-08-10, of the table of VRAM in docs/qwen_image.md; and what no field of a plan says: two flags, and two
 kinds of adapters (networks/lokr.py and loha.py ``get_diff_weight``)."""

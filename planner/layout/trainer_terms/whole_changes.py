@@ -1,19 +1,20 @@
 """Adapters that make the change of a layer's weight whole, LoKr and LoHa, where a recording has LoRA's two products.
 
-What the product with the layer's input reads stays for the gradient of that input. In backward the change has a
-gradient, and so have the factors of its product, each as large as the weight, until the factors' own sums are made.
+What the product with the layer's input reads stays for the gradient of that input, where that has one: of a prompt it
+has none. In backward the change has a gradient, and so have the factors of its product, each as large as the weight,
+until the factors' own sums are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from planner.layout.adapters import LinearLayer, adapted_layers, is_named, linear_layers
+from planner.layout.adapters import ADAPTER, PRODUCT, LinearLayer, adapted_layers, is_named, linear_layers
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import keep_by_block
 from planner.spec.job import QUANTISED
-from planner.tape.program import Block
+from planner.tape.program import Block, Stage
 
 HALF, FP32 = 2, 4
 
@@ -24,54 +25,150 @@ class WholeChange(NamedTuple):
     kept: int
     """from its layer's forward to its backward"""
     passing: int
-    """in its layer's backward"""
+    """in its layer's backward, beside the changes that are kept for the others"""
+    made: int = 0
+    """in its layer's forward, beside what is kept"""
 
 
-KRONECKER = WholeChange(HALF, 3 * FP32)
-"""A Kronecker product of fp32 factors (``torch.kron``, an elementwise product of two views), read in 16 bits. In
-backward: the gradient of the change and those of both views, which are summed behind that."""
+KRONECKER = WholeChange(HALF, 3 * FP32 - HALF, FP32)
+"""A Kronecker product of fp32 factors (``torch.kron``, an elementwise product of two views), read in 16 bits; the layer
+holds the product itself until its forward ends. In backward: the gradient of the change and those of both views, which
+are summed behind that. What was kept goes with the backward of the product that read it, before these."""
 
-HADAMARD = WholeChange(HALF, 5 * FP32)
-"""A Hadamard product of two products of fp32 factors, made again in backward (LyCORIS' and musubi-tuner's loha.py
-``HadaWeight.backward``): the gradient, the same scaled, one product of its factors, and both of their gradients."""
+HADAMARD = WholeChange(HALF, 2 * HALF + 3 * FP32 - HALF)
+"""A Hadamard product of two products of factors, in 16 bits, made again in backward, which has no autocast (LyCORIS'
+and musubi-tuner's loha.py ``HadaWeight.backward``): the gradient and the same scaled, in 16 bits; one product of
+factors, its gradient, and the other's before it, in fp32. What was kept is gone, as in `KRONECKER`."""
 
 HADAMARD_KEPT = WholeChange(3 * HALF, 4 * HALF)
 """The same by autograd alone, whose products autocast makes in 16 bits: both of them and the change are kept. In
 backward: the gradient, the same scaled, and both of the products' gradients."""
 
 
-def whole_changes(each: WholeChange, layers: Callable[[Run], Iterable[LinearLayer]] | None = None) -> Transform:
-    """The term of such adapters. ``layers``: those with an adapter; else those that the run says."""
+def whole_changes(
+    each: WholeChange, layers: Callable[[Run], Mapping[str, LinearLayer]] | None = None, lets_go: bool = False
+) -> Transform:
+    """The term of such adapters. ``layers``: those with an adapter; else those that the run says. ``lets_go``: whether
+    an adapter's output goes once it is multiplied, where the recorded LoRA holds it until its forward ends."""
 
     def term(run: Run) -> None:
-        """What a block keeps of its weights' changes, and what the largest takes in backward."""
+        """What a block keeps of its weights' changes, and what one takes in forward and backward."""
         if run.job.method != "lora":
             return
-        kept: dict[Block, int] = {}
-        passing: dict[Block, int] = {}
-        for layer in (layers or _adapted)(run):
-            if layer.block is not None:
-                numbers = layer.rows * layer.columns
-                kept[layer.block] = kept.get(layer.block, 0) + each.kept * numbers
-                passing[layer.block] = max(passing.get(layer.block, 0), each.passing * numbers)
+        adapted = {name: layer for name, layer in (layers or _adapted)(run).items() if layer.block is not None}
+        inputs = _without_gradient(run)
+        kept = _by_block({name: each.kept * _numbers(adapted[name]) for name in adapted.keys() - inputs}, adapted, sum)
+        passing = {name: each.passing * _numbers(layer) for name, layer in adapted.items()}
+        made = _by_block({name: each.made * _numbers(layer) for name, layer in adapted.items()}, adapted, max)
         recomputed = run.strategy.gradient_checkpointing != "none"
         for stage in filter(None, (run.first_step, run.step, run.accumulate)):
             keep_by_block(run, stage, kept, "changes of weights", recomputed)
-            keep_by_block(run, stage, passing, "gradients of a change", recomputed=True)
+            _pass_in_backward(run, stage, passing, adapted)
+            if lets_go:
+                _let_go_of_outputs(run, stage, made)
 
     return term
 
 
-def every_layer(run: Run) -> Iterable[LinearLayer]:
+def _numbers(layer: LinearLayer) -> int:
+    return layer.rows * layer.columns
+
+
+def _by_block(
+    sizes: Mapping[str, int], layers: Mapping[str, LinearLayer], of_all: Callable[[list[int]], int]
+) -> dict[Block, int]:
+    """Of each block the sum of its layers' sizes, or the highest."""
+    found: dict[Block, list[int]] = {}
+    for name, size in sizes.items():
+        block = layers[name].block
+        if block is not None:
+            found.setdefault(block, []).append(size)
+    return {block: of_all(each) for block, each in found.items()}
+
+
+def _layer_of(gradients: Mapping[str, int]) -> dict[int, str]:
+    """Gradient of an adapter's part -> its layer."""
+    return {buffer: name.partition(ADAPTER)[0] for name, buffer in gradients.items() if ADAPTER in name}
+
+
+def _without_gradient(run: Run) -> set[str]:
+    """Layers whose input needs none, as those of a prompt. Between the gradients of a LoRA's two matrices stands the
+    product that is the second one, and where the input has a gradient, another."""
+    layer_of = _layer_of(run.named("gradient"))
+    found: set[str] = set()
+    last, products = "", 0
+    for event in run.step.ops:
+        if event >= 0 and event in layer_of:
+            layer = layer_of[event]
+            if layer == last and products == 1:
+                found.add(layer)
+            last, products = layer, 0
+        elif event >= 0 and run.program.op[event] == PRODUCT:
+            products += 1
+    return found
+
+
+def _pass_in_backward(run: Run, stage: Stage, sizes: Mapping[str, int], layers: Mapping[str, LinearLayer]) -> None:
+    """A change's gradients come and go where the recorded LoRA of its layer has its own. A block's largest is there for
+    its whole backward where none is recorded."""
+    layer_of = {buffer: name for buffer, name in _layer_of(run.named("gradient")).items() if name in sizes}
+    buffers = {size: run.new(size, "activation", "gradients of a change") for size in set(sizes.values())}
+    recorded: set[str] = set()
+    for at, (moment, events) in enumerate(stage.stretches):
+        if moment.passes == "backward" and not layer_of.keys().isdisjoint(events):
+            changed: list[int] = []
+            for event in events:
+                changed.append(event)
+                if event in layer_of:
+                    recorded.add(layer_of[event])
+                    passing = buffers[sizes[layer_of[event]]]
+                    changed += [passing, ~passing]
+            stage.stretches[at] = (moment, changed)
+    others = {name: size for name, size in sizes.items() if name not in recorded}
+    keep_by_block(run, stage, _by_block(others, layers, max), "gradients of a change", recomputed=True)
+
+
+SCALED, SUM = "mul", "add"
+"""Operators of an adapter's forward behind its product."""
+
+REACH = 10
+"""Events from an adapter's product to the last use of its output, at the most."""
+
+
+def _let_go_of_outputs(run: Run, stage: Stage, made: Mapping[Block, int]) -> None:
+    """Frees an adapter's output once it is multiplied. ``made``: what a block's largest change takes until then, and
+    until the layer's output is summed."""
+    operators, sizes = run.program.op, run.sizes
+    buffers = {block: run.new(size, "activation", "change of a weight") for block, size in made.items()}
+    for at, (moment, events) in enumerate(stage.stretches):
+        block = moment.module_list, moment.block
+        if block not in buffers:
+            continue
+        changed = list(events)
+        for place, event in enumerate(events[:-1]):
+            scaled, near = events[place + 1], events[place + 1 : place + REACH]
+            if min(event, scaled) < 0 or (operators[event], operators[scaled]) != (PRODUCT, SCALED):
+                continue
+            summed = any(later >= 0 and operators[later] == SUM and sizes[later] == sizes[event] for later in near)
+            if summed and sizes[scaled] == sizes[event] and ~event in near:
+                start, end = changed.index(event), changed.index(~event)
+                change = [buffers[block]] if made[block] else []
+                last = [~buffer for buffer in change]
+                changed[start : end + 1] = [*change, event, scaled, ~event, *changed[start + 2 : end], *last]
+        stage.stretches[at] = (moment, changed)
+
+
+def every_layer(run: Run) -> Mapping[str, LinearLayer]:
     """All linear layers of the run's model."""
-    return linear_layers(run).values()
+    return linear_layers(run)
 
 
-def _adapted(run: Run) -> list[LinearLayer]:
+def _adapted(run: Run) -> dict[str, LinearLayer]:
     """The layers with adapters: those that were named, or are recorded; over a quantised base those too that a
     recording lacks (`wider_adapters`)."""
     model, recorded = run.facts.model, adapted_layers(run)
+    layers = linear_layers(run)
     if run.job.lora_targets:
-        return [layer for name, layer in linear_layers(run).items() if is_named(name, run.job.lora_targets)]
+        return {name: layer for name, layer in layers.items() if is_named(name, run.job.lora_targets)}
     wide = model.lora.wide if run.strategy.weights_dtype in QUANTISED and model.traits.wide_is_all_linear else ()
-    return [layer for name, layer in linear_layers(run).items() if name in recorded or is_named(name, wide)]
+    return {name: layer for name, layer in layers.items() if name in recorded or is_named(name, wide)}
