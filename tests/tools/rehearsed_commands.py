@@ -91,16 +91,17 @@ def compare(row: dict[str, Any], folder: Path) -> Comparison:
     """A row's rehearsal and what `vplan check` says, which is `assess` told in words. Files are written to `folder`."""
     case, measured = case_of(row, folder), row["measured"]
     found = assess(case.configuration, Pricing(case).facts(case.configuration), case.trainer)
-    phases = {phase: peak for phase, peak in found.estimate.phases.items() if phase in PHASES}
+    by_phase = measured.get("phases", {})
+    reached = set(PHASES) - ({"encode"} if by_phase and "encode" not in by_phase else set())  # its caches were there
+    phases = {phase: peak for phase, peak in found.estimate.phases.items() if phase in reached}
     device = max(peak.device_bytes for peak in phases.values())
     if found.kept_bytes and found.estimate.peak.phase in phases:
         device = found.kept_bytes
-    played = [entry for entry in found.played if entry.phase in PHASES]
+    played = [entry for entry in found.played if entry.phase in reached]
     top = max(played, key=lambda entry: entry.replayed.allocated_peak_bytes)
     said = top.phase
     if said == "first_step" and describe_moment(top, found.estimate.strategy) == OPTIMIZER_MOMENT:
         said = "optimizer"  # as a rehearsal counts it
-    by_phase = measured.get("phases", {})
     rehearsed = max(by_phase, key=lambda phase: by_phase[phase]["allocated_bytes"], default=measured["phase"])
     allocated = max(peak.allocated_bytes for peak in phases.values())
     errors = allocated / measured["allocated_bytes"] - 1, device / measured["device_bytes"] - 1
