@@ -142,7 +142,7 @@ def _parameters(module: Any) -> Iterator[Any]:
     yield from module.parameters()
     for part in module.modules():
         owner = getattr(vars(part).get("forward"), "__self__", None)
-        if owner is not part and hasattr(owner, "parameters"):
+        if owner is not None and owner is not part and hasattr(owner, "parameters"):
             yield from owner.parameters()
 
 
