@@ -105,6 +105,10 @@ FORMATS: list[tuple[str, str, Cause, str]] = [
      "signal 9"),
     ("SIGKILL", "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.", "host",
      "signal 9"),
+    ("ai-toolkit", "Job process terminated with signal SIGKILL", "host", "signal 9"),
+    ("0xC0000005", "subprocess.CalledProcessError: Command '['python.exe', 'train.py']' returned non-zero exit status "
+     "3221225477.", "crash", "mapped from their file"),
+    ("access violation", "RuntimeError: Command failed with exit code 3221225477", "crash", "nor page file"),
     ("mmap", "RuntimeError: unable to mmap 23802932552 bytes from file <./flux1-dev.safetensors>: Cannot "
      "allocate memory "
      "(12)", "host", "would not map"),
