@@ -42,7 +42,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     for name in dict.fromkeys(key.split(":")[1] for key in settings if key.startswith(READ)):
         prefix = f"{READ}{name}:"
         if prefix in settings:
-            what = f"eval_datasets: {settings[prefix]} is not here, and {name} is not estimated"
+            what = f"eval_datasets: {settings[prefix]} is not here (it can be passed too), and {name} is not estimated"
             yield f"{what}: where its samples are larger than those that train, it may take more than this"
             continue
         largest = max(_shapes(_fields_of(settings, prefix)), key=_numbers)

@@ -340,7 +340,7 @@ def read_script(script: Script) -> Invocation | None:
         path = str(parsed.values["--config"])
         config = script.document(path)
         if config is None:
-            raise VplanError(f"the config {quoted(path)} is not here", "run vplan check where the file is")
+            raise VplanError(f"the config {script.missing(path)}", "run vplan check where the file is, or supply it")
     keys = flat(config, script.name)
     if not {"model.type", "optimizer.type"} <= keys.keys() or not OWN & keys.keys():
         return None
@@ -351,7 +351,7 @@ def read_script(script: Script) -> Invocation | None:
     path = str(config.get("dataset", ""))
     data = script.document(path) if path else None
     if data is None:
-        notes.append(f"the dataset {path} is not here: estimated at the model's default shape")
+        notes.append(f"the dataset {script.missing(path)}: estimated at the model's default shape")
     else:
         settings["dataset"] = True
         settings |= {f"dataset:{key}": value for key, value in flat(data, path).items()}
