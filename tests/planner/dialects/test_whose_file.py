@@ -154,7 +154,7 @@ def test_no_script_that_is_read_is_listed_as_another() -> None:
 
 def test_a_plan_of_ours_is_sent_to_the_verbs_that_take_it(tmp_path: Path) -> None:
     plan = Plan(
-        job=Job(model="flux.1-dev", method="lora", height=512, width=512),
+        job=Job(model="flux.1-dev", method="lora", frames=1, height=512, width=512),
         strategy=Strategy(),
         machine=Machine(gpu="rtx4090"),
     )
