@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from planner import dialects
 from planner.catalog.shapes import check_job
 from planner.catalog.swapped_stacks import splits
-from planner.dialects.base.bindings import InexpressibleError
+from planner.dialects.base.bindings import Fields, InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
 from planner.errors import ContradictionError, VplanError
 from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, nearest, priced, said_by
+from planner.layout.experts import expert_assumption
 from planner.search.cost import WORTH_LOSS
 from planner.search.policy import EstimatePolicy
 from planner.search.question import Question, Suggestion, Switch
@@ -258,13 +259,15 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
     check_job(question.model, job)
     settled = {field: value for field, value in changed.items() if field in Strategy.model_fields}
     otherwise = {field: value for field, value in changed.items() if field not in left_open}
+    if _computes_in(question, after) == _computes_in(question, before):
+        otherwise.pop("compute_dtype", None)  # autocast and weights say it
     layers = ["LoRA layers of its own"] if otherwise.pop("lora_targets", None) else []
     words = ", ".join([*layers, *([flags_of(otherwise)] if otherwise else [])])
     notes = (f"as {dialect.title} trains" + (f" ({words})" if words else ""),)
     asked = question._replace(
         job=job,
         strategy=question.strategy.replace(**{field: settled[field] for field in settled.keys() - left_open}),
-        assumptions=(*question.assumptions, *notes),
+        assumptions=(*_still_assumed(question, job), *notes),
     )
     # Where nothing that a search tries can be said, more and more of what the trainer does instead is taken for typed.
     own = {field: value for field, value in after.items() if field in Strategy.model_fields and value is not None}
@@ -277,6 +280,20 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
                 return narrowed
     fault = f"{dialect.title} trains {question.model.title} in no way that this search knows"
     raise VplanError(fault, "price its command: `vplan check`")
+
+
+def _computes_in(question: Question, fields: Fields) -> str:
+    """The format that a strategy computes in, told by all of its fields."""
+    strategy = Strategy.read({field: value for field, value in fields.items() if field in Strategy.model_fields})
+    return _plan(question, question.job, strategy).configuration.computes_in
+
+
+def _still_assumed(question: Question, job: Job) -> Iterator[str]:
+    """The defaults that were taken, without those that the trainer replaces."""
+    replaced = [expert_assumption(question.model, question.job)] if job.experts != question.job.experts else []
+    marks = ((" frames (", ("frames",)), (" pixels (", ("height", "width")))
+    said = [mark for mark, fields in marks if any(getattr(job, each) != getattr(question.job, each) for each in fields)]
+    return (note for note in question.assumptions if note not in replaced and not any(mark in note for mark in said))
 
 
 def _check_possible(question: Question, dialect: Dialect, error: InexpressibleError) -> None:
