@@ -250,7 +250,7 @@ OPENINGS: dict[Cause, str] = {
     "large": "One request too large",
     "refused": "Refused by the driver",
     "beside": "No room beside PyTorch",
-    "driver": "Not a tensor on the card",
+    "driver": "Most likely no tensor on the card",
     "host": "Host RAM",
     "pinned": "Pinned host memory",
     "commit": "Windows' commit limit",
@@ -271,6 +271,7 @@ _SAID_OTHERWISE = {
     "python": "Python ran out",
     "host": "Host RAM ran out",
     "start": "CUDA could not start",
+    "CUDA's driver": "CUDA's driver refused memory",
     "kernel": "A kernel asked for too much",
     "shared memory": "Shared memory ran out",
 }

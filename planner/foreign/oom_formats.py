@@ -93,10 +93,11 @@ FORMATS: tuple[Format, ...] = (
             "CUDA itself found no room to start, before there was any tensor: the card was in use",
             "end the other processes on this card (`nvidia-smi` lists them), or use another card"),
     _format("CUDA's driver", BARE, "driver",
-            "of the card's tensors PyTorch tells numbers. With VRAM free it is pinned host memory, of which Windows and"
-            " WSL give about half of the RAM; with none free a library's or kernel's own memory",
-            f"with VRAM free {PINNING}; {MORE_TO_PIN}", f"else {LEAVE_ROOM}",
-            "`nvidia-smi` while it runs says whether another process has the card", SMALLER),
+            "where PyTorch has no room for a tensor its message has numbers, and this one has none. If the card had"
+            " free memory, it was pinned host memory, of which Windows and WSL allow about half of the RAM; if it had"
+            " none, a library or a kernel asked for memory of its own",
+            f"if the card had free memory: {PINNING}; {MORE_TO_PIN}", f"if it had none: {LEAVE_ROOM}",
+            "watch `nvidia-smi` while it runs: it shows free memory and other processes on the card", SMALLER),
     _format("ComfyUI", r"^.*Allocation on device\s*(?:\d+\s*)?$", "unknown",
             "cudaMallocAsync had nothing left, and its message has no numbers",
             "start with --disable-cuda-malloc (or PYTORCH_CUDA_ALLOC_CONF=backend:native) for a message with numbers",

@@ -73,7 +73,7 @@ FORMATS: list[tuple[str, str, Cause, str]] = [
      "unknown", "no numbers"),
     # Beside PyTorch.
     ("bare", "RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", "driver",
-     "pinned host memory"),
+     "If the card had free memory, it was pinned host memory"),
     ("start", 'File "/v/torch/cuda/__init__.py", line 404, in set_device\n    torch._C._cuda_setDevice(device)\n'
      "RuntimeError: CUDA error: out of memory", "others", "before there was any tensor"),
     ("cuBLAS", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "beside",
