@@ -363,7 +363,7 @@ def read_script(script: Script) -> Invocation | None:
     if path := settings.get("--config_file"):
         inside = script.document(str(path))
         if inside is None:
-            notes.append(f"{path} is not here: read without it")
+            notes.append(f"{script.missing(str(path))}: read without it")
         else:
             parsed = flags.script("musubi-tuner", str(settings["script"])).parse_config(inside)
             settings = parsed.values | settings
@@ -372,7 +372,8 @@ def read_script(script: Script) -> Invocation | None:
     if path := settings.get("--dataset_config"):
         inside = script.document(str(path))
         if inside is None:
-            notes.append(f"{path} is not here: estimated at the model's default shape, one sample at a time")
+            what = "estimated at the model's default shape, one sample at a time"
+            notes.append(f"{script.missing(str(path))}: {what}")
         else:
             settings |= {f"dataset:{key}": value for key, value in flat(inside, str(path)).items()}
     for name in ("--sample_prompts", "--sample_every_n_epochs"):
