@@ -72,7 +72,7 @@ def changed(config: str, fix: Fix) -> str:
         here = document["config"]["process"][0]
         here = here["datasets"][0] if table == "datasets[0]" else here[table]
         here[name] = yaml.safe_load(value)
-    return yaml.safe_dump(document)
+    return str(yaml.safe_dump(document))
 
 
 def test_changes_that_mend_a_phase_each_are_found_together(tmp_path: Path) -> None:
