@@ -22,6 +22,7 @@ from planner.commands._shared.fixes import (
     print_least,
     print_smaller,
     print_unpriced,
+    print_unrecorded,
 )
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
@@ -238,9 +239,10 @@ def _print_fixes(console: Console, found: Checked) -> None:
     if estimate.verdict == "fits" or not found.searched:
         return
     if not found.fixes:
-        priced = "priced " if found.case.unpriced else ""
+        priced = "priced " if found.case.unpriced or found.unrecorded else ""
         console.print(f"no {priced}option of this trainer makes it fit", style="bold", markup=False)
         print_least(console, found.least)
+        print_unrecorded(console, found.unrecorded)
         print_smaller(console, found.smaller)
         print_as_lora(console, found.as_lora)
         print_larger_card(console, found.larger_card)
