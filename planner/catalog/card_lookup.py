@@ -95,31 +95,60 @@ def gpu(name: str) -> GpuProfile:
 
 def card_taken_for(name: str, card: GpuProfile) -> str:
     """How a card's name that is not its own was understood, in words."""
-    text = re.sub(r"^\s*\d+\s*[x×*]\s*", "", name, flags=re.IGNORECASE)
+    text = _count_and_card(name)[1]
     _, unit = split_quantity(text) or ("", None)
     own = _named_card(text) or unit in (*UNITS, "g", "") or apple_cards.find(text)
     return "" if own else f"{quoted(text)} taken for {card.name}"
 
 
 def parse_gpus(text: str) -> tuple[int, GpuProfile]:
-    """How many of which card: `2x4090` and `8 x h100` are several, anything else is one.
+    """How many of which card: `2x4090`, `8 x h100`, `4090x2` and `4090,4090` are several, anything else is one."""
+    count, card = _count_and_card(text)
+    return (parse_count(count, "--gpu count", at_most=1_024) if count else 1), gpu(card)
 
-    What stands behind the x must be a card or have a digit: `24XB` and `7900xtx` are one mistyped word.
+
+def _count_and_card(text: str) -> tuple[str, str]:
+    """The number that stands before a card or behind it, empty where there is none, and the card as typed.
+
+    What stands behind the x must be a card or have a digit: `24XB` and `7900xtx` are one mistyped word. What stands
+    before it must be a card or class: of `2x24` it is the number. Raises a VplanError for a list of several cards.
     """
-    match = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*(\S.*)", text.strip(), re.IGNORECASE | re.ASCII)
-    if match is None or not (re.search(r"\d", match[2]) or _named_card(match[2])):
-        return 1, gpu(text)
-    return parse_count(match[1], "--gpu count", at_most=1_024), gpu(match[2])
+    text = text.strip()
+    listed = [part.strip() for part in re.split(r"[,+]", text)] if re.search(r"\S\s*[,+]\s*\S", text) else []
+    cards = [card for card in map(_named_card, listed) if card]
+    if listed and len(cards) == len(listed):
+        least = min(cards, key=lambda card: (card.allocatable_bytes, card.bf16_tflops))
+        if any(card is not least for card in cards):
+            fix = f"plan for the least of them, as --gpu {len(listed)}x{least.name}"
+            raise VplanError(f"--gpu {quoted(text)} names cards of several kinds", fix)
+        return str(len(listed)), listed[0]
+    behind = re.fullmatch(r"(\S.*?)\s*[x×*]\s*(\d+)", text, re.IGNORECASE | re.ASCII)
+    if behind and (_named_card(behind[1]) or gpu_class(behind[1])):
+        return behind[2], behind[1]
+    before = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*(\S.*)", text, re.IGNORECASE | re.ASCII)
+    if before and (re.search(r"\d", before[2]) or _named_card(before[2])):
+        return before[1], before[2]
+    return "", text
 
 
 def _named_card(text: str) -> GpuProfile | None:
-    """By name, alias or title, with or without its memory behind it (`RTX 4090 24GB`)."""
+    """By name, alias or title, with or without its memory behind it (`RTX 4090 24GB`, `4090 (24g)`)."""
     index = _gpu_aliases()
     if card := index.get(_squash(text)):
         return card
-    with_memory = re.fullmatch(r"(.+?)[\s-]*(\d+)\s*gb", text, re.IGNORECASE | re.ASCII)
-    card = index.get(_squash(with_memory[1])) if with_memory else None
-    return card if card and with_memory and str(card.class_gb) == with_memory[2] else None
+    name, size = _name_and_size(text)
+    if not size:
+        return None
+    if card := index.get(_squash(f"{name} {size}gb")):
+        return card
+    card = index.get(_squash(name))
+    return card if card and str(card.class_gb) == size else None
+
+
+def _name_and_size(text: str) -> tuple[str, str]:
+    """A card's name and the GB that stand behind it, which are empty where none do."""
+    match = re.fullmatch(r"(.+?)[\s-]*\(?(\d+)\s*g(?:i?b)?\)?", text.strip(), re.IGNORECASE | re.ASCII)
+    return (match[1], match[2]) if match else (text, "")
 
 
 def _class_card(group: GpuClass) -> GpuProfile:
@@ -186,6 +215,10 @@ def _other_card(text: str, other: other_cards.OtherCard) -> VplanError:
 def _unknown_gpu(text: str, starts: list[str]) -> VplanError:
     """The refusal of a card's name: what starts so, else what looks so, else the forms there are."""
     typed_key = _squash(text)
+    name, size = _name_and_size(text)
+    if size and (card := _gpu_aliases().get(_squash(name))):
+        fault = f"a {card.title} has {card.class_gb} GB, and none with {size} is known"
+        return VplanError(fault, f"use --gpu {card.name}, or for {size} GB alone --gpu {float(size) - 0.5:g}GiB")
     if len(starts) > 1:
         return VplanError(f"--gpu {quoted(text)} matches several cards", "use one of " + ", ".join(starts[:8]))
     index: dict[str, str] = {key: card.name for key, card in _gpu_aliases().items()}

@@ -35,6 +35,7 @@ from planner.evidence.held_out import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
 from planner.evidence.published import Row, own_row, read_rows, shipped, shipped_own, shipped_rehearsals
+from planner.parallel import counted
 from planner.spec.configuration import Configuration
 from planner.spec.plan import RAN_OUT
 from planner.terminal import echo
@@ -206,14 +207,16 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
     ids = {row.id for row in own}
     before = [entry for entry in compared if entry.row.id in ids and entry.unsupported is None]
     after: list[Comparison] = []
-    for row in {id(entry.row): entry.row for entry in before}.values():
-        others = [other for other in own if other.id != row.id]
+    rows = {id(entry.row): entry.row for entry in before}
+    with counted("learning from the others", len(rows)) as done:
+        for row in rows.values():
+            others = [other for other in own if other.id != row.id]
 
-        def predict(configuration: Configuration, trainer: str, others: list[ProbeRow] = others) -> Prediction:
-            facts = with_learned(load_facts(configuration), trainer, others)
-            return Prediction.of(estimate_on_card(configuration, facts, trainer))
+            def predict(configuration: Configuration, trainer: str, others: list[ProbeRow] = others) -> Prediction:
+                facts = with_learned(load_facts(configuration), trainer, others)
+                return Prediction.of(estimate_on_card(configuration, facts, trainer))
 
-        after += compare([row], predict, lambda *_: 0)
+            after += done(compare([row], predict, lambda *_: 0))
     return list(zip(before, after, strict=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from planner.commands._shared.fixes import (
     print_least,
     print_smaller,
     print_unpriced,
+    print_unrecorded,
 )
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
@@ -62,6 +64,9 @@ MOST_NAMED = 3
 
 FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 
+READ_WITH = tuple(ending for ending in FILES if ending != ".py")
+"""Those behind which there are the files that they name; a Python file has arguments there."""
+
 
 @click.command(
     cls=Verb,
@@ -69,11 +74,16 @@ FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
         "vplan check --gpu 80GB -- accelerate launch train.py --num_frames 81 ...",
         "vplan check train.sh --gpu 4x4090",
         "vplan check infer.py --gpu 24GB --json",
+        "vplan check train.sh dataset.toml --gpu 24GB",
         "vplan check --error train.log train.sh",
     ),
 )
 @click.argument(
-    "words", nargs=-1, metavar="FILE | -- COMMAND...", type=click.UNPROCESSED, shell_complete=PathText().shell_complete
+    "words",
+    nargs=-1,
+    metavar="FILE [FILE...] | -- COMMAND...",
+    type=click.UNPROCESSED,
+    shell_complete=PathText().shell_complete,
 )
 @click.option("--from-file", "path", metavar="FILE", help="File with the command; same as FILE.")
 @click.option("--error", metavar="FILE|TEXT", help="An out-of-memory message, or a log with one (- for stdin): explain "
@@ -94,7 +104,7 @@ def command(
     """Check whether another trainer's command runs out of memory, in which phase, and what to change.
 
     Pass the command after `--`, or a file: a shell script, a trainer's TOML, YAML or JSON, or a Python file. It is
-    read as text and never run.
+    read as text and never run. The files that it names are looked for beside it and here, or passed behind it.
     """
     strict, report = said.pop("strict"), said.pop("report")
     if not error and (log := _log(words, path)):
@@ -123,6 +133,7 @@ def checked(said: Mapping[str, Any]) -> Checked:
     if not said.get("gpu"):
         raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
     dialect, given = dialects.read_script(script)
+    _refuse_unnamed(script)
     told = {name: said[name] for name in TOLD}
     machine = {name: value for name, value in said.items() if name in Machine.model_fields}
     search = not said["no_fixes"]
@@ -149,6 +160,8 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
         raise VplanError("both --from-file and a command given", "leave one of them out", USAGE)
     if path is None and len(words) == 1 and (words[0].lower().endswith(FILES) or os.path.isfile(words[0])):
         path = words[0]
+    if path is None and len(words) > 1 and words[0].lower().endswith(READ_WITH) and all(map(os.path.isfile, words)):
+        return replace(from_file(Path(words[0])), supplied=tuple(map(Path, words[1:])))
     if path is None and len(words) == 1 and os.path.isdir(words[0]):
         path = words[0]
     if path and os.path.isdir(path):
@@ -164,6 +177,14 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
     if not words:
         raise VplanError("nothing to check", "pass a file, or the command after --", USAGE)
     return from_words(words)
+
+
+def _refuse_unnamed(script: Script) -> None:
+    """Raises a VplanError where a file was supplied that the script does not name: it would change nothing."""
+    for file in script.unnamed():
+        missing = [quoted(path) for path, place in script.named.items() if place is None]
+        fix = f"not found: {', '.join(missing[:MOST_NAMED])}; pass it by that name" if missing else "leave it out"
+        raise VplanError(f"{script.name} names no {quoted(file.name)}", fix)
 
 
 # ---- for people
@@ -218,9 +239,10 @@ def _print_fixes(console: Console, found: Checked) -> None:
     if estimate.verdict == "fits" or not found.searched:
         return
     if not found.fixes:
-        priced = "priced " if found.case.unpriced else ""
+        priced = "priced " if found.case.unpriced or found.unrecorded else ""
         console.print(f"no {priced}option of this trainer makes it fit", style="bold", markup=False)
         print_least(console, found.least)
+        print_unrecorded(console, found.unrecorded)
         print_smaller(console, found.smaller)
         print_as_lora(console, found.as_lora)
         print_larger_card(console, found.larger_card)

@@ -49,13 +49,12 @@ from planner.estimate.bucket_batches import EvenedPlan
 from planner.estimate.whole_job import WholeJob
 from planner.layout.unpriced import refuse_trainers_of_cuda
 from planner.parallel import spread
-from planner.search.objectives import PREFERRED, more_ram
+from planner.search.objectives import PREFERRED
 from planner.search.question import Question, Suggestion
-from planner.search.search import Search
-from planner.search.suggester import Suggester, assumptions
+from planner.search.suggester import Suggester, assumptions, shortage
 from planner.spec.job import Bucket
 from planner.spec.plan import Estimate
-from planner.units import format_gib, gib
+from planner.units import format_gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,17 +151,7 @@ def command(
         question = asked.settle(gpu=card_lookup.gpu_classes()[0].name)
         length = length.counting(question.model, question.job)
     table = _Table(asked, prefer, allow is not None, several, length)
-    rows = table.models() if kind == "models" else table.classes()
-    answer = {
-        kind: [row.to_json(kind) for row in rows],
-        **(render_rows.best_rows(rows) if length and kind == "classes" else {}),
-        "considered": sum(row.considered for row in rows),
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-
-    show(answer, as_json, lambda console: render_rows.print_rows(console, table.first_line(), kind, rows))
-    verdicts = [row.plan.verdict for row in rows if row.plan]
-    return min((verdict_exit_code(verdict, strict=strict) for verdict in verdicts), default=DOES_NOT_FIT)
+    return _show_table(started, table, kind, _Outputs(output, report, as_json, strict))
 
 
 class _Outputs(NamedTuple):
@@ -172,6 +161,20 @@ class _Outputs(NamedTuple):
     report: str | None
     as_json: bool
     strict: bool
+
+
+def _show_table(started: float, table: _Table, kind: str, to: _Outputs) -> int:
+    """Shows a line for each model or class of card."""
+    rows = table.models() if kind == "models" else table.classes()
+    answer = {
+        kind: [row.to_json(kind) for row in rows],
+        **(render_rows.best_rows(rows) if table.length and kind == "classes" else {}),
+        "considered": sum(row.considered for row in rows),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    show(answer, to.as_json, lambda console: render_rows.print_rows(console, table.first_line(), kind, rows))
+    verdicts = [row.plan.verdict for row in rows if row.plan]
+    return min((verdict_exit_code(verdict, strict=to.strict) for verdict in verdicts), default=DOES_NOT_FIT)
 
 
 def _for_one(
@@ -237,18 +240,21 @@ def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, t
     from planner.foreign.export import check_target, export, write_files  # other questions start faster without
     from planner.foreign.trainer_search import suggest_for, trainer_of
 
-    started = time.perf_counter()
+    started, target = time.perf_counter(), check_target(trainer)
     if asked.gpu:
         refuse_trainers_of_cuda(card_lookup.parse_gpus(asked.gpu)[1], trainer)
+    if several := lookup.several(asked.model) if asked.model and asked.gpu else ():
+        if to.output or to.report:
+            raise VplanError("-o and --report need a single plan", f"write one of {', '.join(several)}", USAGE)
+        return _show_table(started, _Table(asked, prefer, lossy, several, trainer=target), "models", to)
     question, suggestion = suggest_for(asked.settle()._replace(allow_lossy=lossy), trainer, prefer)
-    trainer = check_target(trainer)
-    plan = suggestion.to_plan(trainer_of(trainer, suggestion.plan.job.model))
+    plan = suggestion.to_plan(trainer_of(target, suggestion.plan.job.model))
     answer = suggestion.to_json(time.perf_counter() - started)
     written: list[str] = []
     if to.output and to.output.endswith(".toml"):
         save_plan(plan, to.output)
     elif to.output and suggestion.plan.verdict != "no":
-        written = [str(path) for path in write_files(export(plan, trainer), Path(to.output), forced())]
+        written = [str(path) for path in write_files(export(plan, target), Path(to.output), forced())]
     if to.report:
         write_report(to.report, [(to.output or "plan.toml", plan)])
 
@@ -257,7 +263,7 @@ def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, t
         for path in written:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
-    show({**answer, "trainer": trainer, "files": written}, to.as_json, render_all)
+    show({**answer, "trainer": target, "files": written}, to.as_json, render_all)
     return verdict_exit_code(suggestion.plan.verdict, strict=to.strict)
 
 
@@ -271,13 +277,16 @@ class _Table:
         allow_lossy: bool,
         several: tuple[str, ...] = (),
         length: AskedLength | None = None,
+        trainer: str = "",
     ) -> None:
-        """``several``: the models to answer for, where the name that was typed means these."""
+        """``several``: the models to answer for, where the name that was typed means these. ``trainer``: another's, as
+        which all are trained."""
         self.asked = asked
         self.several = several
         self.prefer = prefer
         self.allow_lossy = allow_lossy
         self.length = length
+        self.trainer = trainer
         self.suggester = Suggester(asked.trainer, prefer)
 
     def models(self) -> list[render_rows.TableRow]:
@@ -305,8 +314,8 @@ class _Table:
         return rows
 
     @property
-    def _typed(self) -> tuple[TypedQuestion, str, bool, tuple[str, ...], AskedLength | None]:
-        return self.asked, self.prefer, self.allow_lossy, self.several, self.length
+    def _typed(self) -> tuple[TypedQuestion, str, bool, tuple[str, ...], AskedLength | None, str]:
+        return self.asked, self.prefer, self.allow_lossy, self.several, self.length, self.trainer
 
     def row(self, name: str) -> render_rows.TableRow | VplanError:
         """The line for one model, or for one class of card of the model that was typed; or why there is none."""
@@ -324,26 +333,38 @@ class _Table:
             count, card = card_lookup.parse_gpus(asked.gpu or "")
             cards = f"{count} x " if count > 1 else ""
             models = f"{asked.model!r} may mean {len(self.several)} models" if self.several else "all known models"
-            return f"{models}, {asked.job.get('method', 'lora')}, on {cards}{card.title}: " + (
+            trained = f", as {self.trainer} trains," if self.trainer else ","
+            return f"{models}, {asked.job.get('method', 'lora')}{trained} on {cards}{card.title}: " + (
                 f"{card.allocatable_gib:.2f} GiB usable"
             )
         return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every card class"
 
     def _row(self, name: str, question: Question) -> render_rows.TableRow:
+        if self.trainer:
+            return self._row_as_trained(name, question._replace(allow_lossy=self.allow_lossy))
         search, suggestion = self.suggester.fitting(question._replace(allow_lossy=self.allow_lossy))
         plan = suggestion.plan if suggestion else search.tightest(question.job)
         if plan is None or plan.verdict == "no":
-            reason = _shortage(search, plan) if plan else search.missing.message if search.missing else ""
+            reason = shortage(search, plan) if plan else search.missing.message if search.missing else ""
             return render_rows.TableRow(name, None, reason, search.considered)
         plan = plan.replace(assumptions=assumptions(question, plan))
         whole = _whole_job(self.length, self.suggester, plan)
         return render_rows.TableRow(name, plan, "", search.considered, whole)
 
+    def _row_as_trained(self, name: str, question: Question) -> render_rows.TableRow:
+        """The line for a model as another trainer trains it."""
+        from planner.foreign.trainer_search import suggest_for
 
-def _row_maker(
-    asked: TypedQuestion, prefer: str, allow_lossy: bool, several: tuple[str, ...], length: AskedLength | None
-) -> Callable[[str], render_rows.TableRow | VplanError]:
-    return _Table(asked, prefer, allow_lossy, several, length).row
+        plan = suggest_for(question, self.trainer, self.prefer)[1].plan
+        if plan.verdict == "no":
+            ram = f"{format_gib(plan.host_ram_bytes)} of host RAM"
+            least = ram if plan.limit == "host" else format_gib(plan.peak.device_bytes)
+            return render_rows.TableRow(name, None, f"needs at least {least}", 0)
+        return render_rows.TableRow(name, plan, "", 0)
+
+
+def _row_maker(*typed: Any) -> Callable[[str], render_rows.TableRow | VplanError]:
+    return _Table(*typed).row
 
 
 def _whole_job(length: AskedLength | None, suggester: Suggester, plan: Estimate) -> WholeJob | None:
@@ -370,16 +391,3 @@ def _counted(
 def _json(whole: WholeJob | None, even: EvenedPlan | None) -> dict[str, Any]:
     shapes = {"buckets": [shape.to_json() for shape in even.shapes]} if even else {}
     return shapes | ({"whole_job": whole.to_json()} if whole else {})
-
-
-def _shortage(search: Search, least: Estimate) -> str:
-    """What would fit with more RAM, else what the tightest plan needs, in words."""
-    ram = least.machine.host_ram
-    richer = min(more_ram(search, least.job), key=lambda wish: wish.plan.host_ram_bytes, default=None)
-    if richer is not None and ram is not None:
-        lossy = " (lossy)" if richer.plan.lossy else ""
-        return f"no with {gib(ram):.0f} GiB of host RAM; fits with {str(richer.after).removesuffix('GiB')}{lossy}"
-    if least.limit == "host":
-        return f"needs at least {format_gib(least.host_ram_bytes)} of host RAM"
-    reason = f"needs at least {gib(least.peak.device_bytes):.1f} GiB"
-    return reason + (f" with {format_gib(ram)} of host RAM" if ram and least.host_ram_bytes > 0.8 * ram else "")

@@ -102,6 +102,9 @@ UNREAD_CONFIGS: tuple[tuple[str, frozenset[str]], ...] = (
 (flymyai-lora-trainer train_configs, CogVideo finetune/configs, LTX-Video-Trainer configs)."""
 
 
+OF_A_PLAN = frozenset({"schema", "job", "strategy", "machine"})
+"""Keys of the first level that every plan has (`planner.spec.plan`)."""
+
 ALIKE = 0.8
 """Share of a config's keys that a file of a trainer has, at which it is said to be such a file."""
 
@@ -234,6 +237,9 @@ def _of_config(script: Script, config: dict[str, Any], readers: Sequence[Dialect
     name = script.name
     if not config:
         return VplanError(f"{name} is empty", "pass a trainer's config, or the command that starts the training")
+    if config.keys() >= OF_A_PLAN:
+        fix = f"`vplan estimate {name}` prices it, and `vplan train {name}` trains it"
+        return VplanError(f"{name} is a plan of vplan's own, not another trainer's config", fix)
     titles = {reader.name: reader.title for reader in readers}
     trained = [entry for trainer in profiles.trainer_names() if trainer in titles for entry in flags.scripts(trainer)]
     sets = [entry for entry in trained if PurePosixPath(entry.path).stem == "dataset"]

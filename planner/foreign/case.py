@@ -64,7 +64,10 @@ class Case:
         return Configuration.of(self.job, self.strategy, self.machine)
 
     def changed(self, changes: Mapping[str, Any]) -> Case:
-        """A copy of the case with some fields of job or strategy changed."""
+        """A copy of the case with some fields of job or strategy changed. The shape of a sample goes with the sample: a
+        trainer that makes none has no words for it."""
+        if changes.get("validation_mode") == "off":
+            changes = {"validation": None, **changes}
         job = self.job.replace(**{name: value for name, value in changes.items() if name in Job.model_fields})
         inside = {name: value for name, value in changes.items() if name in Strategy.model_fields}
         return replace(

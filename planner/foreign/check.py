@@ -6,7 +6,7 @@ Pure but for looking recordings up: a dialect and what was given in, an answer o
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner import dialects
@@ -15,6 +15,7 @@ from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import NotRecordedError
 from planner.foreign.case import Case
 from planner.foreign.change_words import changed_words
+from planner.foreign.least import Least
 from planner.foreign.pricing import CheckedEstimate, Pricing
 from planner.foreign.smallest_change import Fix, smaller_batches, smallest_changes
 from planner.spec.job import Job, Strategy
@@ -36,12 +37,16 @@ class Checked:
     """the same by today's script, for one that is gone"""
     least: Fix | None = None
     """where no option is enough: those that together need least"""
+    unrecorded: tuple[str, ...] = ()
+    """where no option is enough: those that nothing was recorded of, which were not tried"""
     smaller: tuple[Fix, ...] = ()
     """where no option is enough: a shorter clip and a smaller size that fit"""
     larger_card: CheckedEstimate | None = None
     """where no option is enough: the command as it is on the smallest class of card that it fits"""
     as_lora: tuple[str, Estimate] | None = None
     """where no option is enough for full training: the question that answers with a LoRA, and what it needs"""
+    together: Least | None = field(default=None, compare=False, repr=False)
+    """where no option is enough: the search for the least, for whoever asks more"""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -67,6 +72,7 @@ class Checked:
             "refused": [each._asdict() for each in case.given.refused],
             "fixes": [_fix_json(fix) for fix in self.fixes],
             "least": _fix_json(self.least) if self.least else None,
+            **({"unrecorded": list(self.unrecorded)} if self.unrecorded else {}),
             "smaller": [_fix_json(fix) for fix in self.smaller],
             **({"larger_card": self.larger_card.estimate.machine.gpu} if self.larger_card else {}),
             **({"as_lora": self.as_lora[1].to_json()} if self.as_lora else {}),
@@ -88,12 +94,22 @@ def check_case(case: Case, search: bool = True) -> Checked:
         outcome = pricing.outcome(case)
     except NotRecordedError as error:
         raise _in_its_words(case, error, pricing) from None
-    fixes: tuple[Fix, ...] = ()
-    helps: tuple[Fix, ...] = ()
-    if outcome.estimate.verdict != "fits" and search:
-        fixes, helps = smallest_changes(case, outcome, pricing)
-    settled = fixes[0].case if fixes else case
-    return Checked(case, outcome, fixes, case.reading.ineffective, helps, search, _today(settled, outcome))
+    if outcome.estimate.verdict == "fits" or not search:
+        return Checked(case, outcome, (), case.reading.ineffective, (), search, _today(case, outcome))
+    fixes, helps = smallest_changes(case, outcome, pricing)
+    least, together = None, None
+    if not any(fix.outcome.estimate.verdict == "fits" for fix in fixes):
+        together = Least(case, outcome, pricing)
+        least = together.fix()
+        if least is not None and least.outcome.estimate.verdict == "fits":  # of more parts than are tried one by one
+            fixes = (least, *fixes)
+    if fixes:
+        least, together = None, None
+    unrecorded = tuple(together.unrecorded()) if together else ()
+    today = _today(fixes[0].case if fixes else case, outcome)
+    return Checked(
+        case, outcome, fixes, case.reading.ineffective, helps, search, today, least, unrecorded, together=together
+    )
 
 
 def _in_its_words(case: Case, error: NotRecordedError, pricing: Pricing) -> NotRecordedError:

@@ -85,6 +85,9 @@ def check_target(name: str) -> str:
     listed = "export supports " + ", ".join(targets())
     if "kohya" in name.lower():  # who wrote both
         raise VplanError(f"there is no export to {name!r}", "did you mean sd-scripts (images) or musubi-tuner (video)?")
+    if reader := next((each for each in dialects.all_dialects().values() if name.lower() == each.name), None):
+        fix = f"`vplan check CONFIG --gpu CARD` prices a run of its own and says what to change; {listed}"
+        raise VplanError(f"{reader.title}'s files are read, not written", fix)
     raise VplanError(f"there is no export to {name!r}", did_you_mean(name, targets(), listed))
 
 

@@ -153,7 +153,8 @@ def explain(message: OomMessage, played: Sequence[ReplayedStage] | None = None) 
     advice += BY_CAUSE.get(cause, ())
     if message.form == "MPS":
         advice.append("close other programs, which share the RAM: PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 swaps instead")
-    if cause in ("need", "unknown", "large") or (message.unallocated_bytes or 0) < (message.requested_bytes or 0):
+    short = (message.unallocated_bytes or 0) < (message.requested_bytes or 0) or _is_full(message)
+    if cause in ("need", "unknown", "large") or short:
         advice.append(_by_phase(phase, played))
     return Explanation(message, cause, why, tuple(advice), requests)
 
@@ -199,13 +200,23 @@ def _cause(message: OomMessage) -> tuple[Cause, str]:
     if gaps + room >= wanted and gaps >= GAPS_SHARE * share:
         why = f"PyTorch held {format_gib(gaps)} that no tensor used, in blocks too small for {message.requested_text}"
         enough = "" if gaps >= wanted else f"; together with the {format_gib(room)} free it would have been enough"
-        return "fragmentation", why + enough
+        tensors = f"tensors held {format_gib(message.allocated_bytes or 0)} of {format_gib(share)}"
+        full = f"; {tensors}, so that the card is nearly full without gaps too" if _is_full(message) else ""
+        return "fragmentation", why + enough + full
     if gaps + room >= wanted:
         full = f"tensors held {format_gib(message.allocated_bytes or 0)} of {format_gib(share)}"
         return "need", f"the card was full: {full}, and the {format_gib(gaps + room)} beside them are used up at once"
     short = wanted - room - gaps
     return "need", f"the tensors themselves were too much: {format_gib(short)} more than was free or held in reserve"
 
+
+def _is_full(message: OomMessage) -> bool:
+    """Whether tensors alone held most of the card."""
+    return bool(message.capacity_bytes) and (message.allocated_bytes or 0) >= FULL_SHARE * (message.capacity_bytes or 0)
+
+
+FULL_SHARE = 0.8
+"""Of the card, in tensors: what expandable segments free is then used up by a somewhat larger sample."""
 
 OTHERS_SHARE = 0.05
 """Of the card: what a desktop and a browser hold is less, and ending them would not save a run."""
@@ -239,10 +250,11 @@ OPENINGS: dict[Cause, str] = {
     "large": "One request too large",
     "refused": "Refused by the driver",
     "beside": "No room beside PyTorch",
-    "driver": "Not a tensor on the card",
+    "driver": "Most likely no tensor on the card",
     "host": "Host RAM",
     "pinned": "Pinned host memory",
     "commit": "Windows' commit limit",
+    "crash": "Most often Windows' page file",
     "shared": "Shared memory",
     "kernel": "Not the card's memory",
     "unknown": "The card was full",
@@ -252,12 +264,14 @@ OPENINGS: dict[Cause, str] = {
 
 _SAID_OTHERWISE = {
     "killed": "The process was killed",
+    "access violation": "The process crashed",
     "1 EB": "The request was too large",
     "cut off": "Out of memory",
     "1455": "Windows ran out",
     "python": "Python ran out",
     "host": "Host RAM ran out",
     "start": "CUDA could not start",
+    "CUDA's driver": "CUDA's driver refused memory",
     "kernel": "A kernel asked for too much",
     "shared memory": "Shared memory ran out",
 }

@@ -21,15 +21,17 @@ Cause = Literal[
     "host",
     "pinned",
     "commit",
+    "crash",
     "shared",
     "kernel",
     "unknown",
 ]
 """What an error means: memory between tensors, other processes, the tensors themselves, one request larger than the
 card, a request that the driver refused though there was room, no room beside PyTorch, the driver with no word of whose
-memory, host RAM, pinned host memory, Windows' commit limit, shared memory, a kernel's own limit on the chip."""
+memory, host RAM, pinned host memory, Windows' commit limit, an access violation, which most often is that too, shared
+memory, a kernel's own limit on the chip."""
 
-ON_HOST = frozenset({"host", "pinned", "commit", "shared"})
+ON_HOST = frozenset({"host", "pinned", "commit", "crash", "shared"})
 """Causes that are not the card's."""
 
 
@@ -91,10 +93,11 @@ FORMATS: tuple[Format, ...] = (
             "CUDA itself found no room to start, before there was any tensor: the card was in use",
             "end the other processes on this card (`nvidia-smi` lists them), or use another card"),
     _format("CUDA's driver", BARE, "driver",
-            "of the card's tensors PyTorch tells numbers. With VRAM free it is pinned host memory, of which Windows and"
-            " WSL give about half of the RAM; with none free a library's or kernel's own memory",
-            f"with VRAM free {PINNING}; {MORE_TO_PIN}", f"else {LEAVE_ROOM}",
-            "`nvidia-smi` while it runs says whether another process has the card", SMALLER),
+            "where PyTorch has no room for a tensor its message has numbers, and this one has none. If the card had"
+            " free memory, it was pinned host memory, of which Windows and WSL allow about half of the RAM; if it had"
+            " none, a library or a kernel asked for memory of its own",
+            f"if the card had free memory: {PINNING}; {MORE_TO_PIN}", f"if it had none: {LEAVE_ROOM}",
+            "watch `nvidia-smi` while it runs: it shows free memory and other processes on the card", SMALLER),
     _format("ComfyUI", r"^.*Allocation on device\s*(?:\d+\s*)?$", "unknown",
             "cudaMallocAsync had nothing left, and its message has no numbers",
             "start with --disable-cuda-malloc (or PYTORCH_CUDA_ALLOC_CONF=backend:native) for a message with numbers",
@@ -103,6 +106,15 @@ FORMATS: tuple[Format, ...] = (
             "Windows could not commit it: RAM and page file together are promised to somebody", PAGE_FILE, SWAP_LESS),
     _format("1455", r"(?:os|Win)\s?error 1455|paging file is too small", "commit",
             "Windows could not commit it: RAM and page file together are promised to somebody", PAGE_FILE, SWAP_LESS),
+    _format("access violation", r"\b3221225477\b|\b0xC0000005\b|-1073741819\b"
+            r"|Windows fatal exception: access violation", "crash",
+            "3221225477 is 0xC0000005, an access violation: the process touched memory that it did not have. While"
+            " weights are read or moved it is mostly that they are mapped from their file, and Windows had neither RAM"
+            " nor page file to stand behind them; it tells no numbers, and the card's memory had no part in it",
+            PAGE_FILE, "Task Manager > Performance > Memory: `Committed` near its limit as the weights load says so",
+            SWAP_LESS, RAM,
+            "with memory committed to spare it is a fault in a library: `python -X faulthandler` names the call, and a"
+            " PyTorch built for another driver or card is the usual one"),
     _format("host", r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes", "host",
             "this process's host RAM ran out", RAM, SWAP_LESS),
     _format("mmap", r"unable to mmap (\d+) bytes from file [^\n]*Cannot allocate memory", "host",
@@ -119,7 +131,8 @@ FORMATS: tuple[Format, ...] = (
             "another attention or quantisation backend, or a kernel tuned for this card"),
     _format("killed", r"DataLoader worker \(pid \d+\) is killed by signal: Killed"
             r"|(?:exit ?code:?|exited with code|return code|exits with return code =)\s*\(?-9\b|exitcode\s*:\s*-9\b"
-            r"|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|received signal: 9"
+            r"|Signal:? 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|received signal: 9"
+            r"|(?:terminated|killed|died|ended|exited) (?:with|by|on) signal:? (?:SIGKILL|9)\b"
             r"|exit(?:ed)?(?: with)?(?: code| status)?:? 137\b|^137$"
             r"|Out of memory: Killed process|oom[-_]kill(?:er)?\b|OOMKilled"
             r"|^(?:\S+: line \d+:\s+\d+ |zsh: )?Killed\b", "host",
@@ -132,8 +145,8 @@ FORMATS: tuple[Format, ...] = (
 )  # fmt: skip
 """The telling ones first. Sources of wordings: pytorch c10/core/impl/alloc_cpu.cpp, aten/src/ATen/MapAllocator.cpp,
 torch/utils/data/_utils/signal_handling.py, torch/distributed/elastic; NVIDIA/nccl src/include/alloc.h; bitsandbytes
-csrc/pythonInterface.cpp and csrc/ops.cu (CUDA_CHECK_RETURN); safetensors #528; ComfyUI #6073; Windows error 1455 is
-ERROR_COMMITMENT_LIMIT."""
+csrc/pythonInterface.cpp and csrc/ops.cu (CUDA_CHECK_RETURN); safetensors #528; ComfyUI #6073; ai-toolkit #993;
+AkaneTendon25/musubi-tuner #67 (0xC0000005 as weights load); Windows error 1455 is ERROR_COMMITMENT_LIMIT."""
 
 
 CUT_OFF = _format("cut off", r"out of memory|OutOfMemoryError", "unknown",

@@ -30,16 +30,23 @@ LONGEST = 16 << 20
 """Characters of a log that are read."""
 
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40, "KB": KIB, "MB": MIB, "GB": GIB}
-_SIZE = r"([\d.]+) (bytes|[KMGT]i?B)"
-_START = re.compile(r"(CUDA|HIP|XPU) out of memory\.? Tried to allocate " + _SIZE)
-_MPS = re.compile(
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGT]i?B)"
+
+
+def _squeezed(pattern: str) -> str:
+    """A pattern for text without blanks: where a terminal wraps a message it is pasted with some more, or fewer."""
+    return pattern.replace(" ", "")
+
+
+_START = re.compile(_squeezed(r"(CUDA|HIP|XPU) out of memory\.? Tried to allocate " + _SIZE))
+_MPS = re.compile(_squeezed(
     rf"(MPS) backend out of memory \(MPS allocated: {_SIZE}, other allocations: {_SIZE}, max allowed: {_SIZE}\)\.?"
     rf" Tried to allocate {_SIZE}"
-)
-_ASYNC = re.compile(
-    rf"Allocation on (device) \d* ?would exceed allowed memory\. \(out of memory\) Currently allocated ?: {_SIZE}"
-    rf" Requested ?: {_SIZE} Device limit ?: {_SIZE} Free \(according to CUDA\) ?: {_SIZE}"
-)
+))  # fmt: skip
+_ASYNC = re.compile(_squeezed(
+    rf"Allocation on (device) \d* would exceed allowed memory\. \(out of memory\) Currently allocated: {_SIZE}"
+    rf" Requested: {_SIZE} Device limit: {_SIZE} Free \(according to CUDA\): {_SIZE}"
+))  # fmt: skip
 _PARTS = {
     "capacity": (rf"total capaci?ty of {_SIZE}", rf"{_SIZE} total capacity"),
     "free": (rf"of which {_SIZE} is free", rf"{_SIZE} free"),
@@ -51,11 +58,9 @@ _PARTS = {
     "unallocated": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
     "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
 }
-_OTHER = re.compile(rf"Process \d+ has {_SIZE} memory in use")
-_WHICH = re.compile(r"GPU (\d+)")
-_SET = re.compile(
-    r"(?<!try setting )PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF['\"]?\s*\]?\s*[=:]\s*['\"]?\S*expandable_segments:(\w+)"
-)
+_OTHER = re.compile(_squeezed(rf"Process \d+ has {_SIZE} memory in use"))
+_WHICH = re.compile(r"GPU(\d+)")
+_SET = re.compile(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF['\"]?\s*\]?\s*[=:]\s*['\"]?\S*expandable_segments:(\w+)")
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d+), in (\S+)')
 
 HINTS = (
@@ -110,10 +115,9 @@ def parse(text: str) -> OomMessage:
     """The first out-of-memory message of a text, which may have log lines around it; a VplanError when it has none."""
     text = text[:LONGEST]
     lines = re.sub(r"^\s*(?:\[?(?:rank|default)\s?\d+\]?:|\|)[ \t]?", "", text, flags=re.MULTILINE)
-    plain = " ".join(lines.split())
+    plain = "".join(lines.split())
     starts = list(_START.finditer(plain))
-    setting = _SET.search(plain)
-    expandable = setting[1].lower() == "true" if setting else None
+    expandable = _expandable(" ".join(lines.split()))
     if not starts:
         found = _of_other_allocators(plain) or _without_numbers(lines)
         frame, hint = _traceback(lines)
@@ -146,6 +150,16 @@ def parse(text: str) -> OomMessage:
         hint=hint,
         messages=len(starts),
     )
+
+
+def _expandable(text: str) -> bool | None:
+    """What a log says that the allocator was told; None where it says nothing. The message's own advice sets nothing,
+    wherever a terminal has broken it."""
+    for setting in _SET.finditer(text):
+        before = text[max(0, setting.start() - 20) : setting.start()]
+        if not "".join(before.split()).endswith("trysetting"):
+            return setting[1].lower() == "true"
+    return None
 
 
 def _free(parts: dict[str, int | None], held: int) -> int | None:
@@ -205,13 +219,13 @@ def _bytes(number: str, unit: str) -> int:
 
 def _first(patterns: Iterable[str], text: str) -> int | None:
     for pattern in patterns:
-        if match := re.search(pattern, text):
+        if match := re.search(_squeezed(pattern), text):
             return _bytes(match[1], match[2])
     return None
 
 
 def _opening(lines: str) -> int:
-    match = re.search(r"out of memory\.?\s+Tried\s+to", lines)
+    match = re.search(r"out\s*of\s*memory\.?\s*Tried\s*to", lines)
     return match.start() if match else len(lines)
 
 

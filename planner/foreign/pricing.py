@@ -8,12 +8,13 @@ from planner.catalog.shapes import check_blocks
 from planner.catalog.swapped_stacks import fetches_again
 from planner.dialects.base.deepspeed_file import zero_settings
 from planner.dialects.base.own_models import SHORT_PROMPT
-from planner.errors import VplanError
+from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import OPTIMIZER_MOMENT, PHASE_MOMENTS, assess, describe_moment, outside_bytes
 from planner.foreign.case import Case
 from planner.layout import margin
 from planner.layout.inputs import Library, load_facts
 from planner.layout.run import Facts
+from planner.search.run_cache import RunCache
 from planner.search.screening import QuickEstimate, Screen
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
@@ -39,10 +40,12 @@ class CheckedEstimate:
 class Pricing:
     """Estimates of one case and its changes; what they share is looked up once."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, other: Pricing | None = None) -> None:
+        """``other``: of the same command on another card, whose recordings are laid out already."""
         self.model, self.gpu = case.model, case.gpu
         self.zero = zero_settings(case.given.settings)
-        self.library = Library()
+        self.library: Library = other.library if other else Library()
+        self.run_caches: dict[str, RunCache] = other.run_caches if other else {}
         self.screens: dict[str, Screen] = {}
 
     def facts(self, configuration: Configuration) -> Facts:
@@ -52,17 +55,38 @@ class Pricing:
     def may_be(self, verdict: str, case: Case) -> bool:
         """Whether, by a quick estimate, a replay could still reach the verdict ("fits" or "tight"); False when there is
         no quick estimate."""
-        quick = self.quick_estimate(case)
-        if quick is None:
+        device_bytes = self.device_bytes(case)
+        if device_bytes is None:
             return False
-        budget = self.gpu.allocatable_bytes - case.machine.reserve
-        held = case.machine.host_ram is None or quick.host_ram_bytes <= case.machine.host_ram
-        low, high = margin.interval(quick.device_bytes)
-        return held and (high if verdict == "fits" else low) <= budget
+        low, high = margin.interval(device_bytes)
+        return (high if verdict == "fits" else low) <= self.gpu.allocatable_bytes - case.machine.reserve
+
+    def device_bytes(self, case: Case) -> int | None:
+        """What a case needs on the device, by a quick estimate; None without one, or where the host has not the RAM."""
+        quick, ram = self.quick_estimate(case), case.machine.host_ram
+        return None if quick is None or (ram is not None and quick.host_ram_bytes > ram) else quick.device_bytes
+
+    def is_unrecorded(self, case: Case) -> bool:
+        """Whether a case has no estimate because nothing was recorded of it, and not because it contradicts itself."""
+        try:
+            check(case.configuration, fetched_again=fetches_again(case.trainer))
+            self._screen(case.trainer).facts(case.configuration)
+        except NotRecordedError:
+            return True
+        except VplanError:
+            return False
+        return False
+
+    def _screen(self, trainer: str) -> Screen:
+        """The quick estimates of a trainer's version, whose runs replays are laid out from too."""
+        if trainer not in self.screens:
+            run_cache = self.run_caches.setdefault(trainer, RunCache())
+            self.screens[trainer] = Screen(self.facts, trainer, run_cache)
+        return self.screens[trainer]
 
     def quick_estimate(self, case: Case) -> QuickEstimate | None:
         """What a case needs, without a replay; None where it contradicts itself, or nothing was recorded of it."""
-        screen = self.screens.setdefault(case.trainer, Screen(self.facts, case.trainer))
+        screen = self._screen(case.trainer)
         try:
             configuration = case.configuration
             check(configuration, fetched_again=fetches_again(case.trainer))
@@ -86,7 +110,9 @@ class Pricing:
 
     def _outcome(self, case: Case) -> CheckedEstimate:
         configuration = case.configuration
-        run, played, estimate, kept = assess(configuration, self.facts(configuration), case.trainer)
+        screen = self._screen(case.trainer)
+        facts = screen.facts(configuration)
+        run, played, estimate, kept = assess(configuration, facts, case.trainer, screen.run_cache.lay_out)
         if kept:
             moment = estimate.peak.moment
             return CheckedEstimate(estimate, _phase(estimate.peak.phase, moment), moment, kept)

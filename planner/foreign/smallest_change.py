@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,7 +54,7 @@ def smallest_changes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tup
         for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
             if any(done <= chosen for done in enough):  # a part of it does
                 continue
-            fix = _tried(case, base, [*always, *(moves[at] for at in sorted(chosen))], pricing)
+            fix = tried(case, base, [*always, *(moves[at] for at in sorted(chosen))], pricing)
             verdict = fix.outcome.estimate.verdict if fix else ""
             if fix is None or verdict == "no":
                 helps += [fix] if fix and size == first and _saved(base, fix) >= WORTH else []
@@ -92,9 +94,9 @@ def _size(fix: Fix) -> int:
 
 
 def moves_of(case: Case) -> list[Move]:
-    """The changes that its trainer knows and that change something of a case."""
+    """The changes that its trainer knows, that this script of it has words for, and that change something of a case."""
     known = (*case.dialect.moves, *smaller_batches(case.dialect))
-    return [_from_host_ram(case, move) for move in known if _is_change(case, move)]
+    return [_from_host_ram(case, move) for move in known if _is_change(case, move) and _has_words(case, move)]
 
 
 def _from_host_ram(case: Case, move: Move) -> Move:
@@ -110,38 +112,70 @@ def _is_change(case: Case, move: Move) -> bool:
     return move.when(fields) and changed
 
 
-def _tried(case: Case, base: CheckedEstimate, moves: list[Move], pricing: Pricing) -> Fix | None:
-    """The fix that these moves together are, or None."""
-    changes: dict[str, Any] = {}
-    for move in moves:
-        if any(changes.get(name, value) != value for name, value in move.changes.items()):
+def tried(case: Case, base: CheckedEstimate, moves: Sequence[Move], pricing: Pricing) -> Fix | None:
+    """The fix that these moves together are: where they count, by the mildest values that are enough, else by those
+    that need least of what was replayed. None where they contradict each other, or nothing is near enough to replay."""
+    plain = merged(move.changes for move in moves if not move.counts)
+    if plain is None:
+        return None
+    steps = itertools.product(*(move.steps(case.fields) for move in moves if move.counts))
+    values = [changes for step in steps if (changes := merged([plain, *step])) is not None]
+    # Those that go as far as the model has blocks and the host RAM decide whether milder ones are worth a look.
+    furthest = next((each for each in reversed(values) if pricing.device_bytes(case.changed(each)) is not None), None)
+    if furthest is None:
+        return None
+    if not pricing.may_be("fits", case.changed(furthest)):
+        alone = len(moves) == 1 and pricing.may_be("tight", case.changed(furthest))
+        return said(case, base, moves, furthest, pricing) if alone else None
+    nearest: Fix | None = None
+    for changes in values:
+        fix = said(case, base, moves, changes, pricing) if pricing.may_be("fits", case.changed(changes)) else None
+        if fix is not None and fix.outcome.estimate.verdict == "fits":
+            return fix
+        if fix is not None and (nearest is None or needs(fix) < needs(nearest)):
+            nearest = fix
+    return nearest
+
+
+def merged(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """All changes in one; None where two say different things of a field."""
+    together: dict[str, Any] = {}
+    for each in changes:
+        if any(together.get(name, value) != value for name, value in each.items()):
             return None
-        changes |= {} if move.counts else move.changes
-    counted = [move for move in moves if move.counts]
-    together = list(itertools.product(*(move.steps(case.fields) for move in counted)))
-    for at, steps in enumerate(together):
-        for step in steps:
-            changes |= step
-        other = case.changed(changes)
-        if not pricing.may_be("tight" if len(moves) == 1 and not counted else "fits", other):
-            continue
-        try:
-            outcome = pricing.outcome(other)
-        except NotRecordedError:
-            return None
-        if outcome.estimate.verdict != "fits" and at < len(together) - 1:
-            continue
-        rounds = any(move.lossy for move in moves) or bool(set(outcome.estimate.lossy) & changes.keys())
-        lossy = rounds or _global_batch(other) != _global_batch(case)
-        try:
-            words = [tuple(move_words(case, other, move)) for move in moves]
-        except InexpressibleError:  # this script of the trainer has no word for it
-            return None
-        faster = outcome.estimate.step_seconds < base.estimate.step_seconds
-        costs = costs_of(moves, words, faster)
-        change = tuple(itertools.chain(*words))
-        return Fix(change, cost_words(costs, len(moves) > 1), lossy, other, outcome, costs)
-    return None
+        together |= each
+    return together
+
+
+def _has_words(case: Case, move: Move) -> bool:
+    for step in move.steps(case.fields):
+        with contextlib.suppress(InexpressibleError):
+            list(move_words(case, case.changed(step), move))
+            return True
+    return False
+
+
+def said(
+    case: Case, base: CheckedEstimate, moves: Sequence[Move], changes: Mapping[str, Any], pricing: Pricing
+) -> Fix | None:
+    """The fix of moves that make these changes together; None where the trainer's script has no word for one of them,
+    or nothing was recorded of the result."""
+    other = case.changed(changes)
+    try:
+        words = [tuple(move_words(case, other, move)) for move in moves]
+        outcome = pricing.outcome(other)
+    except (InexpressibleError, NotRecordedError):
+        return None
+    rounds = any(move.lossy for move in moves) or bool(set(outcome.estimate.lossy) & changes.keys())
+    lossy = rounds or _global_batch(other) != _global_batch(case)
+    costs = costs_of(moves, words, faster=outcome.estimate.step_seconds < base.estimate.step_seconds)
+    change = tuple(itertools.chain(*words))
+    return Fix(change, cost_words(costs, len(moves) > 1), lossy, other, outcome, costs)
+
+
+def needs(fix: Fix) -> int:
+    """Device bytes of a command with a change."""
+    return fix.outcome.estimate.peak.device_bytes
 
 
 def _global_batch(case: Case) -> int:

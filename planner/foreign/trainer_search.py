@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from planner import dialects
@@ -16,6 +16,7 @@ from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
 from planner.errors import ContradictionError, VplanError
 from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, nearest, priced, said_by
+from planner.layout.experts import expert_assumption
 from planner.search.cost import WORTH_LOSS
 from planner.search.policy import EstimatePolicy
 from planner.search.question import Question, Suggestion, Switch
@@ -265,7 +266,7 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
     asked = question._replace(
         job=job,
         strategy=question.strategy.replace(**{field: settled[field] for field in settled.keys() - left_open}),
-        assumptions=(*question.assumptions, *notes),
+        assumptions=(*_still_assumed(question, job), *notes),
     )
     # Where nothing that a search tries can be said, more and more of what the trainer does instead is taken for typed.
     own = {field: value for field, value in after.items() if field in Strategy.model_fields and value is not None}
@@ -290,6 +291,14 @@ def _check_card(question: Question, dialect: Dialect, candidates: Sequence[Resol
         raise VplanError(
             fault, "use a card from Ampere (RTX 30, A10) on, or leave out --for: vplan trains in fp16 there"
         )
+
+
+def _still_assumed(question: Question, job: Job) -> Iterator[str]:
+    """The defaults that were taken, without those that the trainer replaces."""
+    replaced = [expert_assumption(question.model, question.job)] if job.experts != question.job.experts else []
+    marks = ((" frames (", ("frames",)), (" pixels (", ("height", "width")))
+    said = [mark for mark, fields in marks if any(getattr(job, each) != getattr(question.job, each) for each in fields)]
+    return (note for note in question.assumptions if note not in replaced and not any(mark in note for mark in said))
 
 
 def _check_possible(question: Question, dialect: Dialect, error: InexpressibleError) -> None:

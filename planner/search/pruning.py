@@ -78,7 +78,8 @@ class Pruning:
             return False
         if job.trainable:  # which part of the states there are is known once it is laid out
             return False
-        strategy = strategy.replace(optimizer_step="foreach")  # how and when it steps is nothing to the host
+        if strategy.optimizer_step in ("fused", "backward"):  # how and when it steps is nothing to the host
+            strategy = strategy.replace(optimizer_step="foreach")
         if (job, strategy) not in self._short_of_ram:
             candidate = self.question.candidate(job, strategy)
             bounds = (self.screen.floor_ram_bytes, self.screen.host_ram_bytes)  # cheapest first

@@ -18,7 +18,7 @@ from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
 from planner.layout.inputs import Library, load_facts
 from planner.layout.run import Facts
-from planner.search.objectives import chosen_objective, frames, largest, least, one_gpu, other_kind, relaxed
+from planner.search.objectives import chosen_objective, frames, largest, least, more_ram, one_gpu, other_kind, relaxed
 from planner.search.policy import Policy
 from planner.search.question import Question, Relaxed, Suggestion, Unrecorded
 from planner.search.run_cache import RunCache
@@ -27,7 +27,7 @@ from planner.search.search import Search
 from planner.spec.combinations.contradictions import contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.plan import Estimate
-from planner.units import GIB
+from planner.units import GIB, format_gib, gib
 
 OTHER_CARD = 0.02
 """Share of a peak by which another card of the same class may differ (its CUDA context, its kernels)."""
@@ -221,3 +221,16 @@ def unrecorded(search: Search, plan: Estimate) -> Unrecorded | None:
         except NotEstimatedError:
             continue
     return None
+
+
+def shortage(search: Search, tightest: Estimate) -> str:
+    """What would fit with more RAM, else what the tightest plan needs, in words."""
+    ram = tightest.machine.host_ram
+    richer = min(more_ram(search, tightest.job), key=lambda wish: wish.plan.host_ram_bytes, default=None)
+    if richer is not None and ram is not None:
+        lossy = " (lossy)" if richer.plan.lossy else ""
+        return f"no with {gib(ram):.0f} GiB of host RAM; fits with {str(richer.after).removesuffix('GiB')}{lossy}"
+    if tightest.limit == "host":
+        return f"needs at least {format_gib(tightest.host_ram_bytes)} of host RAM"
+    reason = f"needs at least {gib(tightest.peak.device_bytes):.1f} GiB"
+    return reason + (f" with {format_gib(ram)} of host RAM" if ram and tightest.host_ram_bytes > 0.8 * ram else "")

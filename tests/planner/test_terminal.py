@@ -6,12 +6,14 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from planner.evidence.published import shipped_own
 from planner.terminal import console, plain
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +72,10 @@ def on_a_terminal(folder: Path, *arguments: str) -> bytes:
     return written
 
 
+def without_colours(written: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+
+
 def plan_text(**job: object) -> str:
     fields = {"model": "wan2.1-t2v-1.3b", "method": "lora", "frames": 5, "height": 64, "width": 64, **job}
     beside = 'strategy = {}\nmachine = {gpu = "24GB"}\n'
@@ -111,6 +117,15 @@ def test_nothing_of_a_foreign_file_steers_the_terminal(case: str, tmp_path: Path
     assert b"owned" in written, written  # shown, not left out
     for sequence in (TITLE, "\x1b[31;7m", "\x07", "\x9b", "\u202e"):
         assert sequence.encode() not in written, written
+
+
+def test_accuracy_shows_how_far_it_is(tmp_path: Path) -> None:
+    own = next(path for path in shipped_own() if "one-gpu" in str(path))
+    rows = [line for line in Path(own).read_text().splitlines() if '"sd1.5"' in line]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    written = without_colours(on_a_terminal(tmp_path, "accuracy", "rows.jsonl").decode())
+    assert rows and "estimating" in written
+    assert re.search(r"learning from the others [^\n\r]* 100%", written), "and with what others measured"
 
 
 def test_an_answer_outside_a_terminal_is_shown_as_text_too() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import vplan
 from planner.errors import VplanError
 from reports import site as builder
 from tests.planner.test_browser import COMMAND
+from tests.planner.test_terminal import on_a_terminal, without_colours
 from tests.tools import browse_site
 
 if TYPE_CHECKING:
@@ -61,11 +63,25 @@ def test_a_shared_link_has_a_picture() -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A site, and what a terminal shows while it is built."""
     folder = tmp_path_factory.mktemp("site") / "site"
-    done = run("-o", str(folder), "--downloads", DOWNLOADS)
-    assert done.returncode == 0, done.stderr
-    return folder
+    written = on_a_terminal(folder.parent, "site", "-o", str(folder), "--downloads", DOWNLOADS).decode()
+    assert (folder / "manifest.json").is_file(), written
+    return folder, written
+
+
+@pytest.fixture(scope="module")
+def site(built: tuple[Path, str]) -> Path:
+    return built[0]
+
+
+@in_chromium[0]
+def test_how_far_a_build_is_stands_on_the_terminal(built: tuple[Path, str]) -> None:
+    folder, written = built
+    packs = len(json.loads((folder / "manifest.json").read_text())["packs"])
+    shown = [int(share) for share in re.findall(r"tapes of each model\b[^\n\r]*?(\d+)%", without_colours(written))]
+    assert packs > 50 and len(set(shown)) > 5 and shown == sorted(shown) and shown[-1] == 100
 
 
 @pytest.fixture(scope="module")

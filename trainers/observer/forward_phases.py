@@ -163,7 +163,7 @@ def _adapters(module: Any) -> Iterator[Any]:
     """Modules outside of it that run in place of a part's forward (ai-toolkit's LoKr)."""
     for part in module.modules():
         owner = getattr(vars(part).get("forward"), "__self__", None)
-        if owner is not part and hasattr(owner, "parameters"):
+        if owner is not None and owner is not part and hasattr(owner, "parameters"):
             yield owner
 
 

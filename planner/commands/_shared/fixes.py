@@ -59,9 +59,16 @@ def print_unpriced(console: Console, case: Case, verdict: str) -> None:
 def print_least(console: Console, least: Fix | None) -> None:
     """What all options together come to, where that is not enough."""
     if least is not None:
-        need = gib(least.outcome.estimate.peak.device_bytes)
-        console.print(f"the least it reaches is {need:.1f} GiB, with", style="bold", markup=False)
+        estimate = least.outcome.estimate
+        need = f"{gib(estimate.peak.device_bytes):.1f} GiB{', tight' if estimate.verdict == 'tight' else ''}"
+        console.print(f"the least it reaches is {need}, with", style="bold", markup=False)
         _print_change(console, least)
+
+
+def print_unrecorded(console: Console, unrecorded: Iterable[str]) -> None:
+    """The options that were not tried, because nothing was recorded of them."""
+    if words := _in_a_line(unrecorded):
+        console.print(f"not recorded, so not tried: {words}", style="dim", markup=False)
 
 
 def print_smaller(console: Console, smaller: Iterable[Fix]) -> None:

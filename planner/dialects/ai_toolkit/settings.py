@@ -52,7 +52,7 @@ from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.padded_prompts import padded_prompts
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
-from planner.errors import VplanError, quoted
+from planner.errors import VplanError
 from planner.layout.trainer_terms.ai_toolkit import GROUP_BITS, QUANTISED_WHOLE, UINTX
 from planner.layout.trainer_terms.lora_layers import WITHOUT_EXPERTS, on_all_linear, unpriced_layers_note
 from planner.spec.job import QUANTISED
@@ -302,7 +302,9 @@ def read_script(script: Script) -> Invocation | None:
             return None
         config = script.document(files[0])
         if config is None:
-            raise VplanError(f"the config {quoted(files[0])} is not here", "run vplan check where the file is")
+            raise VplanError(
+                f"the config {script.missing(files[0])}", "run vplan check where the file is, or supply it"
+            )
         conf = " ".join(value for name, value in programs[-1].environment.items() if name.endswith("ALLOC_CONF"))
         refused = refused_flags(flags.script("ai-toolkit", "run.py").parse(programs[-1].arguments))
         allocator = {"env:expandable_segments": True} if "expandable_segments:true" in conf.lower() else {}

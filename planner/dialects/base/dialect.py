@@ -165,7 +165,6 @@ class Dialect:
 def translate(dialect: Dialect, invocation: Invocation) -> Translation:
     """Translates an invocation into fields of job, strategy and machine, with notes and settings that have no effect.
     Raises a VplanError for settings that mean nothing."""
-    unpriced = flag_effects.notes(invocation.trainer, invocation.settings)
     fields: Fields = {}
     for entry in dialect.entries:
         if isinstance(entry, When):
@@ -175,6 +174,8 @@ def translate(dialect: Dialect, invocation: Invocation) -> Translation:
         fields |= entry.to_fields(invocation.settings)
     if invocation.settings.get("launch:--use_fsdp") and fields["sharding"] != "fsdp":
         raise VplanError(f"FSDP of accelerate's launch is not priced with {dialect.title}", "leave --use_fsdp out")
+    # Behind the fields: that a job is not known at all says more than that one of its options is not priced.
+    unpriced = flag_effects.notes(invocation.trainer, invocation.settings)
     job, strategy, machine = (
         {name: value for name, value in fields.items() if name in record.model_fields}
         for record in (Job, Strategy, Machine)

@@ -142,7 +142,7 @@ def launch_settings(
             from_file = from_shipped
         else:
             from_file = {}
-            notes.append(f"{path} not found: launched as the command line says, else with accelerate's defaults")
+            notes.append(f"{script.missing(path)}: launched as the command line says, else with accelerate's defaults")
         # Flags of the command win over the file's, as in accelerate's launch.
         launch = from_file | launch
     for name, count in (("gpus", program.gpus), ("nodes", program.nodes)):

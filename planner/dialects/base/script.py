@@ -6,6 +6,7 @@ Nothing of it runs. Files it names are looked for beside it and here, and read o
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -118,10 +119,40 @@ class Script:
     folder: Path | None = None
     """where the file lies"""
     notes: tuple[str, ...] = ()
+    supplied: tuple[Path, ...] = ()
+    """files that were given beside it: each stands for the one of that name that the script names, wherever it lies"""
+    named: dict[str, Path | None] = field(default_factory=dict, compare=False)
+    """the files that were looked for, and where each is"""
 
     def find(self, path: str) -> Path | None:
-        """A file that the script names, looked for beside the script and in the current folder; None when it is in
-        neither."""
+        """A file that the script names: one that was supplied, else looked for beside the script and in the current
+        folder; None when it is in neither."""
+        self.named[path] = found = self._supplied(path) or self._beside(path)
+        return found
+
+    def missing(self, path: str) -> str:
+        """That a file is not here, with how to supply it."""
+        if self.folder is None:
+            how = f"with the command in a file, pass both: `vplan check FILE PATH/{_name(path)}`"
+        else:
+            how = f"pass it too: `vplan check {self.name} PATH/{_name(path)}`"
+        return f"{quoted(path)} is not here ({how})"
+
+    def unnamed(self) -> list[Path]:
+        """The files that were supplied and that nothing looked for."""
+        return [file for file in self.supplied if file not in self.named.values()]
+
+    def _supplied(self, path: str) -> Path | None:
+        """The supplied file of that name, and of several the one whose folders are most alike."""
+
+        def alike(file: Path) -> int:
+            pairs = zip(reversed(file.parts), reversed(PurePosixPath(path.replace("\\", "/")).parts), strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        best = max(self.supplied, key=alike, default=None)
+        return best if best and alike(best) else None
+
+    def _beside(self, path: str) -> Path | None:
         if "\0" in path or "$" in path:
             return None
         # Scripts are started from the trainer's root, which is often above their own folder.
@@ -136,6 +167,10 @@ class Script:
         file that cannot be read."""
         file = self.find(path)
         return read_document(file) if file else None
+
+
+def _name(path: str) -> str:
+    return PurePosixPath(path.replace("\\", "/")).name or path
 
 
 def from_words(words: Sequence[str]) -> Script:

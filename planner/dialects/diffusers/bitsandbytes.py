@@ -23,7 +23,7 @@ def quantised_base(document: Mapping[str, Any] | None, path: str) -> Settings:
     file is not there, or asks for what is not recorded."""
     if document is None:
         fault = f"{BNB} {quoted(path)} is not here, and it says how the base is stored"
-        raise VplanError(fault, "pass the file: run vplan where it lies, or put it beside the script")
+        raise VplanError(fault, "pass the file behind the script, or run vplan where it lies")
     wanted = {name: value for name, value in document.items() if name not in WITHOUT_EFFECT and value is not False}
     double = wanted.get("bnb_4bit_use_double_quant") is True and bool(wanted.pop("bnb_4bit_use_double_quant"))
     quantised, kind = wanted.pop("load_in_4bit", None), wanted.pop("bnb_4bit_quant_type", "fp4")

@@ -36,6 +36,7 @@ from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.padded_prompts import padded_prompts
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number
+from planner.dialects.diffusion_pipe import evaluation
 from planner.dialects.diffusion_pipe.models import (
     AT,
     BATCH,
@@ -199,8 +200,8 @@ def _spread_of(settings: Settings) -> Fields:
         fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not supported here"
         raise VplanError(fault, "write pipeline_stages = 1")
     world = settings.get("gpus", 1) * settings.get("nodes", 1)
-    evaluates = settings.get(EVALUATED) or any(key.startswith(f"{EVALUATED}[") for key in settings)
-    if settings.get("config:blocks_to_swap") and evaluates and settings.get("config:disable_block_swap_for_eval"):
+    with_all_blocks = settings.get("config:disable_block_swap_for_eval") and evaluation.is_given(settings)
+    if settings.get("config:blocks_to_swap") and with_all_blocks:
         fault = "disable_block_swap_for_eval has all blocks on the GPU while it evaluates, which is not priced"
         raise VplanError(fault, "leave it out, or eval_datasets")
     return {
@@ -231,7 +232,6 @@ def _write_spread(fields: Fields) -> Settings:
 
 
 IN_THE_LOOP = "config:model.cache_text_embeddings"
-EVALUATED = "config:eval_datasets"
 WITH_ENCODER = frozenset({"wan"})
 """``[model] type`` of those that encode in the loop where they are told to; others have no code for it
 (models/wan/wan.py ``InitialLayer``)."""
@@ -343,7 +343,7 @@ def read_script(script: Script) -> Invocation | None:
         path = str(parsed.values["--config"])
         config = script.document(path)
         if config is None:
-            raise VplanError(f"the config {quoted(path)} is not here", "run vplan check where the file is")
+            raise VplanError(f"the config {script.missing(path)}", "run vplan check where the file is, or supply it")
     keys = flat(config, script.name)
     if not {"model.type", "optimizer.type"} <= keys.keys() or not OWN & keys.keys():
         return None
@@ -354,10 +354,11 @@ def read_script(script: Script) -> Invocation | None:
     path = str(config.get("dataset", ""))
     data = script.document(path) if path else None
     if data is None:
-        notes.append(f"the dataset {path} is not here: estimated at the model's default shape")
+        notes.append(f"the dataset {script.missing(path)}: estimated at the model's default shape")
     else:
         settings["dataset"] = True
         settings |= {f"dataset:{key}": value for key, value in flat(data, path).items()}
+    settings |= evaluation.sets_of(config, script)
     removed = tuple(Remark(name, why) for name, why in read.removed.items())
     unknown = (*loose, *(key for key in read.unknown if not key.startswith(TEXT_ENCODERS)))
     return Invocation("diffusion-pipe", settings, unknown, removed, tuple(notes), refused)
@@ -401,6 +402,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "automagic is priced as AdamW8bitKahan, whose states take as much but for sums over rows and columns"
     if rows_of(settings, "dataset:resolutions") and not rows_of(settings, BUCKETS):
         yield "resolutions are areas: estimated as squares, and buckets of other sides have as many pixels"
+    yield from evaluation.notes(settings, fields)
 
 
 def _version(settings: Settings, fields: Fields) -> str:

@@ -36,6 +36,8 @@ AT = "LatentSync a229c39 scripts/train_unet.py"
 FOLDER = "configs/unet/"
 CONFIG = "config:"
 MODEL = "latentsync-1.6-stage1"
+STAGE_2 = ("model.use_motion_module", "run.pixel_space_supervise")
+"""What configs/unet/stage2.yaml has on, and stage 1's configs off."""
 
 
 def read_script(script: Script) -> Invocation | None:
@@ -75,10 +77,11 @@ def _invocation(
 
 
 def _model(settings: Settings) -> Fields:
-    stage_2 = [name for name in ("model.use_motion_module", "run.pixel_space_supervise") if settings.get(CONFIG + name)]
-    if stage_2:
-        fault = f"{' and '.join(stage_2)}: stage 2 trains motion modules through the VAE, which is not recorded"
-        raise VplanError(fault, "stage 1 is (configs/unet/stage1.yaml, stage1_512.yaml)")
+    signs = [name for name in STAGE_2 if settings.get(CONFIG + name)]
+    if signs:
+        what = "trains motion modules and attention, through the VAE"
+        fault = f"LatentSync's stage 2 is not recorded: it {what} ({', '.join(signs)})"
+        raise VplanError(fault, "stage 1 alone can be checked: configs/unet/stage1.yaml, stage1_512.yaml")
     return {"model": MODEL}
 
 

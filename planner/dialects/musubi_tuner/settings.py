@@ -62,7 +62,7 @@ from planner.dialects.musubi_tuner.models import (
 from planner.dialects.musubi_tuner.network_modules import adapter_note, kind_of, rank_of, targets_of, write_rank
 from planner.errors import VplanError
 from planner.layout.trainer_terms.lora_layers import on_all_linear, unpriced_layers_note
-from planner.layout.trainer_terms.musubi_tuner import ONE_TIME, TILE_256, TILE_SIZE
+from planner.layout.trainer_terms.musubi_tuner import CAST, ONE_TIME, TILE_256, TILE_SIZE
 from planner.spec.plan import Plan
 from planner.untrusted import flat
 
@@ -240,7 +240,14 @@ def _version(settings: Settings, fields: Fields) -> str:
     if kind and version:
         flag = "--force_v2_1_time_embedding" if version == ONE_TIME else f"{TILES} 256"
         raise VplanError(f"--network_module networks.{kind} with {flag} is not priced", f"leave {flag} out")
-    return kind or version
+    return kind or version or (CAST if _is_cast_whole(settings, fields) else "")
+
+
+def _is_cast_whole(settings: Settings, fields: Fields) -> bool:
+    """Whether Wan's file lies on the GPU in 16 bits until all of it is cast to 8: not where blocks are swapped, and it
+    is read to host RAM, nor where it has 8 bits itself, as far as its name says."""
+    plain = settings.get("--fp8_base") and not settings.get("--fp8_scaled") and not fields["swap_blocks"]
+    return bool(plain) and family_of(fields["model"]) == "wan" and "fp8" not in str(settings.get("--dit")).lower()
 
 
 TILES = "--vae_sample_size"
@@ -363,7 +370,7 @@ def read_script(script: Script) -> Invocation | None:
     if path := settings.get("--config_file"):
         inside = script.document(str(path))
         if inside is None:
-            notes.append(f"{path} is not here: read without it")
+            notes.append(f"{script.missing(str(path))}: read without it")
         else:
             parsed = flags.script("musubi-tuner", str(settings["script"])).parse_config(inside)
             settings = parsed.values | settings
@@ -372,7 +379,8 @@ def read_script(script: Script) -> Invocation | None:
     if path := settings.get("--dataset_config"):
         inside = script.document(str(path))
         if inside is None:
-            notes.append(f"{path} is not here: estimated at the model's default shape, one sample at a time")
+            what = "estimated at the model's default shape, one sample at a time"
+            notes.append(f"{script.missing(str(path))}: {what}")
         else:
             settings |= {f"dataset:{key}": value for key, value in flat(inside, str(path)).items()}
     for name in ("--sample_prompts", "--sample_every_n_epochs"):
@@ -410,6 +418,9 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield f"latents and prompts are cached before training ({AT}){tiles}"
     if note := adapter_note(settings, fields):
         yield note
+    if _is_cast_whole(settings, fields):
+        what = "is not estimated, and takes 3 bytes a number" if _version(settings, fields) != CAST else "is estimated"
+        yield f"--fp8_base without --fp8_scaled: a file in 16 bits beside its cast {what} (one in fp8 needs no cast)"
     elif lora and not settings.get("--network_dim"):
         yield "LoRA rank 4, the default of --network_dim"
     if fields["validation_mode"] == "on":
@@ -438,6 +449,12 @@ MOVES = (
         when=lambda fields: (
             not fields["version"] and lookup.model(fields["model"]).trained_with("musubi-tuner", "time-per-token")
         ),
+    ),
+    Move(
+        {"version": ""},
+        "a scale for each layer's weights",
+        words_for=lambda settings: ["--fp8_scaled"],
+        when=lambda fields: fields["version"] == CAST,
     ),
     Move({"grad_buckets": "view"}, "free"),
     Move(

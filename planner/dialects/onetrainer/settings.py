@@ -115,7 +115,7 @@ def _of_command(script: Script, arguments: Sequence[str]) -> dict[str, Any]:
         if flag in ("--preset-path", "--config-path"):
             document = script.document(value)
             if document is None:
-                raise VplanError(f"{value} is not here", "run vplan where the command would run, or pass the config")
+                raise VplanError(script.missing(value), "run vplan where the command would run, or pass the config")
             config = _over(config, document) if flag == "--config-path" else _over(document, config)
     for flag, value in itertools.pairwise(arguments):
         if flag == "--config-value":

@@ -27,7 +27,7 @@ def read_command(program: PythonCommand, script: Script) -> Invocation:
         name = path if str(path).endswith(".toml") else f"{path}.toml"
         inside = script.document(str(name))
         if inside is None:
-            raise VplanError(f"{name} is not here", "run vplan where the command would run")
+            raise VplanError(script.missing(str(name)), "run vplan where the command would run, or supply the file")
         parsed = flags.script("sd-scripts", program.script).parse_config(inside)
         settings, unknown = parsed.values | settings, (*unknown, *parsed.unknown)
     return with_dataset(replace(invocation, settings=settings, unknown=unknown), script)
@@ -53,7 +53,7 @@ def with_dataset(invocation: Invocation, script: Script) -> Invocation:
         return invocation
     document = script.document(str(path))
     if document is None:
-        note = f"{path} is not here: estimated at the model's default size, one sample per step"
+        note = f"{script.missing(str(path))}: estimated at the model's default size, one sample per step"
         return replace(invocation, notes=(*invocation.notes, note))
     inside = {f"{DATASET}{name}": value for name, value in flat(document, str(path)).items()}
     return replace(invocation, settings=invocation.settings | inside)

@@ -46,7 +46,7 @@ from planner.dialects.sd_scripts.shared_bindings import (
     step_pair,
     swap_pair,
 )
-from planner.errors import VplanError
+from planner.layout.trainer_terms.sd_scripts import MASKED
 
 MODELS = {"flux.1-dev": "flux1-dev.safetensors", "flux.1-schnell": "flux1-schnell.safetensors"}
 """Ours -> the file that its documentation names (docs/flux_train_network.md), or its repository has."""
@@ -97,9 +97,6 @@ def _model(settings: Settings) -> Fields:
     kind = BY_TYPE[str(settings.get("--model_type", "flux"))]
     if str(settings.get("script")).endswith(LORA):
         network_module.refuse_unpriced(settings, ADAPTERS[kind])
-    if settings.get("--apply_t5_attn_mask") and kind in MODELS:
-        fault = "--apply_t5_attn_mask is not priced (a mask over all pairs of tokens for every head)"
-        raise VplanError(fault, "leave --apply_t5_attn_mask out")
     file = settings.get("--pretrained_model_name_or_path")
     name = settings.get("model") or (find_model(file) if kind in MODELS else None) or kind
     return {"model": lookup.model(str(name)).name}
@@ -192,8 +189,21 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     encoder = TRAINED_TOO.get(kind)
     if encoder and fields["method"] == "lora" and not settings.get("--network_train_unet_only"):
         yield f"adapters on {encoder} are not estimated: --network_train_unet_only leaves them out"
-    if settings.get("--apply_t5_attn_mask"):
-        yield "--apply_t5_attn_mask is not estimated (a mask over all pairs of tokens for every head), and takes more"
+    if _version(settings, fields):
+        what = "each block makes a mask over all pairs of tokens for every head, and attention is never flash"
+        yield f"{MASK}: {what} ({AT} library/flux_models.py)"
+    elif settings.get(MASK):
+        what = "no mask is made: each sample attends to its prompt's own tokens alone"
+        yield f"{MASK}: {what} ({AT} library/chroma_models.py)"
+
+
+MASK = "--apply_t5_attn_mask"
+
+
+def _version(settings: Settings, fields: Fields) -> str:
+    """`MASKED` where FLUX.1's blocks are given a mask."""
+    masked = settings.get(MASK) and BY_TYPE[str(settings.get("--model_type", "flux"))] in MODELS
+    return MASKED if masked else ""
 
 
 FILES = ModelFlags(
@@ -280,6 +290,7 @@ DIALECT = Dialect(
     read_script=read_script,
     remarks=_remarks,
     notes=_notes,
+    version=_version,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"text_encoder": "cached", "vae": "cached"}, "captions are no longer shuffled or dropped"),
@@ -298,6 +309,12 @@ DIALECT = Dialect(
             by_fields=block_swap.steps("sd-scripts", tuple(range(4, 35, 4))),
         ),
         *SHARDED,
+        Move(
+            {"version": ""},
+            "attention to a prompt's padding too",
+            words_for=lambda settings: [f"without {MASK}"],
+            when=lambda fields: fields["version"] == MASKED,
+        ),
         Move({"weights_dtype": "fp8"}, "the frozen base is rounded to 8 bits", when=lambda fields: not _full(fields)),
         Move(
             {"text_encoder_dtype": "fp8"},

@@ -134,7 +134,7 @@ def _config(program: PythonCommand, script: Script) -> Settings:
         if (document := script.document(f"{folder}config.json")) is not None:
             return document | typed
     fault = f"SimpleTuner's config {quoted(folders[-1] + 'config.json')} is not here"
-    raise VplanError(fault, "pass its config.json, or run vplan check where it is")
+    raise VplanError(fault, "pass its config.json, alone or behind the command's file, or run vplan check where it is")
 
 
 def _method(settings: Settings) -> Fields:
@@ -395,7 +395,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     if of(settings, "musubi_blocks_to_swap") and family_of(settings) in NO_SWAP:
         yield Remark("musubi_blocks_to_swap", "this family swaps no blocks")
     if of(settings, "data_backend_config") and SAMPLES not in settings:
-        why = "it is not here, so its sizes are not read: pass --height, --width and --frames for others"
+        why = "it is not here, so its sizes are not read: pass it behind the config, or --height, --width and --frames"
         yield Remark("data_backend_config", why)
 
 

@@ -3,6 +3,7 @@ those for every head are priced, and a note says what the others take."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from planner.catalog import lookup
@@ -10,7 +11,7 @@ from planner.catalog.shapes import grid
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.shared import HeldTensor, hold, stretches_of_blocks
 from planner.spec.job import Job
-from planner.tape.program import Stage
+from planner.tape.program import Block, Stage
 from planner.units import GIB
 
 MADE, BOOLEAN, HALF = 8, 1, 2
@@ -31,25 +32,41 @@ def masks_by_head(trainer: str) -> Transform:
     return term
 
 
+def masks_of_numbers_by_head(run: Run) -> None:
+    """A mask of which each block's code has a view for all heads and queries (sd-scripts' library/flux_models.py
+    ``attn_mask[:, None, None, :].expand``): attention makes one of numbers of it, which is as large as the view looks
+    (``convert_boolean_attn_mask`` in ATen/native/transformers/attention.cpp; 972 MiB of 24 heads and 4,608 tokens, seen
+    with the memory-efficient kernel and with cuDNN's), and never runs flash."""
+    run.work.attention_masked = True
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        hold(run, stage, _of_numbers(run, *stretches_of_blocks(stage)))
+
+
 def _with_masks(run: Run, stage: Stage) -> None:
-    grid, heads = run.grid, run.facts.model.config["num_attention_heads"]
-    pairs = heads * grid["B"] * (grid["H"] * grid["W"] + grid["T"]) ** 2
     forward, backward = stretches_of_blocks(stage)
     start = min(at[0] for at in forward.values())
     spans = [
-        HeldTensor(MADE * pairs, "masks as they are made", start - 1, start - 1),
-        HeldTensor(BOOLEAN * pairs, "mask for every head", start, max(at[-1] for at in backward.values())),
+        HeldTensor(MADE * _pairs(run), "masks as they are made", start - 1, start - 1),
+        HeldTensor(BOOLEAN * _pairs(run), "mask for every head", start, max(at[-1] for at in backward.values())),
     ]
-    numbers = "mask of numbers for every head"
+    hold(run, stage, [*spans, *_of_numbers(run, forward, backward)])
+
+
+def _pairs(run: Run) -> int:
+    """Pairs of tokens, for every head and sample."""
+    grid, heads = run.grid, run.facts.model.config["num_attention_heads"]
+    return int(heads * grid["B"] * (grid["H"] * grid["W"] + grid["T"]) ** 2)
+
+
+def _of_numbers(run: Run, forward: dict[Block, list[int]], backward: dict[Block, list[int]]) -> Iterator[HeldTensor]:
+    """The mask that attention makes in each block: kept for its backward pass, which with checkpoints makes it anew."""
+    size, name = HALF * _pairs(run), "mask of numbers for every head"
     for block, again in backward.items():
         ran = forward[block]
         if run.strategy.gradient_checkpointing == "none":
-            spans.append(HeldTensor(HALF * pairs, numbers, ran[0], again[-1]))
+            yield HeldTensor(size, name, ran[0], again[-1])
         else:
-            spans += [
-                HeldTensor(HALF * pairs, numbers, at, end) for at, end in ((ran[0], ran[0]), (again[0], again[-1]))
-            ]
-    hold(run, stage, spans)
+            yield from (HeldTensor(size, name, at, end) for at, end in ((ran[0], ran[0]), (again[0], again[-1])))
 
 
 def unpriced_masks_note(trainer: str, fields: dict[str, Any]) -> str | None:

@@ -42,7 +42,7 @@ def unpriced_layers_note(profile: ModelProfile, targets: object) -> str | None:
     if targets is not None:
         return None
     if profile.lora.wide and profile.traits.wide_is_all_linear:
-        return "every linear layer of the blocks has an adapter: the unusual ones are priced as over a base in 16 bits"
+        return "every linear layer of the blocks has an adapter; all but the usual ones are priced as over a bf16 base"
     return f"every linear layer of the blocks has an adapter: only {profile.title}'s usual layers are priced"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import profiles
 from planner.catalog import card_lookup, lookup
-from planner.catalog.card_lookup import gpu, parse_gpus
+from planner.catalog.card_lookup import card_taken_for, gpu, parse_gpus
 from planner.catalog.lookup import check_shape, grid, job_for, model, several
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
@@ -464,7 +464,36 @@ def test_several_cards() -> None:
         (1, "rtx4090"),
     ]
     assert "--gpu count 0 is too small" in refused(parse_gpus, "0x4090").message
+    assert "--gpu count 0 is too small" in refused(parse_gpus, "4090x0").message
     assert "too large" in refused(parse_gpus, "1000000000000x4090").message
+
+
+@pytest.mark.parametrize(
+    ("typed", "count", "name"),
+    [
+        ("3090x2", 2, "rtx3090"),
+        ("H100x8", 8, "h100-80gb"),
+        ("NVIDIA H100 80GB HBM3 x8", 8, "h100-80gb"),
+        ("24GB x 2", 2, "24GB"),
+        ("2x24", 2, "24GB"),
+        ("3090,3090", 2, "rtx3090"),
+        ("rtx3090 + 3090 + 3090", 3, "rtx3090"),
+        ("4090 24g", 1, "rtx4090"),
+        ("rtx 4090 (24gb) x 2", 2, "rtx4090"),
+        ("4090 48g", 1, "rtx4090-48gb"),
+        ("2 x h20 96G", 2, "h20"),
+        ("h100 94 GiB", 1, "h100-nvl"),
+    ],
+)
+def test_a_count_stands_before_or_behind_and_a_size_beside_the_name(typed: str, count: int, name: str) -> None:
+    found, card = parse_gpus(typed)
+    assert (found, card.name) == (count, name)
+    assert card_taken_for(typed, card) == ""
+
+
+def test_cards_of_several_kinds_are_planned_for_the_least() -> None:
+    error = refused(parse_gpus, "4090,a100-80gb,rtx3080")
+    assert "several kinds" in error.message and "--gpu 3xrtx3080" in error.fix
 
 
 @pytest.mark.parametrize(
@@ -484,7 +513,8 @@ def test_several_cards() -> None:
         ("4900", "neither a card nor a size", "did you mean rtx4090? Else"),
         ("a100", "matches several cards", "a100-40gb, a100-80gb"),
         ("4060ti", "matches several cards", "rtx4060ti-8gb, rtx4060ti-16gb"),
-        ("4090 96GB", "neither a card nor a size", "from `vplan gpus`"),
+        ("4090 96GB", "has 24 GB, and none with 96 is known", "use --gpu rtx4090, or for 96 GB alone --gpu 95.5GiB"),
+        ("2080 ti (22gb)", "has 11 GB, and none with 22 is known", "--gpu 21.5GiB"),
         ("5060ti", "matches several cards", "rtx5060ti-8gb, rtx5060ti-16gb"),
         ("25GB", "is not a card class", "use 24GB, or 23.283GiB"),
         ("0GB", "is smaller than any card", "24GB"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -276,3 +277,39 @@ def test_a_config_s_bytes_and_the_folder_beside_it(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("python a.py --c c.yaml\n")
     script = from_file(tmp_path / "run.sh")
     assert script.document("c.yaml") and script.document("$C/c.yaml") is None and script.document("no.yaml") is None
+
+
+def checked(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["check", *words, "--gpu", "rtx4090", "--no-fixes", "--json"])
+
+
+def test_a_file_that_the_command_names_may_be_passed_from_elsewhere(tmp_path: Path) -> None:
+    script, data = tmp_path / "run" / "train.sh", tmp_path / "mine" / "finetune.toml"
+    script.parent.mkdir()
+    data.parent.mkdir()
+    script.write_text(
+        "accelerate launch sdxl_train.py --pretrained_model_name_or_path=sdxl --dataset_config=/home/she/finetune.toml "
+        "--mixed_precision=bf16 --gradient_checkpointing\n"
+    )
+    data.write_text("[[datasets]]\nbatch_size = 3\nresolution = 768\n")
+    alone = json.loads(checked(str(script)).stdout)
+    (missing,) = [note for note in alone["estimate"]["assumptions"] if "finetune.toml' is not here" in note]
+    assert "`vplan check train.sh PATH/finetune.toml`" in missing and alone["job"]["batch_size"] == 1
+    both = json.loads(checked(str(script), str(data)).stdout)
+    assert (both["job"]["batch_size"], both["job"]["height"]) == (3, 768)
+    assert not any("not here" in note for note in both["estimate"]["assumptions"])
+    data.rename(data.with_name("other.toml"))
+    refused = checked(str(script), str(data.with_name("other.toml")))
+    assert refused.exit_code == 1 and "train.sh names no 'other.toml'" in refused.output
+    assert "not found: '/home/she/finetune.toml'" in refused.output
+
+
+def test_of_two_files_of_a_name_that_with_the_same_folders_is_meant(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "data.toml").write_text(f"name = '{folder}'")
+    (tmp_path / "x.sh").write_text("python train.py --dataset_config C:\\sets\\b\\data.toml\n")
+    files = tuple(tmp_path / folder / "data.toml" for folder in ("a", "b"))
+    script = dataclasses.replace(from_file(tmp_path / "x.sh"), supplied=files)
+    assert script.document("C:\\sets\\b\\data.toml") == {"name": "b"}
+    assert script.unnamed() == [files[0]]

@@ -11,6 +11,8 @@ from planner.dialects import other_scripts
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import PythonCommand, Script, from_file
 from planner.errors import VplanError
+from planner.spec.job import Job, Machine, Strategy
+from planner.spec.plan import Plan, plan_to_toml
 
 FLYMYAI = """pretrained_model_name_or_path: Qwen/Qwen-Image
 data_config: {train_batch_size: 1, img_size: 1024, img_dir: ./set}
@@ -148,3 +150,15 @@ def test_no_script_that_is_read_is_listed_as_another() -> None:
         for path in entry.scripts:
             script = Script("the command", (PythonCommand("python", {}, path, ()),))
             assert not any(reader.read_script(script) for reader in readers), path
+
+
+def test_a_plan_of_ours_is_sent_to_the_verbs_that_take_it(tmp_path: Path) -> None:
+    plan = Plan(
+        job=Job(model="flux.1-dev", method="lora", frames=1, height=512, width=512),
+        strategy=Strategy(),
+        machine=Machine(gpu="rtx4090"),
+    )
+    (tmp_path / "p.toml").write_text(plan_to_toml(plan))
+    with pytest.raises(VplanError, match=r"p\.toml is a plan of vplan's own") as refused:
+        dialects.read_script(from_file(tmp_path / "p.toml"))
+    assert "`vplan estimate p.toml`" in refused.value.fix and "`vplan train p.toml`" in refused.value.fix

@@ -75,3 +75,30 @@ def test_an_evaluation_with_all_blocks_on_the_gpu_is_refused(evaluated: str, tmp
     with pytest.raises(VplanError, match="disable_block_swap_for_eval"):
         read(tmp_path, swaps + evaluated)
     assert read(tmp_path, swaps).strategy["swap_blocks"]
+
+
+NAMED = "eval_datasets = [{name = 'held out', config = 'eval.toml'}]"
+
+
+@pytest.mark.parametrize("listed", [NAMED, "eval_datasets = ['eval.toml']"])
+def test_evaluation_at_a_larger_size_is_said(listed: str, tmp_path: Path) -> None:
+    (tmp_path / "eval.toml").write_text("resolutions = [1024]\nframe_buckets = [1, 129]\n")
+    (tmp_path / "config.toml").write_text(CONFIG.format(listed, ""))
+    (tmp_path / "dataset.toml").write_text("resolutions = [512]\nframe_buckets = [33]")
+    dialect, given = dialects.read_script(from_file(tmp_path / "config.toml"))
+    assert given.unknown == ()
+    (note,) = [note for note in translate(dialect, given).notes if note.startswith("eval_datasets")]
+    assert "129 frames of 1024x1024, batch 1" in note and "not estimated, and may take more" in note
+
+
+@pytest.mark.parametrize(("batch", "more"), [("", False), ("eval_micro_batch_size_per_gpu = 2", True)])
+def test_evaluation_of_no_more_than_trains_takes_no_more(batch: str, more: bool, tmp_path: Path) -> None:
+    (tmp_path / "eval.toml").write_text("resolutions = [512]")
+    notes = read(tmp_path, f"{NAMED}\n{batch}").notes
+    (note,) = [note for note in notes if note.startswith("eval_datasets:")]
+    assert ("may take more" in note) == more
+
+
+def test_an_evaluation_set_that_is_not_here_is_said(tmp_path: Path) -> None:
+    (note,) = [note for note in read(tmp_path, NAMED).notes if note.startswith("eval_datasets")]
+    assert "eval.toml is not here" in note and "may take more" in note

@@ -73,7 +73,7 @@ FORMATS: list[tuple[str, str, Cause, str]] = [
      "unknown", "no numbers"),
     # Beside PyTorch.
     ("bare", "RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", "driver",
-     "pinned host memory"),
+     "If the card had free memory, it was pinned host memory"),
     ("start", 'File "/v/torch/cuda/__init__.py", line 404, in set_device\n    torch._C._cuda_setDevice(device)\n'
      "RuntimeError: CUDA error: out of memory", "others", "before there was any tensor"),
     ("cuBLAS", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "beside",
@@ -105,6 +105,10 @@ FORMATS: list[tuple[str, str, Cause, str]] = [
      "signal 9"),
     ("SIGKILL", "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.", "host",
      "signal 9"),
+    ("ai-toolkit", "Job process terminated with signal SIGKILL", "host", "signal 9"),
+    ("0xC0000005", "subprocess.CalledProcessError: Command '['python.exe', 'train.py']' returned non-zero exit status "
+     "3221225477.", "crash", "mapped from their file"),
+    ("access violation", "RuntimeError: Command failed with exit code 3221225477", "crash", "nor page file"),
     ("mmap", "RuntimeError: unable to mmap 23802932552 bytes from file <./flux1-dev.safetensors>: Cannot "
      "allocate memory "
      "(12)", "host", "would not map"),

@@ -133,6 +133,31 @@ def test_what_is_no_message(text: str, says: str) -> None:
         parse(text)
 
 
+@pytest.mark.parametrize("message", [TORCH_2_0, TORCH_2_1, TORCH_2_9, OTHERS, CAPPED])
+def test_a_message_is_read_however_it_is_wrapped(message: str) -> None:
+    """Terminals break lines in words, and what is pasted has lost the blank that stood there."""
+    numbers = parse(message)
+    for width in range(40, 72, 3):
+        for wrapped in (
+            "\n".join(message[at : at + width].strip() for at in range(0, len(message), width)),
+            "".join(message[at : at + width].strip() for at in range(0, len(message), width)),
+        ):
+            assert parse(wrapped) == numbers
+    assert parse(message.replace("capacity of", "capacityof").replace("GPU 0; ", "GPU 0;\n")) == numbers
+
+
+def test_a_full_card_is_not_fragmented_alone() -> None:
+    """Where tensors hold most of it, expandable segments do not help for long."""
+    gaps = (
+        "983.69 MiB is free. Process 99 has 22.68 GiB memory in use. Of the allocated memory {} is allocated by PyTorch"
+    )
+    text = f"CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacityof 23.64 GiB of which {gaps}"
+    text += ", and 1.36 GiB is reserved by PyTorch but unallocated."
+    full, half = explain(parse(text.format("20.50 GiB"))), explain(parse(text.format("9.50 GiB")))
+    assert full.cause == "fragmentation" and "20.5 GiB of 23.6 GiB" in full.why
+    assert [any("checkpointing" in advice for advice in each.advice) for each in (full, half)] == [True, False]
+
+
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_nothing_around_it_breaks_it(before: str, behind: str) -> None:
     found = parse(f"{before}\n{OTHERS}\n{behind}")

@@ -128,6 +128,7 @@ def test_export_of_a_model_plans_first(tmp_path: Path) -> None:
             ["hunyuan-video", "--for", "diffusion-pipe", "--gpu", "8GB"],
             "diffusion-pipe cannot do what this needs here: vae_tiling",
         ),
+        (["flux.1-dev", "--for", "onetrainer"], "OneTrainer's files are read, not written"),
         (["wan2.1-t2v-14b", "--for", "musuby"], "there is no export to 'musuby'"),
         (["sdxl", "--for", "kohya_ss"], "there is no export to 'kohya_ss'"),
         (["sdxl", "--for", "simpletuner", "--gpu", "t4"], "SimpleTuner computes in bf16 here, which Tesla T4 does not"),
@@ -207,3 +208,29 @@ def test_the_plan_alone_is_that_of_the_explained_answer(model: str, gpu: str, tr
         assert alone is None
     else:
         assert alone is not None and (alone.peak, alone.strategy) == (explained.peak, explained.strategy)
+
+
+def test_a_name_of_several_models_is_answered_for_each_as_the_trainer_trains() -> None:
+    words = ("--gpu", "24GB", "--for", "sd-scripts")
+    rows = {row["model"]: row for row in run("suggest", "flux", *words)["models"]}
+    alone = run("suggest", "flux.1-dev", *words)["plan"]
+    assert rows["flux.1-dev"]["plan"]["strategy"] == alone["strategy"]
+    assert rows["flux.2-dev"]["plan"] is None and rows["flux.2-dev"]["reason"].startswith("sd-scripts cannot do this")
+    refused = run("suggest", "flux", *words, "-o", "out", code=2)["error"]
+    assert "need a single plan" in refused["message"] and "flux.1-dev" in refused["fix"]
+
+
+def test_what_a_trainer_does_otherwise_is_assumed_no_longer() -> None:
+    found = run("suggest", "wan2.2-t2v-a14b", "--gpu", "80GB", "--for", "ai-toolkit", "--frames", "17")["plan"]
+    assert found["job"]["experts"] == "both" and found["job"]["height"] == found["job"]["width"]
+    assumed = "; ".join(found["assumptions"])
+    assert "--experts both)" in assumed and "one of the two experts" not in assumed
+    assert "480x832" not in assumed
+
+
+def test_a_card_without_bf16_is_not_told_that_the_trainer_computes_in_it() -> None:
+    """Its autocast is fp16, whatever the dtype that counts where there is none."""
+    found = run("suggest", "sdxl", "--gpu", "t4", "--for", "diffusers")["plan"]
+    assumed = "; ".join(found["assumptions"])
+    assert found["strategy"]["autocast"] == "fp16" and "fp16, because Tesla T4 has no bf16" in assumed
+    assert "compute-dtype" not in assumed

@@ -197,7 +197,7 @@ def test_what_is_always_refused_is_known_and_in_no_list() -> None:
                 "gradient_checkpointing": "offload",
                 "gradient_accumulation": 8,
                 "swap_blocks": 20,
-                "optimizer_step": "backward",
+                "optimizer_step": "fused",
                 "vae_slicing": True,
                 "text_encoder": "swapped",
                 "validation_mode": "offload",
@@ -205,6 +205,7 @@ def test_what_is_always_refused_is_known_and_in_no_list() -> None:
             },
             (),
         ),
+        ("full", {"optimizer_step": "backward", "optimizer": "adafactor"}, ("optimizer", "optimizer_step")),
         ("full", {"sharding": "zero-3", "offload_optimizer": "cpu", "offload_params": "cpu"}, ()),
     ],
 )

@@ -7,6 +7,7 @@ GPU (``resident``). ``--fused_backward_pass`` is ``optimizer_step`` ``backward``
 from __future__ import annotations
 
 from planner.layout.run import Run, Transform
+from planner.layout.trainer_terms.attention_masks import masks_of_numbers_by_head
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation
 from planner.layout.trainer_terms.sd_scripts.sd3 import MMDIT
@@ -79,6 +80,14 @@ def encoders_on_cpu(run: Run) -> None:
     run.device.encoders_on_cpu = True
 
 
-OLDER = {**VERSIONS, "mmdit": MMDIT, f"hunyuan-image@{ENCODERS_ON_CPU}": (encoders_on_cpu,)}
+MASKED = "t5-mask"
+"""The version of memory terms with FLUX.1's ``--apply_t5_attn_mask``."""
+
+OLDER = {
+    **VERSIONS,
+    "mmdit": MMDIT,
+    f"hunyuan-image@{ENCODERS_ON_CPU}": (encoders_on_cpu,),
+    MASKED: (masks_of_numbers_by_head,),
+}
 """Not older: its scripts for SDXL and SD 1.5 and for Stable Diffusion 3, whose models are its own code
 (``unet`` in `unet`, ``mmdit`` in `sd3`), and a flag that no field of a plan says."""
