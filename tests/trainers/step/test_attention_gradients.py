@@ -22,7 +22,7 @@ from trainers.families import family  # noqa: E402
 from trainers.step import attention_kernels, step  # noqa: E402
 
 Layouts = dict[tuple[Any, ...], set[tuple[int, ...]]]
-SLICED = {"flux.1-dev", "flux.1-kontext-dev", "chroma1-hd"}
+SLICED = {"flux.1-dev", "flux.1-kontext-dev", "chroma1-hd", "longcat-image"}
 
 
 class Backwards(TorchDispatchMode):
