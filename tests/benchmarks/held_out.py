@@ -32,6 +32,7 @@ from planner.tape.program import Program
 from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.recording.recorder import Dispatch, RawRecording, record_optimizer, record_sample, record_step
+from trainers.recording.trainer_code import check_out
 
 LIMIT_PCT = 0.1
 GIB = 2**30
@@ -153,9 +154,11 @@ def directly(case: Case, config: dict[str, Any] | None = None) -> tuple[Played, 
     known = (case.profile, case.job, case.strategy, case.shape, config)
     if isinstance(case.variant, OptimizerVariant):
         trace = record_optimizer(*known)
+    elif isinstance(case.variant, StepVariant):
+        trainer, _, version = case.variant.code.partition("@")
+        trace = record_step(*known, Dispatch.of(case.variant), check_out(trainer) if trainer else None, version)
     else:
-        record = record_step if isinstance(case.variant, StepVariant) else record_sample
-        trace = record(*known, Dispatch.of(case.variant))
+        trace = record_sample(*known, Dispatch.of(case.variant))
     return Played(pieces(trace), [alloc.nbytes for alloc in trace.allocations]), [run.count for run in trace.runs]
 
 

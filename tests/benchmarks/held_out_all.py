@@ -33,7 +33,7 @@ from planner.catalog import lookup
 from planner.catalog.components import COMPONENTS, Component, components
 from planner.catalog.profiles import ModelProfile
 from planner.evidence.jsonl import append_row, rows_by_id
-from planner.launch.recorders import SAME_EACH_TIME
+from planner.launch.recorders import CHECKOUT, SAME_EACH_TIME
 from planner.tape.packs import digest, is_stored
 from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.benchmarks import held_out_around
@@ -80,8 +80,10 @@ def around(profile: ModelProfile) -> Iterator[Due]:
 
 
 def of_model(profile: ModelProfile) -> Iterator[Due]:
-    """The model's own tapes: one of each kind and method first, the others by lot."""
-    lot = shipped(profile)
+    """The model's own tapes: one of each kind and method first, the others by lot. Those of a trainer's own model only
+    where `CHECKOUT` names its code."""
+    has_code = bool(os.environ.get(CHECKOUT))
+    lot = [variant for variant in shipped(profile) if has_code or not getattr(variant, "code", "")]
     random.Random(f"{SEED} {profile.name}").shuffle(lot)
     seen: set[tuple[str, str]] = set()
     places = itertools.count(2)
