@@ -289,7 +289,7 @@ def _check_card(question: Question, dialect: Dialect, candidates: Sequence[Resol
     if question.gpu.vendor == "nvidia" and question.gpu.capability < BF16_ATTENTION_FROM and formats == {"bf16"}:
         fault = f"{dialect.title} computes in bf16 here, which {question.gpu.title} does not have"
         raise VplanError(
-            fault, "use a card from Ampere (RTX 30, A10) on, or leave out --for: vplan trains in fp16 there"
+            fault, "use an Ampere card or newer (RTX 30, A10), or leave out --for: vplan's own trainer uses fp16"
         )
 
 

@@ -44,10 +44,9 @@ def lokr_note(settings: Settings, fields: Fields) -> str | None:
     """How a LoKr is priced, in words; None for any other network."""
     if fields["method"] != "lora" or str(settings.get(f"{NETWORK}type")).lower() != "lokr":
         return None
-    as_many = f"a LoRA of rank {fields['lora_rank']}, which has about as many numbers"
     less = "; without gradient_checkpointing it needs a little less" * (fields["gradient_checkpointing"] == "none")
-    named = f"a LoKr of {lycoris.name_of(_factor_of(settings))}"
-    return f"{named} is priced as {as_many} ({AT} toolkit/models/lokr.py){less}"
+    source = f"{AT} toolkit/models/lokr.py"
+    return f"{lycoris.priced_as(lycoris.lokr_of(_factor_of(settings)), fields['lora_rank'], source, False)}{less}"
 
 
 def _rank_of_lokr(settings: Settings, rank: int) -> int:

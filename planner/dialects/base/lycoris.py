@@ -19,9 +19,16 @@ def factor_of(value: Any, name: str) -> int:
     return NEAR_ROOT if value in (None, NEAR_ROOT, str(NEAR_ROOT)) else max(1, integer(value, name))
 
 
-def name_of(factor: int) -> str:
-    """A factor in words."""
-    return "the factor nearest to the square root" if factor == NEAR_ROOT else f"factor {factor}"
+def lokr_of(factor: int) -> str:
+    """A LoKr in words."""
+    return "LoKr of the factor nearest to the square root" if factor == NEAR_ROOT else f"LoKr of factor {factor}"
+
+
+def priced_as(adapter: str, rank: int, source: str, builds_deltas: bool) -> str:
+    """How an adapter that is no LoRA is priced, in words. ``builds_deltas``: whether it makes the change of each weight
+    whole (`planner.layout.trainer_terms.whole_changes`)."""
+    deltas = ", plus the full weight deltas that it builds" if builds_deltas else ""
+    return f"a {adapter} is priced as a LoRA of rank {rank}, which has about as many parameters{deltas} ({source})"
 
 
 def layers_named(profile: ModelProfile, targets: Iterable[str] | None) -> list[LinearLayer]:

@@ -59,9 +59,8 @@ def adapter_note(settings: Settings, fields: Fields) -> str | None:
     kind = kind_of(settings)
     if kind is None:
         return None
-    named = "LoHa" if kind == LOHA else f"LoKr of {lycoris.name_of(_factor_of(settings))}"
-    as_many = f"a LoRA of rank {fields['lora_rank']}, which has about as many numbers"
-    return f"a {named} is priced as {as_many}, and by what its whole changes take ({AT} networks/{kind}.py)"
+    adapter = "LoHa" if kind == LOHA else lycoris.lokr_of(_factor_of(settings))
+    return lycoris.priced_as(adapter, fields["lora_rank"], f"{AT} networks/{kind}.py", True)
 
 
 def _factor_of(settings: Settings) -> int:

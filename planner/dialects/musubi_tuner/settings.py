@@ -419,8 +419,9 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if note := adapter_note(settings, fields):
         yield note
     if _is_cast_whole(settings, fields):
-        what = "is not estimated, and takes 3 bytes a number" if _version(settings, fields) != CAST else "is estimated"
-        yield f"--fp8_base without --fp8_scaled: a file in 16 bits beside its cast {what} (one in fp8 needs no cast)"
+        counted = "counted" if _version(settings, fields) == CAST else "not counted"
+        both = "loading holds a 16-bit file and its fp8 copy at once, 3 bytes a parameter"
+        yield f"--fp8_base without --fp8_scaled: {both}, which is {counted} (an fp8 file needs no copy)"
     elif lora and not settings.get("--network_dim"):
         yield "LoRA rank 4, the default of --network_dim"
     if fields["validation_mode"] == "on":

@@ -56,10 +56,9 @@ def note(settings: Settings, fields: Fields) -> str | None:
     kind = kind_of(settings)
     if kind == "LORA" or fields["method"] != "lora":
         return None
-    named = "LoHa" if kind == "LOHA" else f"LoKr of {lycoris.name_of(_factor_of(settings))}"
-    whole = ", and by what its whole changes take" if version_of(settings) else ""
-    rank = f"a LoRA of rank {fields['lora_rank']}, which has about as many numbers"
-    return f"a {named} is priced as {rank}{whole} (OneTrainer modules/module/LoRAModule.py)"
+    adapter = "LoHa" if kind == "LOHA" else lycoris.lokr_of(_factor_of(settings))
+    source = "OneTrainer 23df3832 modules/module/LoRAModule.py; not rehearsed"
+    return lycoris.priced_as(adapter, fields["lora_rank"], source, bool(version_of(settings)))
 
 
 def _layers(profile: ModelProfile, targets: tuple[str, ...] | None, of_blocks: bool) -> list[LinearLayer]:

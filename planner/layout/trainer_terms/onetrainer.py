@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from planner.layout.adapters import linear_layers
 from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.cublas import kept_workspaces, workspace_bytes
 from planner.layout.encoders_vae import ComponentPass, encoders, load_component
@@ -23,7 +24,7 @@ from planner.layout.trainer_terms.lora_layers import (
     width_of,
 )
 from planner.layout.trainer_terms.shared import layers_of_encoders_offloaded, modulation_in_8_bits
-from planner.layout.trainer_terms.whole_changes import HADAMARD_KEPT, KRONECKER, every_layer, whole_changes
+from planner.layout.trainer_terms.whole_changes import HADAMARD_KEPT, KRONECKER, whole_changes
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
 """The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""
@@ -186,7 +187,7 @@ _ADAPTERS = {"": None, LOHA: HADAMARD_KEPT, LOKR: KRONECKER}
 OLDER: dict[str, tuple[Transform, ...]] = {
     "-".join(filter(None, (layers, kind))): (
         *terms,
-        *((whole_changes(change, every_layer if layers else None),) if change else ()),
+        *((whole_changes(change, linear_layers if layers else None),) if change else ()),
     )
     for layers, terms in _LAYERS.items()
     for kind, change in _ADAPTERS.items()

@@ -158,11 +158,6 @@ def _let_go_of_outputs(run: Run, stage: Stage, made: Mapping[Block, int]) -> Non
         stage.stretches[at] = (moment, changed)
 
 
-def every_layer(run: Run) -> Mapping[str, LinearLayer]:
-    """All linear layers of the run's model."""
-    return linear_layers(run)
-
-
 def _adapted(run: Run) -> dict[str, LinearLayer]:
     """The layers with adapters: those that were named, or are recorded; over a quantised base those too that a
     recording lacks (`wider_adapters`)."""

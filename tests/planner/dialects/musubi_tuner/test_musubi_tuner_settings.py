@@ -104,4 +104,4 @@ def test_a_file_that_is_cast_to_8_bits_lies_on_the_gpu_whole(words: str, version
     command = COMMAND.format("wan").replace("--dit a.safetensors", "" if "--dit " in words else "--dit a.safetensors")
     told = translated(tmp_path, f"{command} --task t2v-14B --network_module networks.lora_wan {words}")
     assert told.version == version
-    assert any("a file in 16 bits beside its cast" in note for note in told.notes) == bool(version)
+    assert any("a 16-bit file and its fp8 copy at once" in note for note in told.notes) == bool(version)
