@@ -14,8 +14,9 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
 from planner.catalog.swapped_stacks import fetches_again
-from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
+from planner.dialects.base.bindings import Fields, InexpressibleError, Remark, Settings
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
+from planner.dialects.base.launchers import ALLOCATOR
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
 from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_uncast_inputs
@@ -99,12 +100,9 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     reading = translate(dialect, invocation)
     profile = lookup.model(reading.job["model"])
     fields = {name: value for name, value in reading.job.items() if value is not None}
-    shape = {name: value for name, value in overrides.items() if value is not None and name != "model"}
-    fields |= shape
-    if shape and fields.get("buckets"):  # of which each has what was told instead of its own
-        buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
-        own = {name: value for name, value in buckets[0].__dict__.items() if value is not None}
-        fields |= {**own, "buckets": ()} if len(buckets) == 1 else {"buckets": buckets}
+    fields = _with_shape(
+        fields, {name: value for name, value in overrides.items() if value is not None and name != "model"}
+    )
     job = job_for(profile, fields)
     if "height" not in fields and not job.buckets:
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
@@ -113,6 +111,7 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     where = _machine(card, machine_fields, dialect.name)
     if where.host_ram is None:
         notes.append("host RAM not checked; pass --host-ram 64GiB")
+    reading = _on(where, reading)
     configuration = Configuration.of(job, Strategy.read(reading.strategy), where)
     strategy = configuration.strategy
     try:
@@ -135,12 +134,36 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     except NotRecordedError as error:
         raise _with_mixed_precision(dialect, configuration, error) from None
     if not strategy.expandable_segments:
-        notes.append(f"default CUDA allocator ({NOT_IN_A_CONFIG if invocation.config_alone else NOT_SET})")
+        why = NOT_IN_A_CONFIG if invocation.config_alone else NOT_SET
+        notes.append(f"default CUDA allocator ({ON_WINDOWS if where.os == 'windows' else why})")
     words = (*reading.notes, *notes)
     return Case(dialect, invocation, reading, job, strategy, where, profile, card, words, reading.version)
 
 
+def _with_shape(fields: Fields, shape: Fields) -> Fields:
+    """A job's fields with what was told of the shape, which each of its buckets has instead of its own."""
+    fields = {**fields, **shape}
+    if not shape or not fields.get("buckets"):
+        return fields
+    buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
+    if len(buckets) > 1:
+        return {**fields, "buckets": buckets}
+    own = {name: value for name, value in buckets[0].__dict__.items() if value is not None}
+    return {**fields, **own, "buckets": ()}
+
+
+def _on(machine: Machine, reading: Translation) -> Translation:
+    """The reading as the machine's system has it: on Windows without expandable segments (c10/cuda/
+    CUDAAllocatorConfig.h ``expandable_segments``)."""
+    if machine.os != "windows" or not reading.strategy.get("expandable_segments"):
+        return reading
+    remark = Remark(ALLOCATOR, f"{ON_WINDOWS}: it warns and goes on without")
+    strategy = {**reading.strategy, "expandable_segments": False}
+    return replace(reading, strategy=strategy, ineffective=(*reading.ineffective, remark))
+
+
 NOT_SET = "PYTORCH_CUDA_ALLOC_CONF not set"
+ON_WINDOWS = "torch has no expandable segments on Windows"
 NOT_IN_A_CONFIG = "a config alone does not say PYTORCH_CUDA_ALLOC_CONF: if the script that starts it does, check that"
 
 
