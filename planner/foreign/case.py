@@ -16,7 +16,7 @@ from planner.catalog.shapes import check_blocks, job_for
 from planner.catalog.swapped_stacks import fetches_again
 from planner.dialects.base.bindings import Fields, InexpressibleError, Remark, Settings
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
-from planner.dialects.base.launchers import ALLOCATOR
+from planner.dialects.base.launchers import ALLOCATOR, NEW_ALLOC_CONF
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
 from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_uncast_inputs
@@ -111,7 +111,7 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     where = _machine(card, machine_fields, dialect.name)
     if where.host_ram is None:
         notes.append("host RAM not checked; pass --host-ram 64GiB")
-    reading = _on(where, reading)
+    reading = _on(where, reading, bool(settings.get(f"env:{NEW_ALLOC_CONF}")))
     configuration = Configuration.of(job, Strategy.read(reading.strategy), where)
     strategy = configuration.strategy
     try:
@@ -152,12 +152,22 @@ def _with_shape(fields: Fields, shape: Fields) -> Fields:
     return {**fields, **own, "buckets": ()}
 
 
-def _on(machine: Machine, reading: Translation) -> Translation:
-    """The reading as the machine's system has it: on Windows without expandable segments (c10/cuda/
-    CUDAAllocatorConfig.h ``expandable_segments``)."""
-    if machine.os != "windows" or not reading.strategy.get("expandable_segments"):
+NEW_NAME_FROM = (2, 10)
+"""torch's first version that takes expandable segments from PYTORCH_ALLOC_CONF: the CUDA wheels of 2.9.0 and 2.9.1
+leave them off, those of 2.10, 2.11 and 2.13 do not (pytorch#183387)."""
+
+
+def _on(machine: Machine, reading: Translation, by_new_name: bool) -> Translation:
+    """The reading as the machine's system and torch have it: without expandable segments on Windows (c10/cuda/
+    CUDAAllocatorConfig.h ``expandable_segments``), or where torch does not know the variable."""
+    if not reading.strategy.get("expandable_segments"):
         return reading
-    remark = Remark(ALLOCATOR, f"{ON_WINDOWS}: it warns and goes on without")
+    if machine.os == "windows":
+        remark = Remark(ALLOCATOR, f"{ON_WINDOWS}: it warns and goes on without")
+    elif by_new_name and machine.torch and tuple(map(int, machine.torch.split(".")[:2])) < NEW_NAME_FROM:
+        remark = Remark(NEW_ALLOC_CONF, "torch before 2.10 takes them from PYTORCH_CUDA_ALLOC_CONF alone")
+    else:
+        return reading
     strategy = {**reading.strategy, "expandable_segments": False}
     return replace(reading, strategy=strategy, ineffective=(*reading.ineffective, remark))
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from planner import dialects
 from planner.commands import cli
-from planner.dialects.base.launchers import ALLOCATOR
+from planner.dialects.base.launchers import ALLOCATOR, NEW_ALLOC_CONF
 from planner.dialects.base.script import from_file
 from planner.foreign.windows_script import batch_file
 
@@ -101,12 +101,25 @@ def test_a_program_on_windows_gets_the_same_words() -> None:
     assert subprocess.list2cmdline(words).count('"') < line.count('"')
 
 
+OLD = "PYTORCH_CUDA_ALLOC_CONF"
 BAT = """@echo off
 set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 accelerate launch sdxl_train_network.py ^
   --network_module networks.lora --gradient_checkpointing --cache_latents --sdpa ^
   --resolution 1024,1024 --mixed_precision bf16 --train_data_dir D:\\data
 """
+
+
+@pytest.mark.parametrize(
+    ("name", "torch", "expandable"),
+    [(NEW_ALLOC_CONF, "2.9", False), (NEW_ALLOC_CONF, "2.10", True), (OLD, "2.9", True)],
+)
+def test_the_new_name_is_read_from_torch_2_10(name: str, torch: str, expandable: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(BAT.replace("set PYTORCH_CUDA_ALLOC_CONF", f"export {name}").replace("^", "\\"))
+    words = ["check", str(tmp_path / "train.sh"), "--gpu", "12GB", "--torch", torch, "--json"]
+    found = json.loads(CliRunner().invoke(cli, words).stdout)
+    assert found["strategy"]["expandable_segments"] is expandable
+    assert [each["flag"] for each in found["ineffective"]] == ([] if expandable else [name])
 
 
 @pytest.mark.parametrize(("system", "expandable"), [("windows", False), ("wsl", True)])
