@@ -73,9 +73,11 @@ def resolution(model: ModelProfile) -> Objective:
 
 
 def smaller_sizes(model: ModelProfile, job: Job) -> Objective:
-    """The listed sizes, and three quarters and half of the job's own where the model takes others."""
-    multiple = model.shape.size_multiple
-    areas = {height * width: (height, width) for height, width in model.shape.resolutions}
+    """The listed sizes, upright for a job that is, and three quarters and half of its own where the model takes
+    others."""
+    multiple, upright = model.shape.size_multiple, job.height > job.width
+    listed = sorted(model.shape.resolutions, key=lambda size: (size[0] > size[1]) == upright)
+    areas = {height * width: (height, width) for height, width in listed}
     for share in () if model.shape.only_listed else (0.75, 0.5):
         sides = [max(1, round(side * share / multiple)) * multiple for side in (job.height, job.width)]
         areas.setdefault(sides[0] * sides[1], (sides[0], sides[1]))

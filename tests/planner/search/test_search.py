@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import vplan
 from planner.catalog import card_lookup, lookup
 from planner.catalog.profiles import ModelProfile
-from planner.catalog.shapes import check_shape, grid
+from planner.catalog.shapes import check_shape, grid, job_for
 from planner.commands import cli
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import Assessment, assess, estimate
@@ -577,3 +577,10 @@ def test_an_option_that_is_not_recorded_and_may_need_less_is_named() -> None:
     assert missing.record == "vplan record wan2.1-t2v-14b --variant step-lora-fp8-fp32-autocast-nested-one"
     nested = vplan.suggest("wan2.1-t2v-14b", gpu="8GB", host_ram="26GiB", weights_dtype="bf16")._suggestion
     assert nested.plan.verdict == "no" and nested.unrecorded is None, "which is recorded, and was searched"
+
+
+@pytest.mark.parametrize(("height", "width", "listed"), [(1088, 1920, (480, 832)), (1920, 1088, (832, 480))])
+def test_smaller_sizes_are_upright_for_a_job_that_is(height: int, width: int, listed: tuple[int, int]) -> None:
+    model = lookup.model("wan2.1-t2v-14b")
+    sizes = smaller_sizes(model, job_for(model, {"model": model.name, "height": height, "width": width}))
+    assert listed in sizes.values and listed[::-1] not in sizes.values
