@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -341,8 +340,3 @@ def _notes_on_values(rehearsal: Rehearsal, outcome: RehearsalOutcome) -> Iterato
         shown = ", ".join(list(reads)[:3]) + (f" and {plural(len(reads) - 3, 'more place')}" if len(reads) > 3 else "")
         what = "values that depend on large tensors" if rehearsal.values else "values on the GPU"
         yield f"{what} are not computed; the program read some, and may decide otherwise by them: {shown}"
-
-
-def command_line(rehearsal: Rehearsal) -> str:
-    """The command, for a shell."""
-    return shlex.join(rehearsal.command)

@@ -185,7 +185,7 @@ class ProbedTraining:
 
     def optimizer_step(self) -> None:
         """The optimizer step of the gradients that `forward_backward` left: the phase ``optimizer``."""
-        step.optimizer_step(self.trainee)
+        self.trainee.engine.step(self.trainee)
         self._count_step()
 
     def sample(self) -> None:

@@ -145,7 +145,6 @@ def write_model(fields: Fields) -> Settings:
 
 SIZE, BATCH = "dataset:general.resolution", "dataset:general.batch_size"
 FRAMES, EXTRACTION = "dataset:datasets[0].target_frames", "dataset:datasets[0].frame_extraction"
-SHAPE = ("frames", "height", "width", "batch_size", "buckets")
 LONGEST = 129
 """``max_frames`` of datasets that take whole clips (dataset/config_utils.py)."""
 

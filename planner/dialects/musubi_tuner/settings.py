@@ -435,11 +435,6 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "frame_extraction full: clips as long as they are, up to max_frames, which is priced"
 
 
-def _has_times(fields: Fields) -> bool:
-    """Whether its model has a time embedding for each token."""
-    return lookup.model(fields["model"]).trained_with("musubi-tuner", "time-per-token")
-
-
 MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),

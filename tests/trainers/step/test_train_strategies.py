@@ -59,7 +59,7 @@ class Held:
             loss = step.forward(self.training.trainee, self.training.kind, batch, self.training.strategy)
         self.saved = sum(storages.values())
         loss.backward()
-        step.optimizer_step(self.training.trainee)
+        self.training.engine.step(self.training.trainee)
         self.training.loader.close()
 
     @property
@@ -264,7 +264,7 @@ def test_an_optimizer_on_the_host_holds_what_the_plan_says(place: runs.Place, tm
     training.loader.close()
     trained, optimizer = training.trainee.trainable.values(), training.trainee.optimizer
     assert isinstance(optimizer, OnHost) and all(parameter.grad is None for parameter in trained)
-    step.optimizer_step(training.trainee)
+    training.engine.step(training.trainee)
     held = [*optimizer.hosts.values(), *optimizer.gradients.values()]
     held += [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     kept_in_fp32 = sum(parameter.numel() for parameter in trained if parameter.dtype == torch.float32)
