@@ -115,10 +115,9 @@ def test_a_name_of_several_models_gives_them_all() -> None:
 
 
 def test_no_name_means_two_models() -> None:
-    entries = {(model_key(name), model.title) for model in other_models.other_names().model for name in model.names}
-    entries |= {
-        (model_key(name), group.models[0]) for group in other_models.other_names().group for name in group.names
-    }
+    others = other_models.other_names()
+    entries = {(model_key(name), model.title) for model in others.model for name in model.names}
+    entries |= {(model_key(name), group.models[0]) for group in others.group for name in group.names}
     assert [key for key, count in Counter(key for key, _ in entries).items() if count > 1] == []
     taken = {key: lookup.bundled_name(key) or lookup.distilled_from(key) for key, _ in entries}
     assert {key: model for key, model in taken.items() if model} == {}
