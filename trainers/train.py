@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch import checkpoint_layout, checkpoints, training_laws
+from planner.launch import checkpoint_layout, checkpoints, training_settings
 from planner.launch.launch import MEMORY, METRICS, NAN, RunRequest
 from planner.launch.stop import STOP_REQUEST
 from planner.launch.weight_files import model_folder
@@ -93,9 +93,9 @@ class TrainingRun:
         self.report = report
         self.output = Path(request.output)
         profile = lookup.model(request.plan.job.model)
-        self.request = request.replace(plan=training_laws.settled_plan(request.plan, profile))
+        self.request = request.replace(plan=training_settings.settled_plan(request.plan, profile))
         self.training = self.request.plan.training
-        self.profile = training_laws.with_law(profile, self.training)
+        self.profile = training_settings.with_law(profile, self.training)
         self.strategy = request.plan.strategy
         targets = request.plan.job.lora_targets or self.profile.lora.targets
         self.job = request.plan.job.replace(lora_targets=targets)

@@ -47,7 +47,7 @@ from planner.errors import VplanError, quoted
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
 from planner.foreign.oom_cause import render
-from planner.foreign.smaller import with_smaller
+from planner.foreign.other_ways import with_other_ways
 from planner.spec.job import Machine
 from planner.spec.plan import Plan
 from planner.units import format_gib, format_seconds, gib
@@ -138,7 +138,7 @@ def checked(said: Mapping[str, Any]) -> Checked:
     machine = {name: value for name, value in said.items() if name in Machine.model_fields}
     search = not said["no_fixes"]
     found = check_case(settle(dialect, given, told, machine), search)
-    return with_smaller(found) if search else found
+    return with_other_ways(found) if search else found
 
 
 def _log(words: tuple[str, ...], path: str | None) -> str | None:

@@ -8,7 +8,7 @@ import click
 
 from planner.catalog import card_lookup
 from planner.commands import USAGE
-from planner.commands._shared.fixes import print_checked
+from planner.commands._shared.fixes import print_rehearsal_check
 from planner.commands._shared.live_memory_table import print_live
 from planner.commands._shared.rendering.render import VERDICTS, share_bar
 from planner.commands._shared.verb import (
@@ -186,7 +186,7 @@ def _print(console: Console, answer: RehearsalAnswer, checked: CheckedRehearsal 
     if answer.live and answer.live.allocated_bytes:
         print_live(console, answer.live)
     if checked:
-        print_checked(console, checked)
+        print_rehearsal_check(console, checked)
     outcome = answer.outcome
     pinned = f", {format_gib(outcome.pinned_bytes)} of it pinned" if outcome.pinned_bytes > 8 * MIB else ""
     console.print(f"host RAM {format_gib(outcome.host_bytes)}{pinned}; rehearsed in {format_seconds(outcome.seconds)}")

@@ -16,7 +16,7 @@ from planner.catalog.names.other_models import other_names
 from planner.catalog.names.trainer_lists import Answer, ListedModel, TrainerList, answer, trainer_lists
 from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.dialect import capabilities
-from planner.launch.training_laws import preset_words
+from planner.launch.training_settings import preset_words
 from planner.spec.job import Strategy
 from planner.units import MIB, gib
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planner.catalog import card_lookup, lookup
 from planner.commands import USAGE
-from planner.commands._shared.batch import write_script
 from planner.commands._shared.data_options import typed_settings
 from planner.commands._shared.pick_plan import PLAN, weights_of
 from planner.commands._shared.rendering.render import print_plan, used_bar
 from planner.commands._shared.run_progress import Follower, prepare
 from planner.commands._shared.run_report import ReportWriter
+from planner.commands._shared.slurm_script import write_script
 from planner.commands._shared.verb import (
     DONE,
     show,
@@ -23,7 +23,15 @@ from planner.commands._shared.verb import (
 )
 from planner.dataset.sources import option_of, sources
 from planner.errors import VplanError
-from planner.launch import checkpoint_layout, checkpoints, launch, single_file, training_laws, validation, weight_files
+from planner.launch import (
+    checkpoint_layout,
+    checkpoints,
+    launch,
+    single_file,
+    training_settings,
+    validation,
+    weight_files,
+)
 from planner.launch.fallback import difference, next_plan
 from planner.launch.multinode import Peers
 from planner.launch.stop import STOPPED
@@ -49,7 +57,7 @@ class TrainingSupervisor:
     def __init__(self, plan: Plan, data: Path, output: Path, options: dict[str, Any]) -> None:
         self.data, self.output, self.options = data, output, options
         self.profile = lookup.model(plan.job.model)
-        self.plan = training_laws.settled_plan(plan, self.profile)
+        self.plan = training_settings.settled_plan(plan, self.profile)
         self.device: Literal["cuda", "cpu"] = options["device"]
         self.notes: list[str] = []
         self.estimate: Estimate | None = None
@@ -93,7 +101,7 @@ class TrainingSupervisor:
         report = preflight.preflight(self.plan, checked)
         if begins:
             print_plan(talk(), self.plan, report.estimate)
-        for line in training_laws.words(self.plan.training, self.profile, self.plan.strategy):
+        for line in training_settings.words(self.plan.training, self.profile, self.plan.strategy):
             talk().print(line)
         report.raise_fault()
         self._check_weights()
@@ -221,7 +229,7 @@ class TrainingSupervisor:
         resume = self._resume() if first else None
         if first:  # for all computers
             if resume is None:
-                training_laws.check_lora_init(self.plan.training)
+                training_settings.check_lora_init(self.plan.training)
             self._keep_training()
             self._prepare(entries)
         begun: int | None = None
