@@ -99,7 +99,7 @@ class TrainingRun:
         self.strategy = request.plan.strategy
         targets = request.plan.job.lora_targets or self.profile.lora.targets
         self.job = request.plan.job.replace(lora_targets=targets)
-        self.kind = family(self.profile).for_job(self.job)
+        self.family = family(self.profile).for_job(self.job)
         self.experts: Any = None
         report.tell(phase="start")
         self.device = find_device(request.device)
@@ -193,7 +193,7 @@ class TrainingRun:
         sampler = BatchSampler(entries, self.job, plan.machine.world // parts, accumulation, request.seed)
         cache = Path(request.entries).parent
         own = cache if cache.is_relative_to(request.output) else None
-        stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy), own)
+        stacker = loader.Stacker(self.profile, self.job, self.family, step.compute_dtype(self.strategy), own)
         dropout = self.training.caption_dropout or 0.0
         return loader.Loader(sampler, stacker, self.rank // parts, self.device, request.steps, dropout)
 
@@ -315,7 +315,7 @@ class TrainingRun:
         expert = self._take_turn(number)
         first = not self.kernels_watched
         with self.memory.failing_step(number + 1), self._watched_kernels() as kernels:
-            loss = step.accumulated_step(self.trainee, self.kind, self._batches(number), self.strategy)
+            loss = step.accumulated_step(self.trainee, self.family, self._batches(number), self.strategy)
             if self.average:
                 self.average.update()
             # The mean is the same number on every rank, so all of them stop at the same step.
@@ -365,7 +365,7 @@ class TrainingRun:
             return None
         which = experts.chosen(self.profile, self.request.seed, number, self.request.expert_steps)
         self.experts.turn(which)
-        self.kind.for_job(self.job.replace(experts=which))
+        self.family.for_job(self.job.replace(experts=which))
         return which
 
     def _watched_kernels(self) -> contextlib.AbstractContextManager[Any]:
