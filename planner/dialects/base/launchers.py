@@ -209,9 +209,8 @@ def engine(
 
     def to_settings(fields: Fields) -> Settings:
         sharding = str(fields["sharding"])
-        several_gpus = fields.get("gpus", 1) * fields.get("nodes", 1) > 1
         if sharding not in SPLIT:
-            expected = "ddp" if several_gpus else "none"
+            expected = "ddp" if several_gpus(fields) else "none"
             if sharding != expected:
                 why = "accelerate wraps the model in DDP on several GPUs, and only there"
                 raise InexpressibleError(UnsupportedValue("sharding", sharding, expected, why))
@@ -257,8 +256,18 @@ def _engine_fields(launch: Settings, formats: Fields, fsdp: Support | str) -> Fi
         return no_engine | DEEPSPEED | where | trained | {"sharding": f"zero-{stage}" if stage else "ddp"}
     if launch.get("launch:--use_fsdp"):
         return no_engine | fsdp_fields(launch, formats, fsdp)
-    several_gpus = int(launch.get("gpus", 1)) * int(launch.get("nodes", 1)) > 1
-    return no_engine | formats | {"sharding": "ddp" if several_gpus else "none"}
+    return no_engine | formats | {"sharding": "ddp" if several_gpus(launch) else "none"}
+
+
+def half_precision(settings: Settings) -> str:
+    """The mixed precision, of the script or of ``accelerate launch``: bf16, fp16, or fp32 for none."""
+    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
+    return precision if precision in ("bf16", "fp16") else "fp32"
+
+
+def several_gpus(fields: Fields) -> bool:
+    """Whether there is more than one GPU to share among."""
+    return int(fields.get("gpus", 1)) * int(fields.get("nodes", 1)) > 1
 
 
 def _refuse_fp32(launch: Settings, formats: Fields) -> None:

@@ -16,6 +16,7 @@ from planner.dialects.base.launchers import (
     GPUS,
     NODES,
     engine,
+    half_precision,
     launch_settings,
     one_of,
     our_defaults,
@@ -23,7 +24,6 @@ from planner.dialects.base.launchers import (
     require_model,
 )
 from planner.dialects.base.script import Script
-from planner.dialects.diffusers.settings import half_precision
 from planner.errors import VplanError
 from planner.layout.trainer_terms.diffusers import FACTORY
 from planner.spec.rules import DEEPSPEED

@@ -32,6 +32,7 @@ from planner.dialects.base.launchers import (
     parse_program,
     require_model,
     script_head,
+    several_gpus,
     word_for,
 )
 from planner.dialects.base.layer_names import WAN_LAYERS
@@ -383,10 +384,6 @@ def _table(*bindings: Binding | When) -> tuple[Binding | When, ...]:
     )
 
 
-def _several_gpus(fields: Fields) -> bool:
-    return int(fields["gpus"]) * int(fields["nodes"]) > 1
-
-
 def _is_full(fields: Fields) -> bool:
     return bool(fields["method"] == "full")
 
@@ -477,10 +474,8 @@ DIALECT = Dialect(
         Move({"gradient_checkpointing": "offload"}, OFFLOAD_COST),
         Move({"text_encoder": "cached", "vae": "cached"}, SPLIT_COST, words_for=_split_words),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
-        Move(
-            {"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=_several_gpus
-        ),
-        Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several_gpus),
+        Move({"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=several_gpus),
+        Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=several_gpus),
         # As examples/*/model_training have them, for one GPU too: accelerate_config_zero2offload.yaml,
         # special/low_vram_training/deepspeed_zero3_cpuoffload.yaml.
         Move({"sharding": "zero-2", **ON_HOST, **DEEPSPEED}, "the optimizer steps in host RAM", when=_is_full),

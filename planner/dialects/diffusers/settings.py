@@ -26,6 +26,7 @@ from planner.dialects.base.launchers import (
     command_line,
     command_settings,
     engine,
+    half_precision,
     launch_settings,
     one_of,
     our_defaults,
@@ -166,12 +167,6 @@ def _write_job(fields: Fields) -> Settings:
             UnsupportedValue("width", fields["width"], fields["height"], "--resolution is a square's side")
         )
     return settings | {"--resolution": fields["height"]}
-
-
-def half_precision(settings: Settings) -> str:
-    """The mixed precision, of the script or of ``accelerate launch``: bf16, fp16, or fp32 for none."""
-    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
-    return precision if precision in ("bf16", "fp16") else "fp32"
 
 
 def _plain(settings: Settings) -> Fields:

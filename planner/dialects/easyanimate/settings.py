@@ -32,6 +32,7 @@ from planner.dialects.base.launchers import (
     parse_program,
     require_model,
     script_head,
+    several_gpus,
 )
 from planner.dialects.base.script import Script
 from planner.spec.plan import Plan
@@ -322,11 +323,6 @@ def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> t
         ),
         *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     )
-
-
-def several_gpus(fields: Fields) -> bool:
-    """Whether there is more than one to share among."""
-    return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
 ZERO_2 = "--deepspeed_config_file config/zero_stage2_config.json"

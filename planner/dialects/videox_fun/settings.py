@@ -18,7 +18,7 @@ from planner.dialects.base.bindings import (
 )
 from planner.dialects.base.dialect import MAY_NEED_LESS, Invocation, Move
 from planner.dialects.base.fsdp_launch import OFFLOAD, VERSION, Units, fsdp_notes
-from planner.dialects.base.launchers import engine, launch_settings, parse_program
+from planner.dialects.base.launchers import engine, launch_settings, parse_program, several_gpus
 from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
 from planner.dialects.base.script import Script
 from planner.dialects.easyanimate import settings as easyanimate
@@ -245,7 +245,7 @@ DIALECT = replace(
             {"sharding": "zero-3", **DEEPSPEED},
             "weights too are sharded across the GPUs and gathered for every block",
             words_for=partial(easyanimate.launched_by_deepspeed, easyanimate.ZERO_3),
-            when=easyanimate.several_gpus,
+            when=several_gpus,
         ),
     ),
 )
