@@ -15,11 +15,11 @@ from planner.catalog.shapes import grid
 from planner.dataset.sources import DataSource
 from planner.errors import VplanError
 from planner.hardware import doctor
+from planner.schema import JsonObject
 from planner.spec.job import Job
 from planner.spec.plan import Estimate, Plan
 from planner.units import format_gib, gib
 
-Facts = dict[str, Any]
 Level = Literal["ok", "note", "warning", "error"]
 
 WRONG, SHORT, FAILED = 1, 3, 4
@@ -115,7 +115,7 @@ def on_disk(
         yield Check("disk", "ok", f"{_on_disk(need)} needed ({parts}), {_on_disk(free)} free")
 
 
-def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
+def versions(plan: Plan, cards: list[JsonObject]) -> Iterator[Check]:
     """Checks of whether torch, diffusers and the driver are those that the plan was measured with; a note when it was
     never measured."""
     if not plan.evidence:
@@ -138,7 +138,7 @@ def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
         yield Check("versions", "ok", f"as measured: torch {env.torch}, diffusers {env.diffusers}, {env.gpu}")
 
 
-def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[Facts, list[Check]]:
+def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[JsonObject, list[Check]]:
     """The data's clips by their headers, against the plan's shapes: nothing is decoded but a first frame."""
     profile = lookup.model(plan.job.model)
     for package in ("av", "PIL", "numpy"):
