@@ -34,6 +34,7 @@ from planner.launch import (
 )
 from planner.launch.fallback import difference, next_plan
 from planner.launch.multinode import Peers
+from planner.launch.resume import Resume
 from planner.launch.stop import STOPPED
 from planner.preflight import preflight
 from planner.preflight.checks import FAILED
@@ -155,47 +156,10 @@ class TrainingSupervisor:
         )
 
     def _resume(self) -> Path | None:
-        """The checkpoint to go on from. To start over moves the old ones aside; nothing finished is removed."""
-        resume, run = self.options["resume"], checkpoints.run_id(self.output)
-        folder = self.output / checkpoints.FOLDER
-        if resume == "no":
-            if folder.exists():
-                aside = checkpoints.aside(self.output)
-                folder.rename(aside)
-                self._note(f"earlier checkpoints are in {aside}")
-            return None
-        if resume != "auto":
-            found = Path(resume).expanduser().absolute()
-            checkpoints.check(found, run)
-            return self._branch_off(self._within(found))
-        newest, faults = checkpoints.newest(self.output, run)
-        for fault in faults:
-            self._note(f"warning: skipped: {fault}")
-        if newest:
-            self._note(f"resuming from {newest}")
-        elif faults:
-            raise VplanError("no checkpoint is complete", "start over with --resume no, which keeps them aside")
-        return self._within(newest) if newest else None
-
-    def _branch_off(self, checkpoint: Path) -> Path:
-        """The checkpoint as the run's newest. To print a command changes nothing."""
-        if self.options["print_command"]:
-            return checkpoint
-        here, aside = checkpoints.branch_off(self.output, checkpoint)
-        if aside:
-            self._note(f"checkpoints that are not before {here.name} are in {aside}")
-        return here
-
-    def _within(self, checkpoint: Path) -> Path:
-        """The checkpoint itself, where it is not of a later step than training ends at."""
-        done, steps = _steps_of(checkpoint), self.options["steps"]
-        assert done is not None
-        if done > steps:
-            fix = f"pass --steps {done} or more, or start over with --resume no"
-            raise VplanError(f"{checkpoint} has {done} steps, but --steps is {steps}", fix)
-        manifest = checkpoints.read_manifest(checkpoint)
-        self._note(*checkpoint_layout.changes(manifest, self.plan, self.profile))
-        return checkpoint
+        """The checkpoint to go on from."""
+        resume, steps = self.options["resume"], self.options["steps"]
+        goes_on = Resume(self.output, resume, steps, self.plan, self.profile, self._note)
+        return goes_on.checkpoint(may_move=not self.options["print_command"])
 
     def _keep_training(self) -> None:
         """Writes the settings into the run's plan, so that the next start finds what this one began with."""
