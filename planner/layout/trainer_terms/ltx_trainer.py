@@ -129,4 +129,4 @@ def _inputs_of_a_block(run: Run) -> int:
 
 
 TERMS: tuple[Transform, ...] = (prompts_cached_apart, connectors, rounded_by_quanto)
-OLDER: dict[str, tuple[Transform, ...]] = {VIDEO_ALONE: ()}
+BY_VERSION: dict[str, tuple[Transform, ...]] = {VIDEO_ALONE: ()}

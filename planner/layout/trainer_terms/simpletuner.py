@@ -333,7 +333,7 @@ def padding_taken_out(run: Run) -> None:
     work.backward_launches += UNPADDED_BACKWARD_LAUNCHES * model.blocks
 
 
-OLDER: dict[str, tuple[Transform, ...]] = {
+BY_VERSION: dict[str, tuple[Transform, ...]] = {
     UNPADDED: (padding_taken_out,),
     QUANTISED_WHOLE: (quantised_whole,),
     TORCHAO_WHOLE: (rounded_by_torchao,),
