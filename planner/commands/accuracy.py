@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from planner.commands import USAGE
-from planner.commands._shared.rendering.render_accuracy import print_accuracy
+from planner.commands._shared.accuracy.render_accuracy import print_accuracy
 from planner.commands._shared.verb import Verb, examples, json_option, report_option, show, write_report
 from planner.errors import VplanError
 from planner.evidence import published_rehearsals
@@ -106,16 +106,16 @@ def command(
         if files or report or history is not None:
             raise VplanError(f"--{what} compares bundled rows only", "leave out FILE, --report, --history", USAGE)
         if what == "threads":
-            from planner.commands._shared.thread_scores import compare_threads
+            from planner.commands._shared.accuracy.thread_scores import compare_threads
 
             compare_threads(text, as_json)
             return None
-        from planner.commands._shared.published_seconds import compare_seconds
+        from planner.commands._shared.accuracy.published_seconds import compare_seconds
 
         compare_seconds(text, _estimator({})[0], as_json)
         return None
     if history is not None:
-        from planner.commands._shared.allocator_diff import differences
+        from planner.commands._shared.accuracy.allocator_diff import differences
 
         if files or report:
             raise VplanError("--history compares one run only", "leave out FILE and --report", USAGE)

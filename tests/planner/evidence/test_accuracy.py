@@ -15,7 +15,7 @@ import profiles
 from planner import terminal
 from planner.commands import accuracy as verb
 from planner.commands import cli
-from planner.commands._shared.rendering import render_accuracy
+from planner.commands._shared.accuracy import render_accuracy
 from planner.errors import VplanError
 from planner.evidence.accuracy import (
     Comparison,
