@@ -225,4 +225,8 @@ def _rows(rank: RankPeaks, several: bool) -> list[tuple[str, ...]]:
     name = f"{rank.rank}" + (f" (cuda:{rank.device})" if several else "")
     if not rank.phases:
         return [(name, "-", "-", "-", f"{gib(rank.device_bytes):.2f}")]
-    return [(name, phase, *(f"{gib(size):.2f}" for size in peak)) for phase, peak in rank.phases.items()]
+    counters = ("allocated_bytes", "reserved_bytes", "device_bytes")
+    return [
+        (name, phase, *(f"{gib(getattr(peak, counter)):.2f}" for counter in counters))
+        for phase, peak in rank.phases.items()
+    ]
