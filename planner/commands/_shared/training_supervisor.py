@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -190,12 +189,7 @@ class TrainingSupervisor:
     def _train(self, entries: Path, estimate: Estimate | None, peers: Peers | None, as_json: bool) -> int:
         """Trains to the end, with the next plan of the ladder from the last checkpoint when memory runs out."""
         output, first = self.output, self.nodes.rank == 0
-        resume = self._resume() if first else None
-        if first:  # for all computers
-            if resume is None:
-                training_settings.check_lora_init(self.plan.training)
-            self._keep_training()
-            self._prepare(entries)
+        resume = self._begin(entries) if first else None  # for all computers
         begun: int | None = None
         follower: Follower | None = None
         page = ReportWriter(output)
@@ -210,15 +204,7 @@ class TrainingSupervisor:
             high = estimate.high_bytes if estimate and self.device == "cuda" else None
             every, done = request.checkpoint_every, _steps_of(resume) or 0
             with Follower(output / launch.METRICS, request.steps, every, high, done, follower) as follower:
-                tick = self._ticking(follower, page)
-                try:
-                    if peers:
-                        ended = peers.run(attempt, request, self.nodes, tick)
-                    else:
-                        ended = launch.run(request, self.nodes, tick)
-                finally:
-                    if first:
-                        page.write()
+                ended = self._run_ranks(attempt, request, peers, follower, page)
             self.notes += follower.warnings
             told = read_json(launch.run_folder(output, self.nodes) / result_file(0))
             if "tracker_fault" in told:
@@ -231,11 +217,55 @@ class TrainingSupervisor:
             return self._stopped(ended, as_json)
         self._raise_unless_ok(ended)
         assert follower is not None
+        return self._finished(request, begun, follower, estimate, as_json)
+
+    def _begin(self, entries: Path) -> Path | None:
+        """What the first computer does for all before the ranks start; the checkpoint to go on from."""
+        resume = self._resume()
+        if resume is None:
+            training_settings.check_lora_init(self.plan.training)
+        self._keep_training()
+        self._prepare(entries)
+        return resume
+
+    def _run_ranks(
+        self,
+        attempt: int,
+        request: launch.RunRequest,
+        peers: Peers | None,
+        follower: Follower,
+        page: ReportWriter,
+    ) -> launch.Outcome:
+        """Runs this computer's ranks to their end. The page is the first computer's, and shows the end too."""
+        first = self.nodes.rank == 0
+
+        def tick() -> None:
+            follower.tick()
+            if first:
+                page.tick()
+
+        try:
+            if peers:
+                return peers.run(attempt, request, self.nodes, tick)
+            return launch.run(request, self.nodes, tick)
+        finally:
+            if first:
+                page.write()
+
+    def _finished(
+        self,
+        request: launch.RunRequest,
+        begun: int | None,
+        follower: Follower,
+        estimate: Estimate | None,
+        as_json: bool,
+    ) -> int:
+        """Says what came of a run that went to its end. ``begun``: the step that it was taken up at."""
         last = follower.last or {}
         answer = {
-            "output": str(output),
-            "weights": str(output / FINAL),
-            "checkpoint": str(output / checkpoints.FOLDER / checkpoints.folder_name(request.steps)),
+            "output": str(self.output),
+            "weights": str(self.output / FINAL),
+            "checkpoint": str(self.output / checkpoints.FOLDER / checkpoints.folder_name(request.steps)),
             "steps": request.steps,
             "training": {name: value for name, value in request.plan.training.to_json().items() if value is not None},
             "resumed_from": begun,
@@ -272,16 +302,6 @@ class TrainingSupervisor:
             self._note(f"converting {self.transformer.name} to {folder}, once")
             single_file.convert(self.transformer, self.plan.job.model, folder)
         return str(folder)
-
-    def _ticking(self, follower: Follower, page: ReportWriter) -> Callable[[], None]:
-        """What is done a few times a second while ranks run; the page is the first computer's."""
-
-        def tick() -> None:
-            follower.tick()
-            if self.nodes.rank == 0:
-                page.tick()
-
-        return tick
 
     def _published_request(self, peers: Peers | None, attempt: int, entries: Path) -> launch.RunRequest:
         """What the first computer says to do, with this one's own paths to what they share."""
