@@ -120,13 +120,21 @@ def command(
         if files or report:
             raise VplanError("--history compares one run only", "leave out FILE and --report", USAGE)
         return differences(history, parse_bytes(least, "--least"), as_json)
+    _compare_memory(files, allocator, text, what == "calibrated", report, as_json)
+    return None
+
+
+def _compare_memory(
+    files: Sequence[str], allocator: str | None, text: str | None, calibrated: bool, report: str | None, as_json: bool
+) -> None:
+    """Shows the memory that was measured beside what is estimated."""
     mine = [] if files else _probes(default_path())
     own = [row for path in files or shipped_own() for row in _probes(path)] + mine
     rows = [own_row(row) for row in mine]
     rows += _published(files or [*shipped(), *shipped_own(), *shipped_rehearsals()], allocator)
     if text is not None:
         rows = only(rows, text)
-    predict, after_step = _estimator(_cards(own) if what == "calibrated" else {})
+    predict, after_step = _estimator(_cards(own) if calibrated else {})
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         compared = compare(progress, predict, after_step)
     rehearsed = [entry for entry in compared if entry.row.taken == "rehearsed"]
@@ -143,7 +151,6 @@ def command(
     pairs = _learned(compared, own)
     found["halves"] = halves(compared)
     found["learned"] = {"before": summary([pair[0] for pair in pairs]), "after": summary([pair[1] for pair in pairs])}
-
     if report:
         write_report(report, compared=compared)
     learned, each = bool(pairs), bool(files)
@@ -152,7 +159,6 @@ def command(
         as_json,
         lambda console: print_accuracy(console, found, compared, rehearsed, learned=learned, each_rehearsed=each),
     )
-    return None
 
 
 def _published(paths: Iterable[str | Path], allocator: str | None) -> list[Row]:
