@@ -77,8 +77,7 @@ class PageQuestion(Record):
                 return ["check", "--error", file]
             return ["check", *_flags({**machine, **(self._told() if self.fill else {})}), file]
         options = {"frames": self.frames, "resolution": self.resolution, "method": self.method, **machine}
-        of_run = {"for": self.trainer} if self.trainer else {"steps": self.steps}
-        return ["suggest", *_flags({"model": self.model, **options, **of_run})]
+        return ["suggest", *_flags({"model": self.model, **options, "for": self.trainer, "steps": self.steps})]
 
     def _told(self) -> dict[str, str]:
         height, _, width = self.resolution.partition("x")
@@ -169,6 +168,13 @@ def _found(words: list[str], code: int, printed: str, shown: Shown) -> dict[str,
 # ---- what the page shows
 
 
+def _hours(whole: dict[str, Any]) -> tuple[str, str]:
+    """How long a job takes, and of what that is told."""
+    hours = sorted({f"{whole['hours']:.1f}", f"{whole['hours_high']:.1f}"}, key=float)
+    what = "Steps alone" if whole["parts"].keys() == {"training"} else "Whole run"
+    return what, f"{whole['steps']} steps: {' to '.join(hours)} hours (estimated)"
+
+
 def _suggested(asked: PageQuestion, said: dict[str, Any]) -> Shown:
     plan = Estimate.read(said["plan"])
     shown = _judged(plan)
@@ -176,13 +182,7 @@ def _suggested(asked: PageQuestion, said: dict[str, Any]) -> Shown:
     if plan.lossy:
         shown["facts"].append(("Gives up quality", _worded(plan.lossy)))
     if whole := said.get("whole_job"):
-        hours = sorted({f"{whole['hours']:.1f}", f"{whole['hours_high']:.1f}"}, key=float)
-        shown["facts"].insert(1, ("Whole run", f"{whole['steps']} steps: {' to '.join(hours)} hours (estimated)"))
-    elif asked.steps.strip().isdigit() and plan.verdict != "no":
-        steps = int(asked.steps)
-        shown["facts"].insert(
-            1, ("Steps alone", f"{steps} steps: {steps * plan.step_seconds / 3600:.1f} hours (estimated)")
-        )
+        shown["facts"].insert(1, _hours(whole))
     rows = [
         (_named(switch), f"{gib(switch['device_bytes']):+.2f}", f"{switch['step_seconds']:+.2f}")
         for switch in said["switches"]
@@ -234,6 +234,7 @@ def _checked(asked: PageQuestion, said: dict[str, Any]) -> Shown:
     shown["facts"] = [
         ("Read as", f"a command or file of {said['trainer']}"),
         (word, f"{said['phase']}: {said['moment']}"),
+        *([_hours(said["whole_job"])] if "whole_job" in said else []),
         *(fact for fact in shown["facts"] if fact[0] != "Peak"),
     ]
     enough = [("Smallest change" if at == 0 else "Or", fix) for at, fix in enumerate(said["fixes"][:MOST_FIXES])]

@@ -14,6 +14,7 @@ import click
 from planner import dialects
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
+from planner.commands._shared.data_options import asked_steps, whole_job_of
 from planner.commands._shared.fixes import (
     print_as_lora,
     print_fixes,
@@ -27,6 +28,7 @@ from planner.commands._shared.fixes import (
 from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.rendering.render import print_verdict, print_windows
+from planner.commands._shared.rendering.render_job import whole_words
 from planner.commands._shared.verb import (
     DOES_NOT_START,
     DONE,
@@ -42,8 +44,10 @@ from planner.commands._shared.verb import (
     verdict_exit_code,
     write_report,
 )
+from planner.dialects.base.dialect import MOST_STEPS
 from planner.dialects.base.script import OUT_OF_MEMORY, NoCommandError, Script, from_file, from_words
 from planner.errors import VplanError, quoted
+from planner.estimate.whole_job import WholeJob
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
 from planner.foreign.oom_cause import render
@@ -92,6 +96,9 @@ READ_WITH = tuple(ending for ending in FILES if ending != ".py")
 @click.option("--frames", type=int, metavar="N", help="Frames per clip, instead of the command's.")
 @click.option("--height", type=int, metavar="N", help="Height of a sample in pixels, instead of the command's.")
 @click.option("--width", type=int, metavar="N", help="Width of a sample in pixels, instead of the command's.")
+@click.option("--steps", type=click.IntRange(1, MOST_STEPS), metavar="N",
+              help="Tell hours of so many optimizer steps, instead of the command's.")  # fmt: skip
+@click.option("--price", multiple=True, metavar="X", help="Price of a GPU for an hour.")
 @click.option("--no-fixes", is_flag=True, help="Only print the verdict; do not search for fixes.")
 @click.option("--strict", is_flag=True, help="Exit with code 3 if the verdict is tight.")
 @field_options(Machine, without=("links", "unified"), show_defaults=False)
@@ -112,19 +119,31 @@ def command(
     if error:
         script = None if not words and path is None else _script(words, path)
         told = {name: said.pop(name) for name in TOLD}
-        said.pop("no_fixes")
+        for name in ("no_fixes", "steps", "price"):
+            said.pop(name)
         why = explained(error, script, told, said)
         show(why.to_json(), as_json, lambda console: console.print("\n".join(render(why)), markup=False))
         return 0
+    steps, prices = said.pop("steps"), said.pop("price")
     found = checked({"words": words, "path": path, **said})
     plan = Plan.of(found.outcome.estimate, trainer=found.case.trainer)
+    whole = _whole_job(found, steps, prices)
     if output:
         save_plan(plan, output)
     if report:
         write_report(report, [(output or plan.trainer, plan)])
-    show(found.to_json(), as_json, lambda console: print_checked(console, found))
+    answer = found.to_json() | ({"whole_job": whole.to_json()} if whole else {})
+    show(answer, as_json, lambda console: print_checked(console, found, whole))
     code = verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
     return code or (DOES_NOT_START if found.case.given.refused else DONE)
+
+
+def _whole_job(found: Checked, typed: int | None, prices: tuple[str, ...]) -> WholeJob | None:
+    """The steps of a run that fits, as many as were typed or else as the command says."""
+    case, estimate = found.case, found.outcome.estimate
+    has_hours = case.job.method != "sample" and estimate.timed
+    steps = case.dialect.optimizer_steps(case.given.settings) if has_hours else None
+    return whole_job_of(asked_steps(typed or steps, prices), estimate, case.trainer)
 
 
 def checked(said: Mapping[str, Any]) -> Checked:
@@ -190,7 +209,7 @@ def _refuse_unnamed(script: Script) -> None:
 # ---- for people
 
 
-def print_checked(console: Console, found: Checked) -> None:
+def print_checked(console: Console, found: Checked, whole: WholeJob | None = None) -> None:
     """Prints the verdict, where it is decided, and what to change."""
     case, estimate = found.case, found.outcome.estimate
     refused = case.given.refused
@@ -205,6 +224,8 @@ def print_checked(console: Console, found: Checked) -> None:
     console.print(
         f"step {format_seconds(estimate.step_seconds)} (estimated), host RAM {format_gib(estimate.host_ram_bytes)}"
     )
+    if whole:
+        console.print(whole_words(whole), style="bold", markup=False)
     print_windows(console, estimate)
     _print_fixes(console, found)
     if found.assumptions:

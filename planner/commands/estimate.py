@@ -64,6 +64,8 @@ def command(
     Nothing is searched: options you do not set take vplan's defaults (`vplan suggest` searches instead). With --steps
     or --epochs it also tells the hours, kWh and money of the whole job.
     """
+    if asked.asks_for_samples(said):
+        asked = asked.with_samples()
     length = asked_length(said, proposes=asked.wants_shapes)
     auto = asked.wants_shapes
     asked, most = with_proposed_shapes(asked, said)

@@ -97,9 +97,7 @@ def command(asked: TypedQuestion, name: str, output: str, nearest: bool, force: 
             say("Your script must do: " + ", ".join(f"{field} {value}" for field, value in done.left_out.items()))
         counts_on = f" (it sets {ALLOCATOR}, on which the estimate counts)" if done.sets_allocator else ""
         # The trainers' own Python runs on Windows; the script that starts it is bash's.
-        is_bash_on_windows = done.plan.machine.os == "windows" and done.start.startswith("bash ")
-        where = ", in Git Bash (under WSL, plan with --os wsl)" if is_bash_on_windows else ""
-        say(f"Start it in {output}: {done.start}{where}{counts_on}")
+        say(f"Start it in {output}: {done.start}{counts_on}")
 
     show(answer, as_json, render)
     return 0

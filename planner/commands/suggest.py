@@ -16,6 +16,8 @@ from planner.commands._shared.data_options import (
     AskedLength,
     asked_length,
     evened_plan,
+    refuse_of_ours,
+    whole_job_of,
     whole_job_options,
     with_proposed_shapes,
 )
@@ -28,7 +30,12 @@ from planner.commands._shared.gpu_count import (
     refuse_limits,
 )
 from planner.commands._shared.rendering import render, render_job, render_rows
-from planner.commands._shared.request import TypedQuestion, refuse_without_cuda, request_options
+from planner.commands._shared.request import (
+    TypedQuestion,
+    answer_with_samples,
+    refuse_without_cuda,
+    request_options,
+)
 from planner.commands._shared.verb import (
     DOES_NOT_FIT,
     Verb,
@@ -124,21 +131,25 @@ def command(
     length, auto = asked_length(said, cards, proposes=asked.wants_shapes), asked.wants_shapes
     limits = asked_limits(said, length)
     refuse_limits(limits, {"leave out --for": trainer is not None, "write the shapes of --buckets": auto})
+    to = _Outputs(output, report, as_json, strict)
     if trainer is not None:
-        if length or auto:
-            fault = f"hours and proposed shapes are told of vplan's own trainer, not of {trainer}"
-            raise VplanError(fault, "leave out --for", USAGE)
-        return _for_trainer(asked, trainer, prefer, allow is not None, _Outputs(output, report, as_json, strict))
+        refuse_of_ours(said, trainer, auto)
+        return _for_trainer(asked, trainer, prefer, allow is not None, length, to)
     asked, samples = with_proposed_shapes(asked, said)
     most = samples if auto else None
+    makes_samples = asked.asks_for_samples(said) is not None
     if asked.model is None and asked.gpu is None:
         raise VplanError("no --model and no --gpu", "pass one of them, as --gpu 24GB", USAGE)
     several = lookup.several(asked.model) if asked.model and asked.gpu else ()
     single = asked.model is not None and asked.gpu is not None and not several
     refuse_limits(limits, {"name one of each: vplan suggest MODEL --gpu CARD": not single})
     if single:
-        to = _Outputs(output, report, as_json, strict)
-        return _for_one(started, asked, Suggester(asked.trainer, prefer), allow is not None, length, limits, most, to)
+        suggester = Suggester(asked.trainer, prefer)
+        if makes_samples:
+            asked = _with_samples(asked, suggester, allow is not None)
+        return _for_one(started, asked, suggester, allow is not None, length, limits, most, to)
+    if makes_samples:
+        asked = asked.with_samples()
     one = several and f"write one of {', '.join(several)}"
     if report or output:
         raise VplanError(
@@ -151,7 +162,7 @@ def command(
         question = asked.settle(gpu=card_lookup.gpu_classes()[0].name)
         length = length.counting(question.model, question.job)
     table = _Table(asked, prefer, allow is not None, several, length)
-    return _show_table(started, table, kind, _Outputs(output, report, as_json, strict))
+    return _show_table(started, table, kind, to)
 
 
 class _Outputs(NamedTuple):
@@ -175,6 +186,16 @@ def _show_table(started: float, table: _Table, kind: str, to: _Outputs) -> int:
     show(answer, to.as_json, lambda console: render_rows.print_rows(console, table.first_line(), kind, rows))
     verdicts = [row.plan.verdict for row in rows if row.plan]
     return min((verdict_exit_code(verdict, strict=to.strict) for verdict in verdicts), default=DOES_NOT_FIT)
+
+
+def _with_samples(asked: TypedQuestion, suggester: Suggester, lossy: bool) -> TypedQuestion:
+    """The question with samples that were asked for, made in the way that its plan has room for."""
+
+    def answer(asked: TypedQuestion) -> tuple[TypedQuestion, bool]:
+        found = suggester.fitting(asked.settle()._replace(allow_lossy=lossy))[1]
+        return asked, found is not None and found.plan.verdict != "no"
+
+    return answer_with_samples(asked, answer, lambda found: found[1])[0]
 
 
 def _for_one(
@@ -235,7 +256,9 @@ def _early(started: float, suggester: Suggester, length: AskedLength | None) -> 
     return found
 
 
-def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, to: _Outputs) -> int:
+def _for_trainer(
+    asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, length: AskedLength | None, to: _Outputs
+) -> int:
     """The best plan that another trainer can express; its files too, where a folder is named."""
     from planner.foreign.export import check_target, export, write_files  # other questions start faster without
     from planner.foreign.trainer_search import suggest_for, trainer_of
@@ -246,10 +269,11 @@ def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, t
     if several := lookup.several(asked.model) if asked.model and asked.gpu else ():
         if to.output or to.report:
             raise VplanError("-o and --report need a single plan", f"write one of {', '.join(several)}", USAGE)
-        return _show_table(started, _Table(asked, prefer, lossy, several, trainer=target), "models", to)
+        return _show_table(started, _Table(asked, prefer, lossy, several, length, target), "models", to)
     question, suggestion = suggest_for(asked.settle()._replace(allow_lossy=lossy), trainer, prefer)
     plan = suggestion.to_plan(trainer_of(target, suggestion.plan.job.model))
-    answer = suggestion.to_json(time.perf_counter() - started)
+    whole = whole_job_of(length, suggestion.plan, plan.trainer)
+    answer = suggestion.to_json(time.perf_counter() - started) | _json(whole, None)
     written: list[str] = []
     if to.output and to.output.endswith(".toml"):
         save_plan(plan, to.output)
@@ -259,7 +283,7 @@ def _for_trainer(asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, t
         write_report(to.report, [(to.output or "plan.toml", plan)])
 
     def render_all(console: Console) -> None:
-        render.print_suggestion(console, question, suggestion)
+        render.print_suggestion(console, question, suggestion, whole)
         for path in written:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
@@ -353,14 +377,15 @@ class _Table:
 
     def _row_as_trained(self, name: str, question: Question) -> render_rows.TableRow:
         """The line for a model as another trainer trains it."""
-        from planner.foreign.trainer_search import suggest_for
+        from planner.foreign.trainer_search import suggest_for, trainer_of
 
         plan = suggest_for(question, self.trainer, self.prefer)[1].plan
         if plan.verdict == "no":
             ram = f"{format_gib(plan.host_ram_bytes)} of host RAM"
             least = ram if plan.limit == "host" else format_gib(plan.peak.device_bytes)
             return render_rows.TableRow(name, None, f"needs at least {least}", 0)
-        return render_rows.TableRow(name, plan, "", 0)
+        whole = whole_job_of(self.length, plan, trainer_of(self.trainer, plan.job.model))
+        return render_rows.TableRow(name, plan, "", 0, whole)
 
 
 def _row_maker(*typed: Any) -> Callable[[str], render_rows.TableRow | VplanError]:

@@ -26,7 +26,7 @@ from planner.commands._shared.verb import (
 )
 from planner.dataset.sources import sources
 from planner.errors import VplanError, quoted
-from planner.launch import launch, validation
+from planner.launch import launch
 from planner.launch.stop import StopSignal
 from planner.launch.training_settings import with_options
 from planner.preflight import preflight
@@ -174,7 +174,7 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
         planned = asked.plan is None and not (place / PLAN).exists()  # which says what it found
         console = talk() if as_json else answer_console()  # with --json stdout is for the last answer alone
         asked, most = _with_shapes(asked, Path(data).expanduser(), place, said)
-        chosen = choose(asked, place, validation.asking(said), most, console)
+        chosen = choose(asked, place, asked.asks_for_samples(said), most, console)
         plan = preflight.ready(chosen.plan)
         plan = plan.replace(training=with_options(plan.training, said))
         with stoppable(lambda: resume_hint(place)), StopSignal(place, first=said["node_rank"] == 0):

@@ -73,7 +73,7 @@ class WholeJob(NamedTuple):
     epochs: float | None
     """None where the data is not known"""
     parts: Mapping[str, JobPart]
-    """encoding, training, samples, checkpoints"""
+    """encoding, training, samples, checkpoints; of another trainer training alone"""
     gpus: int
     power_watts: float
     """of all GPUs at their limit"""
@@ -81,6 +81,11 @@ class WholeJob(NamedTuple):
     """of one GPU for an hour"""
     sample_seconds: Span | None = None
     """of encoding one sample on one GPU, where nobody knows how many there are"""
+
+    @property
+    def is_steps_alone(self) -> bool:
+        """Whether nothing but the steps is counted, as of another trainer."""
+        return self.parts.keys() == {"training"}
 
     @property
     def hours(self) -> Span:
@@ -122,7 +127,8 @@ class WholeJob(NamedTuple):
 def whole_job(
     estimate: Estimate, facts: Facts, length: JobLength, trainer: str = "vplan", layout: Layout = lay_out
 ) -> WholeJob:
-    """The whole of a job whose step was estimated. ``facts``: those of the estimate; ``layout``: as for `estimate`."""
+    """The whole of a job whose step was estimated; of another trainer's its steps alone. ``facts``: those of the
+    estimate; ``layout``: as for `estimate`."""
     if not estimate.timed:
         fault = f"no seconds are known of {facts.gpu.title}, so no hours either"
         raise VplanError(fault, "leave out --steps, --epochs and --data")
@@ -131,6 +137,9 @@ def whole_job(
     runs = {shape: layout(configuration, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes}
     shares, steps, epochs = _shares(configuration, length)
     per_step = _step(estimate, runs, shares)
+    training, watts = JobPart(steps, per_step.times(steps)), machine.world * facts.gpu.power_watts
+    if trainer != "vplan":  # how others encode, sample and save is not timed
+        return WholeJob(steps, epochs, {"training": training}, machine.world, watts)
     per_sample = {shape: _encoding(run) for shape, run in runs.items()}
     encoded, count = NOTHING, 0
     for shape, found in (length.data or {}).items():
@@ -142,12 +151,11 @@ def whole_job(
     usual = _checkpoint(estimate, facts, min(length.checkpoint_every, steps) * per_step.low)
     parts = {
         "encoding": JobPart(count, encoded),
-        "training": JobPart(steps, per_step.times(steps)),
+        "training": training,
         "samples": JobPart(rounds, made.times(rounds)),
         "checkpoints": JobPart(saves, usual.times(saves)),
     }
     unknown = per_sample[max(runs, key=_size)] if length.data is None else None
-    watts = machine.world * facts.gpu.power_watts
     return WholeJob(steps, epochs, parts, machine.world, watts, sample_seconds=unknown)
 
 

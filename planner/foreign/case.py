@@ -14,8 +14,9 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
 from planner.catalog.swapped_stacks import fetches_again
-from planner.dialects.base.bindings import Fields, InexpressibleError, Settings
+from planner.dialects.base.bindings import Fields, InexpressibleError, Remark, Settings
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
+from planner.dialects.base.launchers import ALLOCATOR, NEW_ALLOC_CONF
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.inputs import load_facts
 from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_uncast_inputs
@@ -93,6 +94,7 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     profile = lookup.model(reading.job["model"])
     job = _job(profile, reading.job, overrides, notes)
     where = _machine(card, machine_fields, dialect.name, notes)
+    reading = _on(where, reading, bool(settings.get(f"env:{NEW_ALLOC_CONF}")))
     configuration = Configuration.of(job, Strategy.read(reading.strategy), where)
     _refuse_contradictions(dialect, reading.version, profile, configuration)
     configuration = _with_recorded_dropout(dialect, configuration, notes)
@@ -102,7 +104,8 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     except NotRecordedError as error:
         raise _with_mixed_precision(dialect, configuration, error) from None
     if not strategy.expandable_segments:
-        notes.append(f"default CUDA allocator ({NOT_IN_A_CONFIG if invocation.config_alone else NOT_SET})")
+        why = NOT_IN_A_CONFIG if invocation.config_alone else NOT_SET
+        notes.append(f"default CUDA allocator ({ON_WINDOWS if where.os == 'windows' else why})")
     words = (*reading.notes, *notes)
     return Case(dialect, invocation, reading, configuration.job, strategy, where, profile, card, words, reading.version)
 
@@ -110,12 +113,8 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
 def _job(model: ModelProfile, read: Fields, overrides: Mapping[str, Any], notes: list[str]) -> Job:
     """The job that the settings say, with what was told in their place and the model's defaults for the rest."""
     fields = {name: value for name, value in read.items() if value is not None}
-    shape = {name: value for name, value in overrides.items() if value is not None and name != "model"}
-    fields |= shape
-    if shape and fields.get("buckets"):  # of which each has what was told instead of its own
-        buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
-        own = {name: value for name, value in buckets[0].__dict__.items() if value is not None}
-        fields |= {**own, "buckets": ()} if len(buckets) == 1 else {"buckets": buckets}
+    told = {name: value for name, value in overrides.items() if value is not None and name != "model"}
+    fields = _with_shape(fields, told)
     job = job_for(model, fields)
     if "height" not in fields and not job.buckets:
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
@@ -157,7 +156,40 @@ def _with_recorded_dropout(dialect: Dialect, configuration: Configuration, notes
     return replace(configuration, job=job.replace(lora_dropout=0.0))
 
 
+def _with_shape(fields: Fields, shape: Fields) -> Fields:
+    """A job's fields with what was told of the shape, which each of its buckets has instead of its own."""
+    fields = {**fields, **shape}
+    if not shape or not fields.get("buckets"):
+        return fields
+    buckets = tuple(dict.fromkeys(Bucket.read({**each.__dict__, **shape}) for each in fields["buckets"]))
+    if len(buckets) > 1:
+        return {**fields, "buckets": buckets}
+    own = {name: value for name, value in buckets[0].__dict__.items() if value is not None}
+    return {**fields, **own, "buckets": ()}
+
+
+NEW_NAME_FROM = (2, 10)
+"""torch's first version that takes expandable segments from PYTORCH_ALLOC_CONF: the CUDA wheels of 2.9.0 and 2.9.1
+leave them off, those of 2.10, 2.11 and 2.13 do not (pytorch#183387)."""
+
+
+def _on(machine: Machine, reading: Translation, by_new_name: bool) -> Translation:
+    """The reading as the machine's system and torch have it: without expandable segments on Windows (c10/cuda/
+    CUDAAllocatorConfig.h ``expandable_segments``), or where torch does not know the variable."""
+    if not reading.strategy.get("expandable_segments"):
+        return reading
+    if machine.os == "windows":
+        remark = Remark(ALLOCATOR, f"{ON_WINDOWS}: it warns and goes on without")
+    elif by_new_name and machine.torch and tuple(map(int, machine.torch.split(".")[:2])) < NEW_NAME_FROM:
+        remark = Remark(NEW_ALLOC_CONF, "torch before 2.10 takes them from PYTORCH_CUDA_ALLOC_CONF alone")
+    else:
+        return reading
+    strategy = {**reading.strategy, "expandable_segments": False}
+    return replace(reading, strategy=strategy, ineffective=(*reading.ineffective, remark))
+
+
 NOT_SET = "PYTORCH_CUDA_ALLOC_CONF not set"
+ON_WINDOWS = "torch has no expandable segments on Windows"
 NOT_IN_A_CONFIG = "a config alone does not say PYTORCH_CUDA_ALLOC_CONF: if the script that starts it does, check that"
 
 

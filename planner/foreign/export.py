@@ -20,6 +20,7 @@ from planner.dialects.base.launchers import ALLOCATOR
 from planner.errors import NotEstimatedError, VplanError, did_you_mean, quoted
 from planner.estimate.estimate import assess
 from planner.file_writing import write_file
+from planner.foreign.windows_script import with_batch_files
 from planner.launch.slurm import slurm_script
 from planner.layout import trainer_terms
 from planner.layout.inputs import load_facts
@@ -194,6 +195,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     own = dialects.module(name)
     carried = config_text.fields_by_setting(dialect, settings, getattr(own, "CARRIES", None), fields)
     files = {path: _headed(path, text, carried) for path, text in dialect.files(plan, settings).items()}
+    files = with_batch_files(files) if plan.machine.os == "windows" else files
     left = getattr(own, "left_to_the_script", None)
     done = Plan.of(estimate, trainer=trainer) if estimate else plan
     return Exported(name, done, files, carried, left(plan) if left else {}, changed)

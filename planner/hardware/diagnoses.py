@@ -36,6 +36,8 @@ SHARED_BYTES = GIB
 """Docker gives /dev/shm 64 MiB, which data loader workers fill with a few clips."""
 INSTALL = "pip install 'vplan[train]'"
 EXPANDABLE = "expandable_segments:True"
+NEW_ALLOC_CONF_FROM = (2, 10)
+"""torch's first version that takes them from PYTORCH_ALLOC_CONF too (`planner.foreign.case.NEW_NAME_FROM`)."""
 
 
 class Finding(NamedTuple):
@@ -129,7 +131,9 @@ def _packages(facts: JsonObject) -> Iterator[Finding]:
 def _allocator(facts: JsonObject) -> Iterator[Finding]:
     environment = facts["environment"]
     old, new = environment.get("PYTORCH_CUDA_ALLOC_CONF"), environment.get("PYTORCH_ALLOC_CONF")
-    values = [text for text in (new, old) if text]
+    torch = facts["packages"]["torch"]
+    reads_new = torch is None or _numbers(torch) >= NEW_ALLOC_CONF_FROM
+    values = [text for text in (new if reads_new else None, old) if text]
     if old is not None and new is not None and old != new:
         fix = "unset PYTORCH_CUDA_ALLOC_CONF"
         yield Finding(WARNING, "both allocator variables are set, to different values", fix)
@@ -137,8 +141,7 @@ def _allocator(facts: JsonObject) -> Iterator[Finding]:
         fix = "plan with --no-expandable-segments, or train on Linux or in WSL"
         yield Finding(NOTE, "this system's torch has no expandable segments: more memory is lost to fragmentation", fix)
     elif facts["gpus"] and not any(EXPANDABLE in text.replace(" ", "") for text in values):
-        # torch 2.9 renamed the variable; both names are read since.
-        name = "PYTORCH_CUDA_ALLOC_CONF" if new is None else "PYTORCH_ALLOC_CONF"
+        name = "PYTORCH_ALLOC_CONF" if new is not None and reads_new else "PYTORCH_CUDA_ALLOC_CONF"
         settings = ",".join([*values[:1], EXPANDABLE])
         fault = "expandable segments are off in this shell, but estimates assume them (--no-expandable-segments)"
         yield Finding(WARNING, fault, f"export {name}={settings}")

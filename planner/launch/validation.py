@@ -43,16 +43,10 @@ def fitted(plan: Plan) -> tuple[Plan, str | None]:
     return plan.replace(strategy=strategy), f"no samples are made because they do not fit: {needs} ({fix})"
 
 
-def asking(options: Mapping[str, Any]) -> str | None:
-    """The first option of `vplan train` that was typed and is about samples; None where none was."""
-    typed = (name for name, value in options.items() if name.startswith("validat") and value)
-    return next((f"--{name.replace('_', '-')}" for name in typed), None)
-
-
-def prompts(plan: Plan, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The prompts of the options and then of a file, one per line. Raises a VplanError for text that cannot be a
-    prompt, and for any option about samples when the plan makes none."""
-    if plan.strategy.validation_mode == "off" and (flag := asking(options)):
+def prompts(plan: Plan, options: Mapping[str, Any], flag: str | None) -> tuple[str, ...]:
+    """The prompts of the options and then of a file, one per line. ``flag``: one that asks for samples. Raises a
+    VplanError for text that cannot be a prompt, and for that flag when the plan makes no samples."""
+    if plan.strategy.validation_mode == "off" and flag:
         fault = f"{flag}, but the plan makes no samples (validation_mode off)"
         raise VplanError(fault, "add --validation-mode on, so that they are planned for too")
     is_input = lookup.model(plan.job.model).config.get("guidance_embeds")

@@ -88,6 +88,18 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
     return found
 
 
+def decoding_alone(run: Run) -> list[Encoding]:
+    """The VAE as it decodes a sample of validation with nothing beside it: no run with such samples takes less. Empty
+    where none are made."""
+    if run.strategy.validation_mode == "off" or run.facts.gpu.backend == "mps":
+        return []
+    group = (decoder(run, validation_grid(run.job, run.facts.model), 1),)
+    workspaces = workspace_bytes(run.facts.gpu), kept_workspaces(run.facts.gpu, run.machine.torch)
+    memory = encoding_memory(group, *workspaces)
+    only = EncodingOnly(memory.peak_bytes, memory.waiting_bytes, "")
+    return [Encoding(group, *workspaces, only, memory.split_bytes)]
+
+
 def _is_larger_than_the_card(run: Run, component: ComponentPass) -> bool:
     """Whether a text encoder has no room on the card as a whole."""
     gpu = run.facts.gpu

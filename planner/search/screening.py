@@ -21,7 +21,7 @@ from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import replay_encoding
 from planner.estimate.traffic import traffic
 from planner.estimate.work import StepWork, attention_of, step_work
-from planner.layout.phases import encodings
+from planner.layout.phases import decoding_alone, encodings
 from planner.layout.run import Facts, Run
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.layout.unpriced import refuse_unpriced, refuse_untaken
@@ -260,11 +260,12 @@ class Screen:
         return run
 
     def exceeds_encoding(self, configuration: Configuration, exceeds: Callable[[int], bool]) -> bool:
-        """Whether what is cached before training, at the worst of the job's shapes and at the most, takes so many
-        device bytes that ``exceeds`` holds. What holds of some bytes holds of more."""
+        """Whether what is cached before training, at the worst of the job's shapes and at the most, or the VAE alone
+        as it decodes a sample of validation, takes so many device bytes that ``exceeds`` holds. What holds of some
+        bytes holds of more."""
         facts, expandable = self.facts(configuration), configuration.strategy.expandable_segments
         runs = (Run(configuration, facts, where) for where in grids(facts.model, configuration.job))
-        cached = [encoding for run in runs for encoding in encodings(run)]
+        cached = [encoding for run in runs for encoding in (*encodings(run), *decoding_alone(run))]
 
         def device_bytes(reserved: int) -> int:
             return facts.measurements.correction.peak(

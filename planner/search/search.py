@@ -114,7 +114,8 @@ class Search:
         return bool(tapes) and all(where[name] == fixed for name, fixed in tapes[0].regime.items())
 
     def needs_tiles(self, job: Job) -> bool:
-        """Whether the clip, cached whole by the VAE, would need more than the card gives."""
+        """Whether the VAE would need more than the card gives, to cache the clip whole or to decode a whole sample of
+        validation."""
         question = self.question
         if job.method == "sample":  # its VAE decodes, with tiles or without: both are candidates
             return False

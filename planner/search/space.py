@@ -95,8 +95,8 @@ def strategies(
 ) -> tuple[ResolvedStrategy, ...]:
     """Every strategy the job allows, without block swap unless it was typed, lossy ones included.
 
-    ``tiled``: the VAE cannot encode the clip as a whole on this card. ``last_resort``: with what is for where nothing
-    else fits. Raises a ContradictionError where what the user fixed leaves nothing.
+    ``tiled``: the VAE cannot encode or decode the clip as a whole on this card. ``last_resort``: with what is for where
+    nothing else fits. Raises a ContradictionError where what the user fixed leaves nothing.
     """
     # What makes sense together is the same for most models and cards: an answer about all of them asks it once.
     any_card = Machine(gpu="any", gpus=machine.gpus, nodes=machine.nodes, os=machine.os)

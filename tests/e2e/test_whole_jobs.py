@@ -161,6 +161,59 @@ def test_a_job_that_only_samples_has_no_length() -> None:
     assert "a job that only samples has no steps" in done.stderr
 
 
+@pytest.mark.parametrize("asks", ["--validate-every 500", "--validation-steps 20", "--validation 81x480x832"])
+def test_samples_that_are_asked_for_are_planned(asks: str) -> None:
+    for verb in ("estimate", "suggest"):
+        found = answer(verb, *WAN, *H100, *asks.split())
+        plan = found if verb == "estimate" else found["plan"]
+        assert plan["strategy"]["validation_mode"] == "on" and {"denoise", "decode"} <= plan["phases"].keys()
+        kept = answer(verb, *WAN, *H100, *asks.split(), "--validation-mode", "off", code=0)
+        assert "decode" not in (kept if verb == "estimate" else kept["plan"])["phases"]
+
+
+def test_samples_are_made_as_the_card_has_room_for_them() -> None:
+    """SDXL's VAE has no room beside the model on 5.9 GiB, and Mochi's takes some 25 GiB by itself, whole."""
+    small = answer("suggest", "sdxl", "--gpu", "6GiB", "--validate-every", "500")["plan"]
+    assert small["verdict"] == "fits" and small["strategy"]["validation_mode"] == "offload"
+    tiled = answer("suggest", "mochi-1", "--gpu", "16GB", "--validate-every", "500")["plan"]
+    assert tiled["verdict"] == "fits" and tiled["strategy"]["vae_tiling"] and "vae_tiling" in tiled["lossy"]
+    whole = answer("suggest", "mochi-1", "--gpu", "16GB")["plan"]
+    assert not whole["strategy"]["vae_tiling"]
+
+
+def test_another_trainers_steps_are_told_alone() -> None:
+    found = answer("suggest", *WAN[:3], "--gpu", "24GB", "--for", "musubi-tuner", "--steps", "500", "--price", "0.4")
+    whole = found["whole_job"]
+    assert whole["parts"].keys() == {"training"} and whole["epochs"] is None
+    assert whole["hours"] == pytest.approx(500 * found["plan"]["step_seconds"] / 3600)
+    assert whole["money"] == pytest.approx(0.4 * whole["hours"])
+    page = typed("suggest", *WAN[:3], "--gpu", "24GB", "--for", "musubi-tuner", "--steps", "500").stdout
+    assert f"500 steps alone: {whole['hours']:.2f} to" in page
+
+
+@pytest.mark.parametrize(
+    ("given", "asks", "steps"),
+    [
+        (("--max_train_steps", "2000"), (), 2000),
+        (("--max_train_steps", "2000"), ("--steps", "300"), 300),
+        (("--max_train_steps", "2000", "--max_train_epochs", "10"), (), None),
+        (("--max_train_epochs", "10"), ("--steps", "300"), 300),
+        ((), (), None),
+    ],
+)
+def test_a_command_says_its_steps(given: tuple[str, ...], asks: tuple[str, ...], steps: int | None) -> None:
+    command = ("sdxl_train_network.py", "--network_module", "networks.lora", "--sdpa", "--mixed_precision", "bf16")
+    where = ("--gradient_checkpointing", "--resolution", "1024,1024", "--train_data_dir", "images", "--cache_latents")
+    words = ("check", "--gpu", "24GB", *asks, "--json", "--", "accelerate", "launch", *command, *where, *given)
+    found = json.loads(typed(*words).stdout)
+    if steps is None:
+        assert "whole_job" not in found
+    else:
+        told = found["whole_job"]
+        assert told["steps"] == steps
+        assert told["hours"] == pytest.approx(steps * found["estimate"]["step_seconds"] / 3600)
+
+
 # ---- `--buckets auto`
 
 WAN_24 = ("wan2.1-t2v-1.3b", "--gpu", "24GB")

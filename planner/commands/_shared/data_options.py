@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import job_for, parse_resolution
 from planner.commands import USAGE
@@ -22,6 +22,7 @@ from planner.errors import VplanError, quoted
 from planner.estimate.bucket_batches import EvenedPlan, evened
 from planner.estimate.estimate import Layout, assess
 from planner.estimate.whole_job import JobLength, ShapeCount, WholeJob, whole_job
+from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts
 from planner.spec.job import Bucket, Job
@@ -154,7 +155,7 @@ def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes:
     ``proposes``: the data has another use. A VplanError for options that need a length, and for those that contradict
     each other."""
     if said["steps"] is None and said["epochs"] is None:
-        typed = [name for name in OPTIONS if said[name] not in (None, ())]
+        typed = [name for name in OPTIONS if said[name] not in (None, ()) and not name.startswith("validat")]
         if typed:
             flag = typed[0].replace("_", "-")
             raise VplanError(f"--{flag} is about a whole job", f"say how long it is: {LENGTHS}", USAGE)
@@ -176,6 +177,32 @@ def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes:
     )
     folders = _folders(said) if said["data"] is not None else ()
     return AskedLength(length, _prices(said["price"], gpus), folders, skip_bad=said["skip_bad"])
+
+
+def asked_steps(steps: int | None, prices: Sequence[str]) -> AskedLength | None:
+    """The length of a job of which the steps alone are told; None without any."""
+    if steps is not None:
+        return AskedLength(JobLength(steps=steps), _prices(prices, ()))
+    if prices:
+        raise VplanError("--price is about a whole job", "say how long it is: --steps", USAGE)
+    return None
+
+
+def refuse_of_ours(said: Mapping[str, Any], trainer: str, proposes: bool) -> None:
+    """Raises a VplanError for an option about a whole job that only vplan's own trainer has, or for shapes that are
+    to be proposed. Steps and prices go with any trainer."""
+    typed = [name for name in ("data", *OPTIONS) if name not in ("steps", "price") and said[name] not in (None, ())]
+    if typed or proposes:
+        flag = "--buckets auto" if proposes else f"--{typed[0].replace('_', '-')}"
+        raise VplanError(f"{flag} is about vplan's own trainer, and not {trainer}", "leave it out, or --for", USAGE)
+
+
+def whole_job_of(length: AskedLength | None, plan: Estimate, trainer: str) -> WholeJob | None:
+    """The whole job of an estimate as a trainer trains, where a length is known and the plan runs."""
+    if length is None or plan.verdict == "no":
+        return None
+    job, (_, card) = plan.job, card_lookup.parse_gpus(plan.machine.gpu)
+    return length.of(plan, load_facts(plan.configuration, lookup.model(job.model), card), trainer)
 
 
 def _prices(texts: Sequence[str], gpus: Sequence[str]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from planner.commands import USAGE
 from planner.commands._shared.data_options import evened_plan
 from planner.commands._shared.rendering.render import print_suggestion
 from planner.commands._shared.rendering.render_job import print_shapes
-from planner.commands._shared.request import TypedQuestion
+from planner.commands._shared.request import TypedQuestion, answer_with_samples
 from planner.commands._shared.verb import DONE, verdict_exit_code
 from planner.errors import VplanError, quoted
 from planner.hardware import doctor
@@ -86,19 +86,20 @@ def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
 def _suggest(asked: TypedQuestion, samples: str | None, most: Mapping[Bucket, int], console: Console) -> Plan:
     """Prints the plan that `vplan suggest` gives, on the card that is here where none was named. Samples that were
     asked for are made beside the model, or with it in host RAM where that alone fits."""
-    modes = SAMPLING if samples and "validation_mode" not in asked.typed else (None,)
     suggester = Suggester(asked.trainer)
-    answers = [_found(asked, suggester, modes[0])]
-    while not _fits(answers[-1]) and len(answers) < len(modes):
-        answers.append(_found(asked, suggester, modes[len(answers)]))
-    question, suggestion = answers[-1] if _fits(answers[-1]) else answers[0]
+
+    def found(asked: TypedQuestion) -> tuple[Question, Suggestion]:
+        question = asked.settle(gpu=None if asked.gpu else _card_here())
+        return question, suggester.suggest(question)
+
+    question, suggestion = answer_with_samples(asked, found, _fits) if samples else found(asked)
     even = evened_plan(suggester, suggestion.plan, most) if most else None
     suggestion = suggestion._replace(plan=even.plan) if even else suggestion
     print_suggestion(console, question, suggestion)
     if even:
         print_shapes(console, even)
     if code := verdict_exit_code(suggestion.plan.verdict):
-        without = f", or leave out {samples}" if len(modes) > 1 else ""
+        without = f", or leave out {samples}" if samples else ""
         fix = f"see above for the nearest plan and what to change{without}"
         raise VplanError(f"no plan for {asked.model} fits", fix, code)
     return suggestion.to_plan(asked.trainer)
@@ -106,19 +107,6 @@ def _suggest(asked: TypedQuestion, samples: str | None, most: Mapping[Bucket, in
 
 def _fits(answer: tuple[Question, Suggestion]) -> bool:
     return verdict_exit_code(answer[1].plan.verdict) == DONE
-
-
-SAMPLING = ("on", "offload")
-"""Ways to make samples, by preference."""
-
-
-def _found(asked: TypedQuestion, suggester: Suggester, validation_mode: str | None) -> tuple[Question, Suggestion]:
-    """The question and the answer of the search. ``validation_mode``: one to plan for that was not typed."""
-    if validation_mode is not None:
-        strategy = {**asked.strategy, "validation_mode": validation_mode}
-        asked = asked._replace(strategy=strategy, typed=asked.typed | {"validation_mode"})
-    question = asked.settle(gpu=None if asked.gpu else _card_here())
-    return question, suggester.suggest(question)
 
 
 def _card_here() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -52,6 +52,15 @@ ALL = "all"
 """Every class of card: `--gpu all`, which is what no card means where none is here."""
 
 
+Answer = TypeVar("Answer")
+
+SAMPLING = {
+    "on": "samples with the model on the GPU (--validation-mode on)",
+    "offload": "samples decoded with the model in host RAM (--validation-mode offload)",
+}
+"""Ways to make samples of validation, by preference, in words."""
+
+
 class TypedQuestion(NamedTuple):
     """The options as typed, completed by the plan file; no model or card is looked up yet."""
 
@@ -63,6 +72,8 @@ class TypedQuestion(NamedTuple):
     plan: Plan | None
     here: CardHere | None = None
     """the card of `--gpu auto`, whose name `machine` has"""
+    notes: tuple[str, ...] = ()
+    """what was taken for granted already"""
 
     @property
     def model(self) -> str | None:
@@ -89,6 +100,21 @@ class TypedQuestion(NamedTuple):
         job = {name: value for name, value in self.job.items() if name not in SHAPE}
         return self._replace(job={**job, "buckets": buckets}, resolution=None, typed=self.typed - SHAPE)
 
+    def asks_for_samples(self, options: Mapping[str, Any]) -> str | None:
+        """The first flag that asks for samples of validation, of this question or of its command's ``options``; None
+        where there is none, where the question says itself how samples are made, and where another trainer makes them
+        as it does."""
+        if "validation_mode" in self.typed or self.trainer != "vplan" or self.job.get("method") == "sample":
+            return None
+        if self.plan and self.plan.strategy.validation_mode != "off":
+            return None
+        return "--validation" if "validation" in self.typed else flag_of_samples(options)
+
+    def with_samples(self, mode: str = "on") -> TypedQuestion:
+        """The same question with samples of validation, made in one of `SAMPLING`."""
+        strategy, typed = {**self.strategy, "validation_mode": mode}, self.typed | {"validation_mode"}
+        return self._replace(strategy=strategy, typed=typed, notes=(*self.notes, SAMPLING[mode]))
+
     def settle(self, *, model: str | None = None, gpu: str | None = None) -> Question:
         """The complete question, for this model and card where several are asked for.
 
@@ -99,7 +125,7 @@ class TypedQuestion(NamedTuple):
         typed_gpu = _needed(gpu or self.gpu, "gpu", "24GB", "gpus")
         count, card = card_lookup.parse_gpus(typed_gpu)
         taken = lookup.taken_for(typed_model, profile), card_lookup.card_taken_for(typed_gpu, card)
-        notes = [note for note in taken if note]
+        notes = [*filter(None, taken), *self.notes]
         if self.here and gpu is None:
             card = self.here.card
             notes += self.here.notes
@@ -181,6 +207,21 @@ class TypedQuestion(NamedTuple):
             of_all = f" of {installed / GIB:.0f}" if usable < installed else ""
             notes.append(f"{usable / GIB:.0f}{of_all} GiB of host RAM usable (--host-ram)")
         return machine
+
+
+def flag_of_samples(options: Mapping[str, Any]) -> str | None:
+    """The first option of a command that was typed and is about samples of validation; None where none was."""
+    typed = (name for name, value in options.items() if name.startswith("validat") and value)
+    return next((f"--{name.replace('_', '-')}" for name in typed), None)
+
+
+def answer_with_samples(
+    asked: TypedQuestion, answer: Callable[[TypedQuestion], Answer], fits: Callable[[Answer], bool]
+) -> Answer:
+    """The answer to a question with samples of validation, made in the first of the ways that has room for them."""
+    answers = (answer(asked.with_samples(mode)) for mode in SAMPLING)
+    first = next(answers)
+    return first if fits(first) else next(filter(fits, answers), first)
 
 
 def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -284,7 +325,15 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], ow
         records["machine"] |= {"gpu": here.card.name, "reserve": here.reserve_bytes}
         records["machine"] = {"host_ram": here.host_ram, "torch": here.torch, **records["machine"]}
     fixed = frozenset(typed) | ({"height", "width"} if resolution else frozenset())
-    return TypedQuestion(**records, resolution=resolution, typed=fixed, plan=plan, here=here)
+    return TypedQuestion(
+        job=records["job"],
+        strategy=records["strategy"],
+        machine=records["machine"],
+        resolution=resolution,
+        typed=fixed,
+        plan=plan,
+        here=here,
+    )
 
 
 def _has_card() -> bool:

@@ -12,6 +12,7 @@ from planner.commands import USAGE
 from planner.commands._shared.data_options import typed_settings
 from planner.commands._shared.pick_plan import PLAN, weights_of
 from planner.commands._shared.rendering.render import print_plan, used_bar
+from planner.commands._shared.request import flag_of_samples
 from planner.commands._shared.run_progress import Follower, prepare
 from planner.commands._shared.run_report import ReportWriter
 from planner.commands._shared.slurm_script import write_script
@@ -74,7 +75,7 @@ class TrainingSupervisor:
         self.transformer = single_file.check(options["transformer"]) if options["transformer"] else None
         if self.transformer and plan.job.experts == "both":
             raise VplanError("one --transformer for two experts", "pass --weights DIR, which has both")
-        self.prompts = validation.prompts(plan, options)
+        self.prompts = validation.prompts(plan, options, flag_of_samples(options))
         checkpoint_layout.check_resumable(output, options["resume"], self.plan, self.profile)
         typed = typed_settings(options)
         if self._is_cache and typed:

@@ -457,6 +457,7 @@ DIALECT: Dialect = Dialect(
     title="ai-toolkit",
     source="https://github.com/ostris/ai-toolkit at 27a03a9",
     scripts=("run.py",),
+    steps=(f"{TRAIN}steps", f"{TRAIN}gradient_accumulation_steps"),
     table=TABLE,
     read_script=read_script,
     remarks=remarks,

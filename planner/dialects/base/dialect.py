@@ -38,6 +38,10 @@ MAY_NEED_LESS = " is not estimated, and may need less: this is the estimate with
 """Behind an option in a note, of one that takes nothing more: no verdict without it is firm."""
 
 
+MOST_STEPS = 10**7
+"""Of a run."""
+
+
 @dataclass(frozen=True)
 class Move:
     """A change to try that saves memory: fields and their new values. Its settings are those that its bindings
@@ -134,6 +138,8 @@ class Dialect:
     matrix, of ``rank`` numbers a token, and not counted"""
     assigns: str = " = "
     """between a key and its value in the trainer's files: TOML's, or YAML's `: `"""
+    steps: tuple[str, ...] = ()
+    """the setting that says how many optimizer steps a run has, and those that say it in another way where given"""
     successor: str = ""
     """the trainer of today, of a script that is gone"""
     files: Callable[[Any, Settings], dict[str, str]] | None = None
@@ -155,6 +161,13 @@ class Dialect:
         adapter.append(Fixed("lokr_factor", Job.model_fields["lokr_factor"].get_default(), OWN_ADAPTERS))
         rest = (Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound)
         return (*self.table, *adapter, *rest)
+
+    def optimizer_steps(self, settings: Settings) -> int | None:
+        """How many optimizer steps a run has, where its settings say so and not in epochs."""
+        if not self.steps or any(settings.get(name) for name in self.steps[1:]):
+            return None
+        steps = settings.get(self.steps[0])
+        return steps if isinstance(steps, int) and 1 <= steps <= MOST_STEPS else None
 
     @property
     def bindings(self) -> list[Binding]:

@@ -51,7 +51,8 @@ EXPANDABLE = Choice("expandable_segments", {False: {}, True: {"env:expandable_se
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 """What a plan with expandable segments has in its environment."""
-ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+NEW_ALLOC_CONF = "PYTORCH_ALLOC_CONF"
+ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", NEW_ALLOC_CONF)
 
 
 def our_defaults(*fields: str, why: str = "") -> list[Fixed]:
@@ -152,8 +153,11 @@ def launch_settings(
         launch["gpus"] = max(1, int(launch["launch:--num_processes"]) // int(launch.get("nodes", 1)))
     if program.visible and program.launcher in ("accelerate", "deepspeed"):
         launch["visible"] = program.visible
-    if any("expandable_segments:true" in program.environment.get(name, "").lower() for name in ALLOC_CONF):
+    asking = [name for name in ALLOC_CONF if "expandable_segments:true" in program.environment.get(name, "").lower()]
+    if asking:
         launch["env:expandable_segments"] = True
+    if asking == [NEW_ALLOC_CONF]:
+        launch[f"env:{NEW_ALLOC_CONF}"] = True
     return launch, notes
 
 

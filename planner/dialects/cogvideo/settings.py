@@ -124,6 +124,7 @@ DIALECT = Dialect(
     title="CogVideo's finetune scripts",
     source="https://github.com/zai-org/CogVideo at 7a1af71",
     scripts=(SCRIPT,),
+    steps=("--train_steps",),
     table=(
         FunctionPair(
             ("model", "method", "lora_rank"),

@@ -212,6 +212,7 @@ DIALECT = Dialect(
     title="cogvideox-factory's scripts",
     source="https://github.com/a-r-r-o-w/cogvideox-factory at 223add1",
     scripts=SCRIPTS,
+    steps=("--max_train_steps",),
     table=(
         FunctionPair(
             ("model", "method", "lora_rank"),

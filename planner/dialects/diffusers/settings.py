@@ -426,6 +426,7 @@ DIALECT = Dialect(
     title="diffusers' examples",
     source="https://github.com/huggingface/diffusers at 58eb52c",
     scripts=(*dict.fromkeys(SCRIPTS.values()), *READ_TOO),
+    steps=("--max_train_steps",),
     table=(
         FunctionPair(
             JOB,

@@ -353,6 +353,7 @@ DIALECT = Dialect(
     title="EasyAnimate",
     source="https://github.com/aigc-apps/EasyAnimate at c2a70d1",
     scripts=(FULL, LORA),
+    steps=("--max_train_steps",),
     table=table(
         _write_own_model,
         engine(

@@ -166,6 +166,7 @@ DIALECT = Dialect(
     source="https://github.com/Lightricks/LTX-2 at 400fd31",
     scripts=("config.yaml",),
     assigns=": ",
+    steps=(f"{CONFIG}optimization.steps",),
     table=(
         FunctionPair(
             ("model", "method"),

@@ -479,6 +479,7 @@ DIALECT: Dialect = Dialect(
     source="https://github.com/kohya-ss/musubi-tuner at 30c658c",
     drops_inputs=False,  # networks/lora.py `forward`: "normal dropout" of `lora_down`
     scripts=tuple(SCRIPT.format(family) for family in dict.fromkeys(family for family, _ in FAMILIES.values())),
+    steps=("--max_train_steps", "--max_train_epochs"),
     table=TABLE,
     read_script=read_script,
     remarks=remarks,

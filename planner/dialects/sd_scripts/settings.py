@@ -246,6 +246,7 @@ DIALECT = Dialect(
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
     drops_inputs=False,  # networks/lora.py `forward`: "normal dropout" of `lora_down`
     scripts=(FULL, LORA),
+    steps=("--max_train_steps", "--max_train_epochs"),
     table=(
         FunctionPair(
             ("model",), ("--pretrained_model_name_or_path",), _model, _write_model, {"model": "FLUX.1, by its file"}

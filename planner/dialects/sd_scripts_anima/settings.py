@@ -206,6 +206,7 @@ DIALECT = Dialect(
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
     drops_inputs=False,  # networks/lora_anima.py `forward`: "normal dropout" of `lora_down`
     scripts=(SCRIPT,),
+    steps=("--max_train_steps", "--max_train_epochs"),
     table=(
         FunctionPair(("model",), ("--pretrained_model_name_or_path",), _model, _write_model, {"model": "Anima"}),
         Choice("method", {"lora": {"script": SCRIPT}}, "this script trains LoRA alone"),

@@ -169,6 +169,7 @@ DIALECT = Dialect(
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
     drops_inputs=False,  # networks/lora.py `forward`: "normal dropout" of `lora_down`
     scripts=(SCRIPT,),
+    steps=("--max_train_steps", "--max_train_epochs"),
     table=(
         FunctionPair(
             ("model",),

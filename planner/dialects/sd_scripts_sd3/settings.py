@@ -211,6 +211,7 @@ DIALECT = Dialect(
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
     drops_inputs=False,  # networks/lora_sd3.py takes LoRAModule of lora_flux.py: dropout of `lora_down`
     scripts=SCRIPTS,
+    steps=("--max_train_steps", "--max_train_epochs"),
     table=(
         FunctionPair(
             ("model",), ("--pretrained_model_name_or_path",), _model, _write_model, {"model": ", ".join(MODELS)}

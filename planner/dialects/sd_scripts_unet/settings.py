@@ -394,6 +394,7 @@ DIALECT = Dialect(
     source="https://github.com/kohya-ss/sd-scripts at 48d368f",
     drops_inputs=False,  # networks/lora.py `forward`: "normal dropout" of `lora_down`
     scripts=SCRIPTS,
+    steps=("--max_train_steps", "--max_train_epochs"),
     table=(
         FunctionPair(
             ("model",),

@@ -588,6 +588,7 @@ DIALECT: Dialect = Dialect(
     title="SimpleTuner",
     source="https://github.com/bghira/SimpleTuner at bc8e6ab",
     scripts=("config.json",),
+    steps=(f"{CONFIG}max_train_steps", f"{CONFIG}num_train_epochs"),
     table=TABLE,
     read_script=read_script,
     remarks=_remarks,

@@ -326,15 +326,6 @@ def test_a_trainer_of_another_method_names_the_option_to_change() -> None:
     assert "ai-toolkit" not in raised.value.fix and "diffusion-pipe" in raised.value.fix
 
 
-@pytest.mark.parametrize("system", ["linux", "windows"])
-def test_a_script_for_windows_says_which_shell_runs_it(tmp_path: Path, system: str) -> None:
-    words = ["export", "wan2.1-t2v-1.3b", "--gpu", "12GB", "--to", "musubi-tuner", "-o", str(tmp_path / "out")]
-    done = CliRunner().invoke(cli, [*words, "--os", system])
-    assert done.exit_code == 0, done.output
-    last = done.output.splitlines()[-1]
-    assert "bash train.sh" in last and ("in Git Bash (under WSL, plan with --os wsl)" in last) == (system == "windows")
-
-
 def test_an_export_says_that_its_script_sets_the_allocator(tmp_path: Path) -> None:
     words = ["export", "sdxl", "--gpu", "12GB", "--to", "ai-toolkit", "-o", str(tmp_path / "out")]
     done = CliRunner().invoke(cli, words)

@@ -212,23 +212,22 @@ def test_prompts_are_typed_or_read_and_nothing_else_is_taken_for_one(tmp_path: P
     file = tmp_path / "prompts.txt"
     file.write_text("\ufeffa cat\n\n a dog \n", encoding="utf-8")
     said = {**NO_STEPS, "validation_prompt": ("a bird",), "validation_prompts": str(file)}
-    assert validation.prompts(plan, said) == ("a bird", "a cat", "a dog")
-    assert validation.prompts(plan, {**NO_STEPS, "validation_prompt": ()}) == ()
+    assert validation.prompts(plan, said, "--validation-prompt") == ("a bird", "a cat", "a dog")
+    assert validation.prompts(plan, {**NO_STEPS, "validation_prompt": ()}, None) == ()
     off = plan.replace(strategy=Strategy())
     with pytest.raises(VplanError, match="the plan makes no samples") as caught:
-        validation.prompts(off, said)
+        validation.prompts(off, said, "--validation-prompt")
     assert "--validation-mode on" in caught.value.fix
     for content, words in ((b"\xff\xfe\x00", "not UTF-8"), (b"\n \n", "has no prompt"), (b"a\n" * 200, "200 valid")):
         file.write_bytes(content)
         with pytest.raises(VplanError, match=words):
-            validation.prompts(plan, {**said, "validation_prompt": ()})
+            validation.prompts(plan, {**said, "validation_prompt": ()}, None)
     with pytest.raises(VplanError, match="cannot read"):
-        validation.prompts(plan, {**said, "validation_prompts": str(tmp_path / "none")})
+        validation.prompts(plan, {**said, "validation_prompts": str(tmp_path / "none")}, None)
     unguided = ValidationShape(frames=17, height=480, width=832, cfg=False)
     with pytest.raises(VplanError, match="samples without guidance"):
-        validation.prompts(
-            plan.replace(job=plan.job.replace(validation=unguided)), {**said, "validation_guidance": 5.0}
-        )
+        plan = plan.replace(job=plan.job.replace(validation=unguided))
+        validation.prompts(plan, {**said, "validation_guidance": 5.0}, None)
 
 
 def test_image_to_video_begins_with_frames_of_the_data(tmp_path: Path) -> None:

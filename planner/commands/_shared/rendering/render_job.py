@@ -21,6 +21,8 @@ def seconds_words(seconds: float) -> str:
 
 def print_whole_job(console: Console, found: WholeJob) -> None:
     """Prints the parts of a whole job, whose hours, energy and money stand above."""
+    if found.is_steps_alone:
+        return
     console.print()
     rows = [
         (name, part.number, *map(format_seconds, part.seconds)) for name, part in found.parts.items() if part.number
@@ -36,7 +38,8 @@ def whole_words(found: WholeJob) -> str:
     words = [f"{span_words(found.hours)} hours", f"{span_words(found.kwh)} kWh at {found.power_watts:g} W"]
     if found.money is not None:
         words.append(f"{span_words(found.money)} at {found.price:g} per GPU-hour")
-    return f"{found.steps} steps{epochs}: {', '.join(words)}"
+    alone = " alone" if found.is_steps_alone else ""
+    return f"{found.steps} steps{epochs}{alone}: {', '.join(words)}"
 
 
 def span_words(span: Span) -> str:

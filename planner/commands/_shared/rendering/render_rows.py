@@ -134,15 +134,18 @@ def _models_that_fit(rows: Sequence[TableRow]) -> str:
 
 
 def _named(rows: Sequence[TableRow], models: str) -> str:
-    """Which of some models fit, lossless and lossy, and how many do not."""
+    """How many of some models fit, with the names of those that do, or of those that do not where these are fewer."""
     fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
-    kinds = {
-        "": [row.name for row in fits if row.plan and not row.plan.lossy],
-        "lossy: ": [row.name for row in fits if row.plan and row.plan.lossy],
-        "tight: ": [row.name for row in rows if row.plan and row.plan.verdict == "tight"],
-    }
+    lossy = [row.name for row in fits if row.plan and row.plan.lossy]
+    tight = [row.name for row in rows if row.plan and row.plan.verdict == "tight"]
+    count = f"{len(fits)} of {len(rows)} {models} fit"
+    if 2 * len(fits) > len(rows):
+        fewer = {"tight: ": tight, "do not fit: ": [row.name for row in rows if not row.plan]}
+        some = f", {len(lossy)} of them only with lossy options" if lossy else ""
+        return "; ".join([count + some, *(f"{kind}{', '.join(names)}" for kind, names in fewer.items() if names)])
+    kinds = {"": [row.name for row in fits if row.name not in lossy], "lossy: ": lossy, "tight: ": tight}
     words = [f"{kind}{', '.join(names)}" for kind, names in kinds.items() if names]
-    return f"{len(fits)} of {len(rows)} {models} fit" + (f": {'; '.join(words)}" if words else "")
+    return count + (f": {'; '.join(words)}" if words else "")
 
 
 def _smallest_card(rows: Sequence[TableRow]) -> str:
