@@ -15,7 +15,10 @@ from planner import dialects
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
 from planner.commands._shared.data_options import asked_steps, whole_job_of
-from planner.commands._shared.fixes import (
+from planner.commands._shared.oom import explained
+from planner.commands._shared.options import field_options
+from planner.commands._shared.rendering.render import print_verdict, print_windows
+from planner.commands._shared.rendering.render_fixes import (
     print_as_lora,
     print_fixes,
     print_helps,
@@ -25,9 +28,6 @@ from planner.commands._shared.fixes import (
     print_unpriced,
     print_unrecorded,
 )
-from planner.commands._shared.oom import explained
-from planner.commands._shared.options import field_options
-from planner.commands._shared.rendering.render import print_verdict, print_windows
 from planner.commands._shared.rendering.render_job import whole_words
 from planner.commands._shared.verb import (
     DOES_NOT_START,

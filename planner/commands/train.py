@@ -12,9 +12,9 @@ import click
 from planner.catalog import lookup
 from planner.commands._shared.data_options import data_options, typed_settings, with_proposed_shapes
 from planner.commands._shared.options import training_options
-from planner.commands._shared.pick_plan import PLAN, choose, weights_of
 from planner.commands._shared.request import TypedQuestion, request_options
-from planner.commands._shared.training_supervisor import ENTRIES, TrainingSupervisor, resume_hint
+from planner.commands._shared.training.pick_plan import PLAN, choose, weights_of
+from planner.commands._shared.training.training_supervisor import ENTRIES, TrainingSupervisor, resume_hint
 from planner.commands._shared.verb import (
     FiniteRange,
     Verb,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from planner.catalog import card_lookup, lookup
 from planner.commands import USAGE
 from planner.commands._shared.data_options import typed_settings
-from planner.commands._shared.pick_plan import PLAN, weights_of
 from planner.commands._shared.rendering.render import print_plan, used_bar
 from planner.commands._shared.request import flag_of_samples
-from planner.commands._shared.run_progress import Follower, prepare
-from planner.commands._shared.run_report import ReportWriter
-from planner.commands._shared.slurm_script import write_script
+from planner.commands._shared.training.pick_plan import PLAN, weights_of
+from planner.commands._shared.training.run_progress import Follower, prepare
+from planner.commands._shared.training.run_report import ReportWriter
+from planner.commands._shared.training.slurm_script import write_script
 from planner.commands._shared.verb import (
     DONE,
     show,
