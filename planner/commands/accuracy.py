@@ -186,7 +186,7 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
     all probes of other plans."""
     from planner.estimate.estimate import estimate_on_card
     from planner.evidence.from_ledger import with_learned
-    from planner.layout.inputs import load_facts
+    from planner.layout.recordings import load_facts
 
     ids = {row.id for row in own}
     before = [entry for entry in compared if entry.row.id in ids and entry.unsupported is None]
@@ -223,7 +223,7 @@ def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
 def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
     """The real estimator, imported only when there is something to compare. `cards`: what is known better of some."""
     from planner.estimate.estimate import after_step_bytes, estimate_on_card
-    from planner.layout.inputs import load_facts
+    from planner.layout.recordings import load_facts
 
     def predict(configuration: Configuration, trainer: str) -> Prediction:
         card = cards.get(configuration.machine.gpu) if trainer == "vplan" else None

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from planner.catalog.shapes import grids
 from planner.errors import VplanError, quoted
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.plan import Plan
 from planner.tape.levels import whole

@@ -24,7 +24,7 @@ from planner.estimate.estimate import estimate
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, held_out, is_of_a_gpu, peaks_of, phases_of
 from planner.layout.correction import NO_MEASUREMENTS, SEPARATE_PHASES, MeasuredRun, ModelMeasurements, Proof, fit
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.layout.run import Facts
 from planner.spec.plan import RAN_OUT, Environment, Measured, PhaseName, PhasePeak
 

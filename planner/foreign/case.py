@@ -18,7 +18,7 @@ from planner.dialects.base.bindings import Fields, InexpressibleError, Remark, S
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
 from planner.dialects.base.launchers import ALLOCATOR, NEW_ALLOC_CONF
 from planner.errors import NotRecordedError, VplanError
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_uncast_inputs
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration

@@ -21,7 +21,7 @@ from planner.evidence.from_ledger import with_learned
 from planner.evidence.ledger import Ledger, default_path
 from planner.hardware import doctor
 from planner.launch.supported import settled
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.preflight.checks import FAILED, SHORT, Check, Need, on_data, on_disk, on_host, versions
 from planner.preflight.gpu_wait import cards_of, on_card, wait
 from planner.probe.worker_python import WorkerPython

@@ -25,7 +25,7 @@ from planner.dialects.base.layer_names import chosen_layers
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, quoted
 from planner.layout.adapters import is_named
-from planner.layout.inputs import parameters
+from planner.layout.recordings import parameters
 from planner.spec.rules import DEEPSPEED
 
 AT = "CogVideo 7a1af71 finetune/trainer.py"

@@ -11,7 +11,7 @@ from planner.dialects.base.values import integer, number
 from planner.dialects.diffusers.models import AT, SCRIPTS
 from planner.errors import VplanError, quoted
 from planner.layout.adapters import is_named
-from planner.layout.inputs import parameters
+from planner.layout.recordings import parameters
 from planner.spec.job import Bucket
 
 LAYERS, BLOCKS, DROPOUT, DORA = "--lora_layers", "--lora_blocks", "--lora_dropout", "--use_dora"

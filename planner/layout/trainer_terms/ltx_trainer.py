@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from planner.catalog.profiles import ModelProfile
-from planner.layout.inputs import parameters
+from planner.layout.recordings import parameters
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import keep_by_block
 from planner.layout.trainer_terms.shared import prompts_cached_apart

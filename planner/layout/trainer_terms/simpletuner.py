@@ -6,7 +6,7 @@ import itertools
 import re
 
 from planner.catalog.traits import TrainerTrait
-from planner.layout.inputs import parameters
+from planner.layout.recordings import parameters
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients

@@ -17,7 +17,7 @@ from planner.estimate.estimate import estimate
 from planner.estimate.stages import replay_stages
 from planner.estimate.traffic import traffic
 from planner.estimate.work import step_work
-from planner.layout import inputs as library
+from planner.layout import recordings as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.encoders_vae import component_bytes

@@ -259,7 +259,7 @@ def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
     """Three lengths that all take 4 % more than recordings say, in a file and in the user's own ledger. No row of the
     model is bundled."""
     from planner.estimate.estimate import estimate
-    from planner.layout.inputs import load_facts
+    from planner.layout.recordings import load_facts
 
     ledger = Ledger(default_path())
     for frames in (17, 33, 49):

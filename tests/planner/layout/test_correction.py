@@ -28,7 +28,7 @@ from planner.layout.correction import (
     fit,
     with_peak,
 )
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.layout.run import Facts
 from planner.search.question import Question
 from planner.search.screening import Screen
