@@ -45,8 +45,10 @@ from planner.dialects.base.bindings import (
     When,
     pair,
 )
+from planner.dialects.base.commands import refused_flags
+from planner.dialects.base.common_bindings import EXPANDABLE, one_of, our_defaults, word_for
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import ALLOCATOR, EXPANDABLE, one_of, our_defaults, refused_flags, word_for
+from planner.dialects.base.launchers import ALLOCATOR
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.padded_prompts import padded_prompts
 from planner.dialects.base.script import Script

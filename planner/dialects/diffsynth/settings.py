@@ -18,23 +18,10 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model, word_for
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    command_line,
-    command_settings,
-    engine,
-    launch_settings,
-    one_of,
-    our_defaults,
-    parse_program,
-    require_model,
-    script_head,
-    several_gpus,
-    word_for,
-)
+from planner.dialects.base.launchers import engine, launch_settings, several_gpus
 from planner.dialects.base.layer_names import WAN_LAYERS
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.diffsynth.names import (

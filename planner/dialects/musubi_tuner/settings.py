@@ -20,18 +20,10 @@ from planner.dialects.base.bindings import (
     When,
     pair,
 )
+from planner.dialects.base.commands import parse_program
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, word_for
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    launch_settings,
-    one_of,
-    our_defaults,
-    parse_program,
-    several_gpus,
-    word_for,
-)
+from planner.dialects.base.launchers import launch_settings, several_gpus
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer
 from planner.dialects.musubi_tuner import unpriced_settings

@@ -19,8 +19,9 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, half_precision, our_defaults, require_model
+from planner.dialects.base.launchers import half_precision
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
 from planner.dialects.sd_scripts import kohya_ss, network_module
