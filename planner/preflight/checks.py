@@ -155,10 +155,10 @@ def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[
     largest = max(shapes, key=lambda shape: shape.frames * shape.height * shape.width)
     most = max(plan.job.shapes, key=lambda shape: shape.frames * shape.height * shape.width)
     cache = sum(sample_bytes(profile, plan.job.replace(**_size(shape))) for shape in shapes)
-    words = f"{len(shapes)} samples; the largest trains at {_shown(largest)}"
+    words = f"{len(shapes)} samples; the largest trains at {largest.words}"
     checks = [Check("data", "ok", words)]
     if _size(largest) != _size(most):
-        what = f"no sample fills the plan's largest shape {_shown(most)}: the largest is {_shown(largest)}"
+        what = f"no sample fills the plan's largest shape {most.words}: the largest is {largest.words}"
         checks = [Check("data", "note", f"{len(shapes)} samples; {what}", "plan for that shape: it needs less")]
     checks += [Check("data", "note", note) for note in dataset.notes]
     checks += [Check("data", "warning", f"skipped: {fault}") for fault in dataset.skipped[:5]]
@@ -167,10 +167,6 @@ def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[
 
 def _size(shape: Any) -> dict[str, int]:
     return {"frames": shape.frames, "height": shape.height, "width": shape.width}
-
-
-def _shown(shape: Any) -> str:
-    return f"{shape.frames}x{shape.height}x{shape.width}"
 
 
 def sample_bytes(profile: ModelProfile, job: Job) -> int:
