@@ -15,7 +15,7 @@ from planner.catalog.swapped_stacks import splits
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
 from planner.errors import ContradictionError, VplanError
-from planner.foreign.export import SLURM, check_target, fields_of, flags_of, idle, nearest, priced, said_by
+from planner.foreign.export import SLURM, able, check_target, fields_of, flags_of, idle, nearest, priced, said_by
 from planner.layout.experts import expert_assumption
 from planner.search.cost import WORTH_LOSS
 from planner.search.policy import EstimatePolicy
@@ -30,8 +30,14 @@ from planner.spec.rules import ResolvedStrategy, resolve
 
 OURS = "vplan"
 
+NO_TRAINERS = (SLURM, "accelerate", "diffusers-pipeline")
+"""Targets of an export that train nothing by themselves."""
+
 PRECISION = ("adapter_dtype", "autocast")
 """Fields that depend on each other in what a trainer does."""
+
+ITS_OWN = (*PRECISION, "optimizer_step")
+"""Fields of which a trainer has one value for each base and optimizer."""
 
 
 FEWEST_SWAPPED = (1, 2, 3)
@@ -55,19 +61,20 @@ class TrainerPolicy(EstimatePolicy):
         return TrainerPolicy(question, self.dialect)
 
     def strategies(self, job: Job, listed: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
-        """Those listed; and in full training those in 16 bits with autocast as well, where the trainer has it
-        whenever its weights are in 16 bits: our trainer does not, so they are not listed."""
-        if job.method != "full":
-            return listed
-        return list(dict.fromkeys(chain(listed, filter(None, (self._under_autocast(job, each) for each in listed)))))
+        """Those listed; and of those that the trainer cannot say what it does in their place, where that is another in
+        `ITS_OWN` alone: our trainer does not do so, and they are not listed."""
+        return list(dict.fromkeys(chain(listed, filter(None, (self._as_it_does(job, each) for each in listed)))))
 
-    def _under_autocast(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
-        """A strategy without autocast as the trainer does it, if only that it cannot do."""
-        if strategy.autocast != "none" or strategy.weights_dtype not in ("bf16", "fp16"):
-            return None
+    def _as_it_does(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
+        """A strategy as the trainer does it, where it does not do it as it is."""
         machine = self.question.machine
-        other = resolve(job, strategy.replace(autocast=strategy.weights_dtype), machine)
-        if self._says(job, strategy, False) or not self._says(job, other, False):
+        before = fields_of(_plan(self.question, job, strategy))
+        after = nearest_fields(self.dialect, before)
+        changes = {field: after[field] for field in ITS_OWN if after[field] != before[field]}
+        if not changes or changes.keys() & self.question.fixed:
+            return None
+        other = resolve(job, strategy.replace(**changes), machine)
+        if not (self._says(job, other, False) or self._swaps(job, other, False)):
             return None
         return None if any(contradictions(Configuration(job, other, machine))) else other
 
@@ -76,6 +83,13 @@ class TrainerPolicy(EstimatePolicy):
         said = [one for one in recorded if self._says(job, one) or self._swaps(job, one, False)]
         self.found = self.found or bool(said)
         return said
+
+    def loss(self, job: Job, strategy: Strategy) -> int:
+        """Every lossy field, but for 16 bits of adapters where the trainer has no others."""
+        given_up = super().loss(job, strategy)
+        if "adapter_dtype" not in strategy.lossy_fields(job):
+            return given_up
+        return given_up - (not self._says(job, strategy.replace(adapter_dtype="fp32"), False))
 
     def may_swap(self, strategy: Strategy) -> bool:
         """Whether the trainer swaps blocks at all under such a strategy."""
@@ -279,6 +293,9 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
             if candidates := policy.candidates(job, listed):
                 _check_card(narrowed, dialect, candidates)
                 return narrowed
+    if question.machine.world > 1:
+        _as_trained(question._replace(machine=question.machine.replace(gpus=1, nodes=1)), dialect)
+        raise VplanError(f"{dialect.title} trains on one GPU here", f"ask for one: --gpu {question.machine.gpu}")
     fault = f"{dialect.title} trains {question.model.title} in no way that this search knows"
     raise VplanError(fault, "price its command: `vplan check`")
 
@@ -305,7 +322,8 @@ def _check_possible(question: Question, dialect: Dialect, error: InexpressibleEr
     """A VplanError where the trainer does not train the model, or not by this method."""
     for each in error.values:
         if each.field in ("model", "method"):
-            raise VplanError(
-                f"{dialect.title} cannot do this: {each.message}",
-                f"`vplan suggest {question.job.model} --gpu {question.machine.gpu}` plans for vplan's own trainer",
-            )
+            exact, near = able(_plan(question, question.job, question.strategy))
+            others = [name for name in (*exact, *near) if name not in NO_TRAINERS]
+            fix = f"`vplan suggest {question.job.model} --gpu {question.machine.gpu}` plans for vplan's own trainer"
+            fix += f"; --for {', '.join(others)} for others that do" if others else ""
+            raise VplanError(f"{dialect.title} cannot do this: {each.message}", fix)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from planner.layout import margin
+from planner.search import cost
 from planner.search.question import Question
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate
@@ -30,6 +31,10 @@ class Policy(Protocol):
 
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """The strategies to search, from those that have recordings; the order is kept."""
+        ...
+
+    def loss(self, job: Job, strategy: Strategy) -> int:
+        """How much a strategy gives up, as `planner.search.cost.loss` counts it."""
         ...
 
     def may_swap(self, strategy: Strategy) -> bool:
@@ -79,6 +84,10 @@ class EstimatePolicy:
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """All strategies that have recordings."""
         return recorded
+
+    def loss(self, job: Job, strategy: Strategy) -> int:
+        """Every lossy field."""
+        return cost.loss(job, strategy)
 
     def may_swap(self, strategy: Strategy) -> bool:
         """Always true: the search may set the swapped blocks of any strategy that allows it."""

@@ -19,7 +19,7 @@ from planner.errors import NotEstimatedError
 from planner.estimate.estimate import Assessment, assess
 from planner.layout import margin
 from planner.search.checkpoint_count import CheckpointCount
-from planner.search.cost import TIGHTER, TIGHTEST, WORTH_LOSS, WORTH_PART, loss, slowness
+from planner.search.cost import TIGHTER, TIGHTEST, WORTH_LOSS, WORTH_PART, slowness
 from planner.search.feasibility import Feasibility
 from planner.search.infeasible import Infeasible
 from planner.search.policy import EstimatePolicy, Policy
@@ -155,7 +155,7 @@ class Search:
         def push(strategy: ResolvedStrategy, seconds: float, quick: QuickEstimate | None) -> None:
             # Without a quick estimate everything in here is a lower bound, so what comes first with one is the best.
             worth = 1 + WORTH_PART if self.checkpoint_count.is_open(strategy) else 1
-            speed = slowness(worth * seconds, fastest, loss(job, strategy) if lossy else 0)
+            speed = slowness(worth * seconds, fastest, self.policy.loss(job, strategy) if lossy else 0)
             memory = quick.device_bytes if quick else 0
             swaps = quick is None and self.pruning.weights_force_swap(job, strategy, verdict)
             work = effort(start, strategy.replace(swap_blocks=1) if swaps else strategy)

@@ -58,6 +58,10 @@ class MeasuredPolicy:
         """Those listed: what is measured is our trainer."""
         return listed
 
+    def loss(self, job: Job, strategy: Strategy) -> int:
+        """Every lossy field."""
+        return self._estimate_policy.loss(job, strategy)
+
     def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
         """The strategies that the runner can apply; after the first measurements also with partial checkpointing."""
         whole = [strategy for strategy in recorded if self._is_applied(job, strategy)]

@@ -234,3 +234,23 @@ def test_a_card_without_bf16_is_not_told_that_the_trainer_computes_in_it() -> No
     assumed = "; ".join(found["assumptions"])
     assert found["strategy"]["autocast"] == "fp16" and "fp16, because Tesla T4 has no bf16" in assumed
     assert "compute-dtype" not in assumed
+
+
+def test_a_trainer_of_one_gpu_says_so() -> None:
+    done = typed("suggest", "flux.1-dev", "--gpu", "2x48GB", "--for", "ai-toolkit", code=1)
+    assert "trains on one GPU here" in done.stderr and "--gpu 48GB" in done.stderr
+
+
+def test_a_model_that_a_trainer_has_not_is_sent_to_those_that_have_it() -> None:
+    done = typed("suggest", "wan2.1-t2v-14b", "--gpu", "24GB", "--for", "sd-scripts", code=1)
+    others = done.stderr.partition("--for ")[2].partition(" for others")[0].split(", ")
+    assert "musubi-tuner" in others and "sd-scripts" not in others
+
+
+@pytest.mark.parametrize("model", ["wan2.1-t2v-14b", "sdxl", "hidream-i1", "z-image", "flux.1-dev", "krea-2"])
+def test_what_simpletuner_trains_is_not_quantised_where_there_is_room(model: str) -> None:
+    """Its adapters over a base that is not quantised are always in 16 bits, and its AdamW steps one parameter after
+    another: neither is what our trainer searches, and neither is given up for the sake of memory."""
+    plan = run("suggest", model, "--gpu", "192GB", "--for", "simpletuner")["plan"]
+    assert plan["verdict"] == "fits"
+    assert (plan["strategy"]["weights_dtype"], plan["strategy"]["adapter_dtype"]) == ("bf16", "bf16")
