@@ -31,6 +31,9 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
+JsonObject = dict[str, Any]
+"""An object that is printed as JSON and has no record of its own."""
+
 
 class Refused(NamedTuple):
     """An annotation of a closed list: values that are known so that they can be refused by name. No list shows them."""

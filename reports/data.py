@@ -21,7 +21,7 @@ from planner.evidence import accuracy
 from planner.evidence.accuracy import Comparison, Prediction
 from planner.evidence.published import Row
 from planner.hardware.memory_trace import Overlay
-from planner.layout.inputs import Library, load_facts
+from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
 from planner.search import capacity_axes, ladder
 from planner.search.capacity_map import Capacity, Forms, Mapper, Shape

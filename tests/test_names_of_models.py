@@ -163,7 +163,14 @@ def test_a_profiles_family_is_read_in_few_places() -> None:
 
 def own_family(node: ast.Attribute) -> bool:
     """Whether it is no profile's: what trains a model, and a row's in a table of errors."""
-    return isinstance(node.value, ast.Name) and node.value.id in ("self", "work", "entry", "families", "runs")
+    return isinstance(node.value, ast.Name) and node.value.id in (
+        "self",
+        "training",
+        "work",
+        "entry",
+        "families",
+        "runs",
+    )
 
 
 def test_every_place_that_may_does() -> None:

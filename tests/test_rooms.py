@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,28 @@ def test_a_public_class_name_occurs_once() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(relative(path))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+ARCHITECTURE = ROOT / "docs/architecture.md"
+PLACES = (
+    ".",
+    "planner",
+    "planner/commands",
+    "planner/dialects",
+    "planner/layout",
+    "planner/rehearsal",
+    "profiles",
+    "trainers",
+)
+"""Folders that the paths of the page begin in."""
+
+
+def test_every_place_that_the_architecture_page_names_is_there() -> None:
+    named = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)*/(?:[\w.-]+)?)`", ARCHITECTURE.read_text(encoding="utf-8")))
+    assert "planner/spec/job.py" in named
+    made_up = {"profiles/model_lists/TRAINER.toml", "trainers/NAME.py"}
+    paths = {name: [ROOT / place / f"{name}{ending}" for place in PLACES for ending in ("", ".py")] for name in named}
+    assert {name for name, places in paths.items() if not any(map(Path.exists, places))} == made_up
 
 
 def test_every_folder_of_tests_is_one_of_the_source() -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.catalog import lookup
 from planner.errors import VplanError
-from planner.launch import checkpoint_layout, checkpoints, training_laws
+from planner.launch import checkpoint_layout, checkpoints, training_settings
 from planner.launch.launch import MEMORY, METRICS, NAN, RunRequest
 from planner.launch.stop import STOP_REQUEST
 from planner.launch.weight_files import model_folder
@@ -31,7 +31,16 @@ from planner.worker_process import REQUEST, read_json, result_file
 from trainers.worker import ResultFile, end_with_parent, set_allocator, tell_out_of_memory
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trainers.data.loader import Loader
     from trainers.measuring.run_metrics import LateLoss
+    from trainers.parallel.checkpoint import CheckpointWriter
+    from trainers.parallel.lora_files import LoraFiles
+    from trainers.sampling.samples import Samples
+    from trainers.step.experts import Experts
+    from trainers.step.step import Batch
+    from trainers.step.weights import Begin, Weights
 
 FINAL = "final"
 DRIVE = "offload"
@@ -93,14 +102,14 @@ class TrainingRun:
         self.report = report
         self.output = Path(request.output)
         profile = lookup.model(request.plan.job.model)
-        self.request = request.replace(plan=training_laws.settled_plan(request.plan, profile))
+        self.request = request.replace(plan=training_settings.settled_plan(request.plan, profile))
         self.training = self.request.plan.training
-        self.profile = training_laws.with_law(profile, self.training)
+        self.profile = training_settings.with_law(profile, self.training)
         self.strategy = request.plan.strategy
         targets = request.plan.job.lora_targets or self.profile.lora.targets
         self.job = request.plan.job.replace(lora_targets=targets)
-        self.kind = family(self.profile).for_job(self.job)
-        self.experts: Any = None
+        self.family = family(self.profile).for_job(self.job)
+        self.experts: Experts | None = None
         report.tell(phase="start")
         self.device = find_device(request.device)
         self.watch = Watch(self.device)
@@ -179,7 +188,7 @@ class TrainingRun:
             self.report.tell(drive_bytes=nbytes)
             shutil.rmtree(self.drive, ignore_errors=True)
 
-    def _loader(self) -> Any:
+    def _loader(self) -> Loader:
         """The batches of this rank, over the samples that were cached."""
         from trainers.data import loader
         from trainers.data.entries import read_entries
@@ -193,11 +202,11 @@ class TrainingRun:
         sampler = BatchSampler(entries, self.job, plan.machine.world // parts, accumulation, request.seed)
         cache = Path(request.entries).parent
         own = cache if cache.is_relative_to(request.output) else None
-        stacker = loader.Stacker(self.profile, self.job, self.kind, step.compute_dtype(self.strategy), own)
+        stacker = loader.Stacker(self.profile, self.job, self.family, step.compute_dtype(self.strategy), own)
         dropout = self.training.caption_dropout or 0.0
         return loader.Loader(sampler, stacker, self.rank // parts, self.device, request.steps, dropout)
 
-    def _samples(self) -> Any:
+    def _samples(self) -> Samples | None:
         """What makes samples meanwhile, where the plan has some."""
         from trainers.sampling.samples import Samples
 
@@ -207,20 +216,21 @@ class TrainingRun:
 
     def _sample(self, *, taken_up: bool = False) -> None:
         """Makes the samples that are due; where a run is taken up, those that a kill left out."""
-        if self.samples is None or not (self.samples.missing(self.done) if taken_up else self.samples.due(self.done)):
+        samples = self.samples
+        if samples is None or not (samples.missing(self.done) if taken_up else samples.due(self.done)):
             return
 
         def tell(line: dict[str, Any]) -> None:
             if self.metrics:
                 self.metrics.write(line)
             if line.get("samples"):
-                files = [self.samples.folder / name for name in line["samples"]]
+                files = [samples.folder / name for name in line["samples"]]
                 self.trackers.samples(self.done, files, line["prompts"])
 
         self._read_loss()
         self.report.tell(phase="validate")
         with self.average.in_model() if self.average else contextlib.nullcontext():  # which is what `final` will be
-            self.samples.make(self.engine, self.done, tell, functools.partial(self.memory.phase, step=self.done))
+            samples.make(self.engine, self.done, tell, functools.partial(self.memory.phase, step=self.done))
         self.report.tell(phase="train")
 
     def _set_up(self) -> dict[str, Any] | None:
@@ -246,7 +256,7 @@ class TrainingRun:
             checkpoint.load_state(resume, self.engine, self.average, manifest.get("average_steps"))
         return manifest
 
-    def _model(self, trained: Any) -> Any:
+    def _model(self, trained: Weights | None) -> nn.Module:
         """The model of the plan with its weights, or both experts; ``trained``: a checkpoint's weights."""
         from trainers.memory import swap
         from trainers.parallel import parallel
@@ -266,7 +276,7 @@ class TrainingRun:
         weights.load(model, source, self.device, self._begin("", model), trained, swapped, waiting)
         return model
 
-    def _begin(self, part: str, model: Any) -> Any:
+    def _begin(self, part: str, model: nn.Module) -> Begin:
         """How new adapters begin; ``part``: which of two experts the model is."""
         from trainers.parallel.lora_start import from_file
         from trainers.step import weights
@@ -288,7 +298,7 @@ class TrainingRun:
         """What decides the form of a checkpoint's tensors."""
         return checkpoint_layout.layout(self.request.plan, self.profile)
 
-    def _lora_files(self) -> Any:
+    def _lora_files(self) -> LoraFiles | None:
         """What writes the run's LoRA files; None in full training."""
         from trainers.parallel.lora_files import LoraFiles
 
@@ -315,13 +325,13 @@ class TrainingRun:
         expert = self._take_turn(number)
         first = not self.kernels_watched
         with self.memory.failing_step(number + 1), self._watched_kernels() as kernels:
-            loss = step.accumulated_step(self.trainee, self.kind, self._batches(number), self.strategy)
+            loss = step.accumulated_step(self.trainee, self.family, self._batches(number), self.strategy)
             if self.average:
                 self.average.update()
             # The mean is the same number on every rank, so all of them stop at the same step.
             asked = loss.new_full((), float(self.rank == 0 and (self.output / STOP_REQUEST).exists()))
             late.keep(parallel.mean_over_ranks(torch.stack([loss, asked])) / drawn.weight)
-        line = {"step": number + 1, "learning_rate": rate, "epoch": drawn.epoch}
+        line: dict[str, Any] = {"step": number + 1, "learning_rate": rate, "epoch": drawn.epoch}
         line |= {"phase": "first_step" if first else "train", "shapes": drawn.shapes}
         line |= {"attention_kernel": kernels.names} if kernels else {}
         line |= {"experts": expert} if expert else {}
@@ -331,7 +341,7 @@ class TrainingRun:
         self._read_loss()  # of the step before, while the device runs this one
         self.done, self.unread = number + 1, (line, late)
 
-    def _batches(self, number: int) -> Iterator[Any]:
+    def _batches(self, number: int) -> Iterator[Batch]:
         """The micro-batches of a step. The report has the shape of the one that runs, for when memory runs out."""
         for micro, batch in enumerate(self.loader.batches(number)):
             self.report.facts["shape"] = self.loader.shape(number, micro).to_json()
@@ -365,7 +375,7 @@ class TrainingRun:
             return None
         which = experts.chosen(self.profile, self.request.seed, number, self.request.expert_steps)
         self.experts.turn(which)
-        self.kind.for_job(self.job.replace(experts=which))
+        self.family.for_job(self.job.replace(experts=which))
         return which
 
     def _watched_kernels(self) -> contextlib.AbstractContextManager[Any]:
@@ -375,7 +385,7 @@ class TrainingRun:
         seen_before, self.kernels_watched = self.kernels_watched, True
         return contextlib.nullcontext() if seen_before or self.strategy.compile != "none" else Kernels()
 
-    def _checkpoints(self) -> Any:
+    def _checkpoints(self) -> CheckpointWriter:
         from trainers.parallel.checkpoint import CheckpointWriter
 
         return CheckpointWriter(self.output / checkpoints.FOLDER, self.engine, self.request.keep_checkpoints)
@@ -396,13 +406,13 @@ class TrainingRun:
             self._note_saved(self.checkpoints.wait())
             self.checkpoints.save(self.average, manifest, plan_to_toml(request.plan), self._lora_writer())
 
-    def _lora_writer(self) -> Callable[[Path, Mapping[str, Any]], None] | None:
+    def _lora_writer(self) -> Callable[[Path, Mapping[str, Tensor]], None] | None:
         """What writes the LoRA files of the steps that are done into a folder; None in full training."""
         files, steps = self.lora_files, self.done
         return None if files is None else lambda folder, trained: files.write(folder, trained, steps)
 
 
-def rates(request: RunRequest) -> Any:
+def rates(request: RunRequest) -> Callable[[int], float]:
     """A function from the number of steps done to the learning rate, on diffusers' schedules
     (`diffusers.optimization`)."""
     import torch

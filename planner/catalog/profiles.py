@@ -300,8 +300,3 @@ class ModelProfile(Record):
     def trained_with(self, trainer: str, trait: TrainerTrait) -> bool:
         """Whether a trainer, by its name, has a trait with this model (as "own-model"): from the profile's traits."""
         return trait in self.traits.trainers.get(trainer, ())
-
-    @property
-    def text_encoder_parameters(self) -> int:
-        """The number of parameters of all text and image encoders together."""
-        return sum(encoder.parameters for encoder in self.text_encoders)

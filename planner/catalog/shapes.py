@@ -204,12 +204,7 @@ def sample_grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> d
 def latent_frames(model: ModelProfile, frames: int) -> int:
     """The latent frames of a clip, padded to whole cells of the patch grid."""
     cell = model.shape.patch[0]
-    return -(-coded_frames(model, frames) // cell) * cell
-
-
-def coded_frames(model: ModelProfile, frames: int) -> int:
-    """The latent frames that the VAE makes of a clip, and decodes: without what fills up the last cell."""
-    return model.vae.coded(frames)
+    return -(-model.vae.coded(frames) // cell) * cell
 
 
 def grids(model: ModelProfile, job: Job) -> list[dict[str, int]]:

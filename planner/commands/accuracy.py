@@ -6,53 +6,37 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from planner.commands import USAGE
-from planner.commands._shared.verb import Verb, examples, json_option, report_option, show, table, write_report
+from planner.commands._shared.accuracy.render_accuracy import print_accuracy
+from planner.commands._shared.verb import Verb, examples, json_option, report_option, show, write_report
 from planner.errors import VplanError
 from planner.evidence import published_rehearsals
 from planner.evidence.accuracy import (
-    AFTER_STEP,
-    APART,
-    PEAKS,
-    WITH_VALIDATION,
     AfterStep,
     Comparison,
     Predict,
     Prediction,
     answer,
-    by_family,
     by_grid,
     compare,
     only,
     summary,
-    worst_first,
 )
-from planner.evidence.held_out import BOTH, HALVES, NONE, NUMBERS, TAKEN, halves, verdicts
+from planner.evidence.held_out import halves
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
 from planner.evidence.published import Row, own_row, read_rows, shipped, shipped_own, shipped_rehearsals
 from planner.parallel import counted
 from planner.spec.configuration import Configuration
-from planner.spec.plan import RAN_OUT
 from planner.terminal import echo
 from planner.units import parse_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from planner.catalog.card_profiles import GpuProfile
-
-REHEARSED_TITLE = "rehearsed: our own trainer on virtual GPUs, whose context and NCCL are estimated"
-"""Rows of `--runner rehearse`, which no other number here counts."""
-
-SHORT: dict[str, str] = {AFTER_STEP: "after step", WITH_VALIDATION: "with validation"}
-"""Counters that are shown by other words."""
-
-_MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 
 
 @click.command(
@@ -122,27 +106,35 @@ def command(
         if files or report or history is not None:
             raise VplanError(f"--{what} compares bundled rows only", "leave out FILE, --report, --history", USAGE)
         if what == "threads":
-            from planner.commands._shared.thread_scores import compare_threads
+            from planner.commands._shared.accuracy.thread_scores import compare_threads
 
             compare_threads(text, as_json)
             return None
-        from planner.commands._shared.published_seconds import compare_seconds
+        from planner.commands._shared.accuracy.published_seconds import compare_seconds
 
         compare_seconds(text, _estimator({})[0], as_json)
         return None
     if history is not None:
-        from planner.commands._shared.allocator_diff import differences
+        from planner.commands._shared.accuracy.allocator_diff import differences
 
         if files or report:
             raise VplanError("--history compares one run only", "leave out FILE and --report", USAGE)
         return differences(history, parse_bytes(least, "--least"), as_json)
+    _compare_memory(files, allocator, text, what == "calibrated", report, as_json)
+    return None
+
+
+def _compare_memory(
+    files: Sequence[str], allocator: str | None, text: str | None, calibrated: bool, report: str | None, as_json: bool
+) -> None:
+    """Shows the memory that was measured beside what is estimated."""
     mine = [] if files else _probes(default_path())
     own = [row for path in files or shipped_own() for row in _probes(path)] + mine
     rows = [own_row(row) for row in mine]
     rows += _published(files or [*shipped(), *shipped_own(), *shipped_rehearsals()], allocator)
     if text is not None:
         rows = only(rows, text)
-    predict, after_step = _estimator(_cards(own) if what == "calibrated" else {})
+    predict, after_step = _estimator(_cards(own) if calibrated else {})
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         compared = compare(progress, predict, after_step)
     rehearsed = [entry for entry in compared if entry.row.taken == "rehearsed"]
@@ -159,22 +151,14 @@ def command(
     pairs = _learned(compared, own)
     found["halves"] = halves(compared)
     found["learned"] = {"before": summary([pair[0] for pair in pairs]), "after": summary([pair[1] for pair in pairs])}
-
-    def render(console: Console) -> None:
-        if compared or not rehearsed:
-            _render_rows(console, compared)
-            _render_summary(console, compared, found["summary"])
-            _render_published_rehearsals(console, found["published_rehearsals"])
-        _render_halves(console, found["halves"])
-        if pairs:
-            _render_learned(console, found["learned"])
-        if rehearsed:
-            _render_rehearsed(console, rehearsed, found["rehearsed"], with_rows=bool(files))
-
     if report:
         write_report(report, compared=compared)
-    show(found, as_json, render)
-    return None
+    learned, each = bool(pairs), bool(files)
+    show(
+        found,
+        as_json,
+        lambda console: print_accuracy(console, found, compared, rehearsed, learned=learned, each_rehearsed=each),
+    )
 
 
 def _published(paths: Iterable[str | Path], allocator: str | None) -> list[Row]:
@@ -202,7 +186,7 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
     all probes of other plans."""
     from planner.estimate.estimate import estimate_on_card
     from planner.evidence.from_ledger import with_learned
-    from planner.layout.inputs import load_facts
+    from planner.layout.recordings import load_facts
 
     ids = {row.id for row in own}
     before = [entry for entry in compared if entry.row.id in ids and entry.unsupported is None]
@@ -218,47 +202,6 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
 
             after += done(compare([row], predict, lambda *_: 0))
     return list(zip(before, after, strict=True))
-
-
-def _render_halves(console: Console, found: dict[str, Any]) -> None:
-    """Our own rows, half by half; without any, that there are none."""
-    if "measured" not in found:
-        console.print(NONE, markup=False, soft_wrap=True)
-    for taken, parts in found.items():
-        console.print("")
-        heads = [head for _, name in HALVES for head in (f">{name} n", ">mean", ">worst")]
-        rows = []
-        for key, name in NUMBERS.items():
-            spreads = [parts[half][key] for half, _ in HALVES]
-            if any(spread["n"] for spread in spreads):
-                rows.append([name, *(cell for spread in spreads for cell in _spread_cells(spread))])
-        console.print(TAKEN[taken], style="bold", markup=False)
-        console.print(table(("error of", *heads), rows))
-        for half, name in (*HALVES, BOTH):
-            console.print(verdicts(name, parts[half]), markup=False, soft_wrap=True)
-
-
-def _spread_cells(spread: dict[str, Any]) -> list[str]:
-    return [str(spread["n"]), *("-" if (value := spread[name]) is None else f"{value:.2f} %" for name in MEAN_WORST)]
-
-
-MEAN_WORST = ("mean_abs_pct", "max_abs_pct")
-
-
-def _render_learned(console: Console, found: dict[str, Any]) -> None:
-    """What learning changes, a line a counter."""
-    console.print("")
-    rows = []
-    for counter in PEAKS:
-        sides = [found[side][counter] for side in ("before", "after")]
-        if sides[0]["n"]:
-            rows.append([counter, str(sides[0]["n"]), *(f"{side['mean_abs_pct']:.2f} %" for side in sides)])
-    widths = [found[side]["coverage"]["median_width_pct"] for side in ("before", "after")]
-    if rows and None not in widths:
-        inside = [found[side]["coverage"]["inside_pct"] for side in ("before", "after")]
-        rows.append(["inside low..high", "", *(f"{share:.0f} %" for share in inside)])
-        rows.append(["median width", "", *(f"{width:.1f} %" for width in widths)])
-    console.print(table(("our own probes, mean error", ">n", ">recorded", ">learned from the others"), rows))
 
 
 def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
@@ -280,7 +223,7 @@ def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
 def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
     """The real estimator, imported only when there is something to compare. `cards`: what is known better of some."""
     from planner.estimate.estimate import after_step_bytes, estimate_on_card
-    from planner.layout.inputs import load_facts
+    from planner.layout.recordings import load_facts
 
     def predict(configuration: Configuration, trainer: str) -> Prediction:
         card = cards.get(configuration.machine.gpu) if trainer == "vplan" else None
@@ -290,130 +233,3 @@ def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
         return after_step_bytes(configuration, load_facts(configuration), trainer)
 
     return predict, after_step
-
-
-def _render_rows(console: Console, compared: Sequence[Comparison]) -> None:
-    """The rows by implementation, worst first."""
-    for name in dict.fromkeys(entry.row.implementation for entry in compared):
-        entries = [entry for entry in worst_first(compared) if entry.row.implementation == name]
-        if entries:
-            console.print(name, style="bold", markup=False)
-            columns = ["id", "counter", ">measured GiB", ">predicted GiB", ">error"]
-            rows = [_row(entry) for entry in entries]
-            if any(entry.rehearsed_gib is not None for entry in entries):
-                columns.insert(3, ">rehearsed GiB")
-                for row, entry in zip(rows, entries, strict=True):
-                    row.insert(3, "" if entry.rehearsed_gib is None else f"{entry.rehearsed_gib:.2f}")
-            console.print(table(columns, rows))
-            for entry in entries:
-                if entry.row.not_a_peak:
-                    console.print(f"{entry.row.id}: {entry.row.not_a_peak}", markup=False, soft_wrap=True)
-            console.print("")
-
-
-def _render_rehearsed(
-    console: Console, compared: Sequence[Comparison], found: dict[str, Any], *, with_rows: bool
-) -> None:
-    """The block of rehearsed rows, apart from measured ones."""
-    console.print("")
-    console.print(REHEARSED_TITLE, style="bold", markup=False)
-    if with_rows:
-        _render_rows(console, compared)
-    _render_summary(console, compared, found["summary"])
-    for name, numbers in found["by_grid"].items():
-        spreads = ", ".join(
-            f"{counter} {numbers[counter]['mean_abs_pct']:.2f} % (worst {numbers[counter]['max_abs_pct']:.1f})"
-            for counter in ("allocated", "reserved")
-            if counter in numbers and numbers[counter]["n"]
-        )
-        line = f"grid {name}, {numbers['verdict']['n']} runs: {spreads or 'no peaks'}"
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _render_published_rehearsals(console: Console, found: dict[str, Any]) -> None:
-    """How far prediction and print are from rehearsals of the same published runs."""
-    if not found["n"]:
-        return
-    sides = ", ".join(
-        f"{side} {found[side]['median_abs_pct']:.1f} % off the rehearsal ({found[side]['max_abs_pct']:.1f} at worst)"
-        for side in ("predicted", "printed")
-    )
-    line = f"{found['n']} of {found['of']} published numbers rehearsed with their trainer's own code: {sides}"
-    console.print(line, markup=False, soft_wrap=True)
-    for left in found["not_rehearsed"]:
-        console.print(f"  not rehearsed, {len(left['rows'])}: {left['why']}", markup=False, soft_wrap=True)
-
-
-def _render_summary(console: Console, compared: Sequence[Comparison], summary: dict[str, Any]) -> None:
-    """What the rows amount to, and which of them are not supported."""
-    _render_unsupported(console, compared)
-    heads = ("implementation", "of", ">n", ">median", ">mean", ">max")
-    console.print(table(heads, _summary_rows(compared, summary)), "")
-    verdict = summary["verdict"]
-    said = f"{verdict['under']} said to fit but ran out, {verdict['false_refusal']} said not to fit but ran"
-    console.print(f"verdicts of {verdict['n']} runs: {said}")
-    for of, key in (("peaks", "coverage"), ("peaks with validation", "coverage_with_validation")):
-        covered = summary[key]
-        if covered["n"]:
-            share, width = f"{covered['inside_pct']:.1f} %", f"{covered['median_width_pct']:.1f} %"
-            console.print(f"low..high of {covered['n']} {of}: {share} contain the measured value, median width {width}")
-
-
-def _row(entry: Comparison) -> list[str]:
-    error = _MISSES[entry.missed] if entry.error_pct is None else f"{entry.error_pct:+.1f} %"
-    return [entry.row.id, _counter(entry.counter), _measured(entry), _predicted(entry), error]
-
-
-def _counter(counter: str) -> str:
-    return SHORT.get(counter, counter)
-
-
-def _measured(entry: Comparison) -> str:
-    if entry.measured is None:
-        return "ran out" if entry.row.outcome in RAN_OUT else "ran"
-    low, high = entry.measured.low_gib, entry.measured.high_gib
-    return f"{low:.2f}" if low == high else f"{low:.2f}..{high:.2f}"
-
-
-def _predicted(entry: Comparison) -> str:
-    if entry.predicted is None:
-        return ""
-    low, _, high = entry.predicted
-    number = f"{low:.2f}" if low == high else f"{low:.2f}..{high:.2f}"
-    # Where there is no number to compare, or the verdict was wrong, the verdict is what was predicted.
-    return f"{number} {entry.verdict}" if entry.measured is None or entry.missed else number
-
-
-def _render_unsupported(console: Console, compared: Sequence[Comparison]) -> None:
-    """Each reason once, with the rows it holds for."""
-    reasons: dict[str, list[str]] = {}
-    for entry in compared:
-        if entry.unsupported is not None and entry.row.id not in reasons.setdefault(entry.unsupported, []):
-            reasons[entry.unsupported].append(entry.row.id)
-    if reasons:
-        console.print(f"unsupported rows: {sum(map(len, reasons.values()))}", style="bold")
-    for reason, ids in reasons.items():
-        console.print(f"{', '.join(ids)}: {reason}", markup=False)
-    if reasons:
-        console.print("")
-
-
-def _fewer(some: dict[str, Any], all_of_them: dict[str, Any], counter: str) -> bool:
-    """Whether a counter is in both, with fewer numbers in the first."""
-    return counter in some and bool(some[counter]["n"] < all_of_them[counter]["n"])
-
-
-def _summary_rows(compared: Sequence[Comparison], summary: dict[str, Any]) -> list[list[str]]:
-    """Per implementation: each counter, then each family of models."""
-    rows = []
-    for name, found in summary["by_implementation"].items():
-        entries = [entry for entry in compared if entry.row.implementation == name]
-        spreads = {_counter(counter): found[counter] for counter in (*PEAKS, *APART) if counter in found}
-        alone = summary["measured_peaks"]["by_implementation"].get(name, {})
-        spreads |= {f"{counter}, peaks alone": alone[counter] for counter in PEAKS if _fewer(alone, found, counter)}
-        spreads |= {f"{family} models": spread for family, spread in by_family(entries).items()}
-        for of, spread in spreads.items():
-            if spread["n"]:
-                numbers = [f"{spread[f'{kind}_abs_pct']:.1f} %" for kind in ("median", "mean", "max")]
-                rows.append([name, of, str(spread["n"]), *numbers])
-    return rows

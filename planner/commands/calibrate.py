@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from planner.catalog.card_profiles import GpuProfile
-    from planner.commands._shared.grid_options import Where
+    from planner.commands._shared.grid_campaign import Where
 
 STEPS = 3
 SHARED = frozenset({
@@ -172,7 +172,7 @@ def _refuse_mixed(grid: bool) -> None:
 
 
 def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool, said: dict[str, Any]) -> int:
-    from planner.commands._shared.grid_options import GridOptions, Where, measure
+    from planner.commands._shared.grid_campaign import GridOptions, Where, measure
 
     asked = GridOptions(
         grid=str(profiles.grid(said["grid"]) or said["grid"]), output=said["output"], max_minutes=said["max_minutes"],
@@ -205,7 +205,7 @@ def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool
 def _unreal(said: dict[str, Any], stack: contextlib.ExitStack) -> Where:
     """A machine whose card is not there: a virtual one, or one that is simulated altogether. What it runs ends with
     ``stack``."""
-    from planner.commands._shared.grid_options import Where
+    from planner.commands._shared.grid_campaign import Where
     from planner.rehearsal.cards import MOST_CARDS
 
     machine = Machine(gpu=card_lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name, gpus=MOST_CARDS)

@@ -15,7 +15,10 @@ from planner import dialects
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
 from planner.commands._shared.data_options import asked_steps, whole_job_of
-from planner.commands._shared.fixes import (
+from planner.commands._shared.oom import explained
+from planner.commands._shared.options import field_options
+from planner.commands._shared.rendering.render import print_verdict, print_windows
+from planner.commands._shared.rendering.render_fixes import (
     print_as_lora,
     print_fixes,
     print_helps,
@@ -25,9 +28,6 @@ from planner.commands._shared.fixes import (
     print_unpriced,
     print_unrecorded,
 )
-from planner.commands._shared.oom import explained
-from planner.commands._shared.options import field_options
-from planner.commands._shared.rendering.render import print_verdict, print_windows
 from planner.commands._shared.rendering.render_job import whole_words
 from planner.commands._shared.verb import (
     DOES_NOT_START,
@@ -51,7 +51,7 @@ from planner.estimate.whole_job import WholeJob
 from planner.foreign.case import settle
 from planner.foreign.check import Checked, check_case
 from planner.foreign.oom_cause import render
-from planner.foreign.smaller import with_smaller
+from planner.foreign.other_ways import with_other_ways
 from planner.spec.job import Machine
 from planner.spec.plan import Plan
 from planner.units import format_gib, format_seconds, gib
@@ -157,7 +157,7 @@ def checked(said: Mapping[str, Any]) -> Checked:
     machine = {name: value for name, value in said.items() if name in Machine.model_fields}
     search = not said["no_fixes"]
     found = check_case(settle(dialect, given, told, machine), search)
-    return with_smaller(found) if search else found
+    return with_other_ways(found) if search else found
 
 
 def _log(words: tuple[str, ...], path: str | None) -> str | None:

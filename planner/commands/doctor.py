@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.hardware.diagnoses import ERROR, NOTE, WARNING, Finding, findings
 from planner.hardware.doctor import examine
+from planner.schema import JsonObject
 from planner.units import format_gib
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Facts = dict[str, Any]
 DISKS = {"working": "current folder", "data": "your own models' folder", "shared": "/dev/shm"}
 STYLES = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "dim"}
 
@@ -34,7 +34,7 @@ def command(as_json: bool) -> None:
     show(answer, as_json, lambda console: _render(console, facts, found))
 
 
-def _render(console: Console, facts: Facts, found: list[Finding]) -> None:
+def _render(console: Console, facts: JsonObject, found: list[Finding]) -> None:
     for name, value in _lines(facts):
         console.print(f"{name:<9} {value}", markup=False)
     console.print("")
@@ -45,7 +45,7 @@ def _render(console: Console, facts: Facts, found: list[Finding]) -> None:
         console.print("nothing wrong or missing for training", style="bold green")
 
 
-def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
+def _lines(facts: JsonObject) -> Iterator[tuple[str, str]]:
     system, memory = facts["system"], facts["host_ram"]
     where = [word for word, so in (("WSL", system["wsl"]), ("in a container", system["container"])) if so]
     yield "vplan", facts["vplan"]
@@ -77,7 +77,7 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "tapes", f"recorded with {said}{own}"
 
 
-def _card_lines(card: Facts) -> Iterator[tuple[str, str]]:
+def _card_lines(card: JsonObject) -> Iterator[tuple[str, str]]:
     if card["name"] is None:
         yield f"GPU {card['index']}", "does not respond"
         return

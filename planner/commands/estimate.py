@@ -32,7 +32,7 @@ from planner.errors import VplanError
 from planner.estimate.bucket_batches import evened
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.layout.run import Facts
 from planner.search.question import Question
 from planner.spec.job import Job, Strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import click
 
@@ -21,6 +21,7 @@ from planner.launch import weight_files
 from planner.launch.supported import settled
 from planner.layout.correction import SEPARATE_PHASES
 from planner.probe.probe import STEPS, TIME_LIMIT, RealRunner
+from planner.schema import JsonObject
 from planner.spec.plan import Plan, read_plan
 from planner.terminal import echo
 from planner.units import gib
@@ -32,8 +33,6 @@ FAILED = 4
 """Exit code: a process we started failed for another reason than memory."""
 EXIT_CODES = {"ok": DONE, "oom": DOES_NOT_FIT, "host-oom": DOES_NOT_FIT}
 """Of each outcome; any other is FAILED."""
-
-Row = dict[str, Any]
 
 
 class _How(TypedDict):
@@ -199,7 +198,7 @@ def _typed(path: str, options: list[str], device: str) -> str:
     return shlex.join([*words, *(["--device", device] if device != "cuda" else [])])
 
 
-def told_line(row: Row) -> str:
+def told_line(row: JsonObject) -> str:
     """One row of measurements in a few words."""
     seen, details = row["measured"], row["details"]
     words = [seen["outcome"]]
@@ -213,7 +212,7 @@ def told_line(row: Row) -> str:
     return ", ".join(words)
 
 
-def _render(console: Console, rows: list[Row], plans: list[tuple[str, Plan]]) -> None:
+def _render(console: Console, rows: list[JsonObject], plans: list[tuple[str, Plan]]) -> None:
     columns = ("plan", "outcome", "peak", ">allocated", ">reserved", ">device", ">estimated", ">s/step")
     console.print(table(columns, [_cells(row, *plan) for row, plan in zip(rows, plans, strict=True)]))
     console.print("memory in GiB", style="dim")
@@ -224,7 +223,7 @@ def _render(console: Console, rows: list[Row], plans: list[tuple[str, Plan]]) ->
             console.print(f"{row['id']}: not measured: {missing}", style="dim")
 
 
-def _cells(row: Row, path: str, plan: Plan) -> list[str]:
+def _cells(row: JsonObject, path: str, plan: Plan) -> list[str]:
     seen = row["measured"]
     sizes = [seen["allocated_bytes"], seen["reserved_bytes"], seen["device_bytes"], estimated_bytes(row, plan)]
     seconds = seen["step_seconds"]
@@ -237,7 +236,7 @@ def _cells(row: Row, path: str, plan: Plan) -> list[str]:
     ]
 
 
-def estimated_bytes(row: Row, plan: Plan) -> int | None:
+def estimated_bytes(row: JsonObject, plan: Plan) -> int | None:
     """The plan's own estimate of the device's peak, over the phases that were run: a probe may leave encoding out."""
     if plan.estimate is None:
         return None

@@ -8,9 +8,9 @@ import click
 
 from planner.catalog import card_lookup
 from planner.commands import USAGE
-from planner.commands._shared.fixes import print_checked
-from planner.commands._shared.live_memory_table import print_live
 from planner.commands._shared.rendering.render import VERDICTS, share_bar
+from planner.commands._shared.rendering.render_fixes import print_rehearsal_check
+from planner.commands._shared.rendering.render_live_memory import print_live
 from planner.commands._shared.verb import (
     Verb,
     check_report,
@@ -186,7 +186,7 @@ def _print(console: Console, answer: RehearsalAnswer, checked: CheckedRehearsal 
     if answer.live and answer.live.allocated_bytes:
         print_live(console, answer.live)
     if checked:
-        print_checked(console, checked)
+        print_rehearsal_check(console, checked)
     outcome = answer.outcome
     pinned = f", {format_gib(outcome.pinned_bytes)} of it pinned" if outcome.pinned_bytes > 8 * MIB else ""
     console.print(f"host RAM {format_gib(outcome.host_bytes)}{pinned}; rehearsed in {format_seconds(outcome.seconds)}")
@@ -225,4 +225,8 @@ def _rows(rank: RankPeaks, several: bool) -> list[tuple[str, ...]]:
     name = f"{rank.rank}" + (f" (cuda:{rank.device})" if several else "")
     if not rank.phases:
         return [(name, "-", "-", "-", f"{gib(rank.device_bytes):.2f}")]
-    return [(name, phase, *(f"{gib(size):.2f}" for size in peak)) for phase, peak in rank.phases.items()]
+    counters = ("allocated_bytes", "reserved_bytes", "device_bytes")
+    return [
+        (name, phase, *(f"{gib(getattr(peak, counter)):.2f}" for counter in counters))
+        for phase, peak in rank.phases.items()
+    ]

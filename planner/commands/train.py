@@ -12,9 +12,9 @@ import click
 from planner.catalog import lookup
 from planner.commands._shared.data_options import data_options, typed_settings, with_proposed_shapes
 from planner.commands._shared.options import training_options
-from planner.commands._shared.pick_plan import PLAN, choose, weights_of
 from planner.commands._shared.request import TypedQuestion, request_options
-from planner.commands._shared.training_supervisor import ENTRIES, TrainingSupervisor, resume_hint
+from planner.commands._shared.training.pick_plan import PLAN, choose, weights_of
+from planner.commands._shared.training.training_supervisor import ENTRIES, TrainingSupervisor, resume_hint
 from planner.commands._shared.verb import (
     FiniteRange,
     Verb,
@@ -28,7 +28,7 @@ from planner.dataset.sources import sources
 from planner.errors import VplanError, quoted
 from planner.launch import launch
 from planner.launch.stop import StopSignal
-from planner.launch.training_laws import over
+from planner.launch.training_settings import with_options
 from planner.preflight import preflight
 from planner.spec.job import Bucket
 from planner.spec.plan import read_plan
@@ -158,7 +158,7 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
     place = Path(output).expanduser().absolute()
     # Before anything is planned or written.
     sources(Path(data).expanduser(), typed_settings(said))
-    over(TrainingSettings(), said)
+    with_options(TrainingSettings(), said)
     trained = asked.model or (asked.plan.job.model if asked.plan else None)
     if trained is not None:
         _check_data(lookup.model(trained), Path(data).expanduser())
@@ -176,7 +176,7 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
         asked, most = _with_shapes(asked, Path(data).expanduser(), place, said)
         chosen = choose(asked, place, asked.asks_for_samples(said), most, console)
         plan = preflight.ready(chosen.plan)
-        plan = plan.replace(training=over(plan.training, said))
+        plan = plan.replace(training=with_options(plan.training, said))
         with stoppable(lambda: resume_hint(place)), StopSignal(place, first=said["node_rank"] == 0):
             supervisor = TrainingSupervisor(plan, Path(data).expanduser().absolute(), place, said)
             if said["node_rank"] == 0:

@@ -35,7 +35,7 @@ from planner.commands._shared.verb import (
 from planner.errors import VplanError
 from planner.evidence.measurement import REHEARSED, Setup
 from planner.launch.supported import check_computers
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.search.objectives import PREFERRED, chosen_objective
 from planner.search.question import Question, Switch
 from planner.search.screening import Screen

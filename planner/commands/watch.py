@@ -68,7 +68,7 @@ def _follow(history: RunHistory, port: int) -> None:
     """Serves the page and draws the terminal's summary until the user stops it."""
     from rich.live import Live
 
-    from planner.commands._shared.run_report import RunServer
+    from planner.commands._shared.training.run_report import RunServer
     from reports.run_data import run_page
 
     try:

@@ -124,14 +124,14 @@ def _shorter_shapes(lengths: set[int], profile: ModelProfile, job: Job) -> str:
         return ""
     like = min(job.shapes, key=lambda shape: shape.frames)
     more = [like.replace(frames=count) for count in dict.fromkeys(added)]
-    return f"plan with shapes as short, as --buckets {','.join(map(_printable, (*job.shapes, *more)))}"
+    return f"plan with shapes as short, as --buckets {','.join(shape.words for shape in (*job.shapes, *more))}"
 
 
 def _shapes_of(size: tuple[int, int], job: Job) -> tuple[Bucket, ...]:
     """The plan's shapes of a height and width."""
     shapes = tuple(shape for shape in job.shapes if (shape.height, shape.width) == size)
     if not shapes:
-        buckets = ",".join([*map(_printable, job.shapes), f"{job.shapes[0].frames}x{size[0]}x{size[1]}"])
+        buckets = ",".join([*(shape.words for shape in job.shapes), f"{job.shapes[0].frames}x{size[0]}x{size[1]}"])
         fault = f"resolution {size[0]}x{size[1]} is not among the plan's shapes"
         raise VplanError(fault, f"plan with it, as --buckets {buckets}")
     return shapes
@@ -213,15 +213,11 @@ def _enlarged(clip: Clip, shape: Bucket) -> float:
     return max(shape.height / clip.height, shape.width / clip.width)
 
 
-def _printable(shape: Bucket) -> str:
-    return f"{shape.frames}x{shape.height}x{shape.width}"
-
-
 def _notes(samples: list[Sample], rate: Fraction | None, source: DataSource) -> tuple[str, ...]:
     """What is worth knowing of how clips were fitted: samples by shape, and what of them is not used."""
     if not samples:
         return ()
-    shapes = Counter(_printable(sample.bucket) for sample in samples)
+    shapes = Counter(sample.bucket.words for sample in samples)
     notes = ["samples by shape (frames x height x width): " + ", ".join(f"{n} of {s}" for s, n in shapes.items())]
     clips = {sample.clip: sample for sample in samples if not sample.flip}  # the last of each
     if len(clips) < len(samples):

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.estimate.estimate import BREAKDOWN, run_seconds
 from planner.estimate.roofline import forward_seconds
 from planner.estimate.timeline import STEADY
 from planner.estimate.work import step_work
 from planner.layout.run import Run
+from planner.tape.levels import whole
 from planner.tape.program import Moment, Program, Stage
 
 MOST_OWNERS = 4
@@ -45,7 +45,7 @@ def moments(run: Run, at: Sequence[int]) -> tuple[StepMoment, ...]:
     indices = [index for index, (phase, _) in enumerate(run.stages) if phase in steady]
     indices = indices[-1:] if run.samples_only else indices
     held: Counter[str] = Counter()
-    owners, rounded = _owners(run.program), [_rounded(size) for size in run.sizes]
+    owners, rounded = _owners(run.program), list(map(whole, run.sizes))
     live: set[int] = set()
     for _, stage in run.stages[: indices[0]]:
         live = _live_after(stage, live)
@@ -65,10 +65,6 @@ def moments(run: Run, at: Sequence[int]) -> tuple[StepMoment, ...]:
                 following = next(wanted)
             event += 1
     return tuple(told)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
 
 
 def _owners(program: Program) -> list[str]:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.catalog.shapes import grids
 from planner.errors import VplanError, quoted
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.plan import Plan
+from planner.tape.levels import whole
 from planner.tape.program import Moment
 from planner.units import MIB
 from planner.untrusted import read_bytes
@@ -113,7 +113,7 @@ class History:
 
     def _event(self, row: list[Any], least: int) -> Event | None:
         action, _, size, _, *frame = row
-        nbytes = _rounded(size)
+        nbytes = whole(size)
         if action not in ACTIONS or nbytes < least:
             return None
         has_frame = bool(frame) and 0 <= frame[0] < len(self.frames)
@@ -160,10 +160,6 @@ def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES
-
-
 # ---- the tape's side
 
 
@@ -183,7 +179,7 @@ def on_tape(run: Run, least: int = 0) -> dict[str, list[Event]]:
         for moment, ops in stage.stretches:
             for op in ops:
                 buffer = op if op >= 0 else ~op
-                nbytes = _rounded(run.sizes[buffer])
+                nbytes = whole(run.sizes[buffer])
                 if nbytes >= max(least, 1):
                     events.append(Event("alloc" if op >= 0 else "free", nbytes, _where(moment, run, buffer)))
     return by_phase

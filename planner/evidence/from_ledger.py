@@ -24,7 +24,7 @@ from planner.estimate.estimate import estimate
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, held_out, is_of_a_gpu, peaks_of, phases_of
 from planner.layout.correction import NO_MEASUREMENTS, SEPARATE_PHASES, MeasuredRun, ModelMeasurements, Proof, fit
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.layout.run import Facts
 from planner.spec.plan import RAN_OUT, Environment, Measured, PhaseName, PhasePeak
 
@@ -38,7 +38,7 @@ _predictions_here: dict[str, dict[str, Any]] = {}
 """Fingerprint -> the same, in this process: a computer that only reads rows has no such folder."""
 
 
-class Here(NamedTuple):
+class InstalledSetup(NamedTuple):
     """This computer, as far as it says: None for what it does not have."""
 
     gpu: str | None
@@ -54,17 +54,17 @@ class Here(NamedTuple):
 
 
 @functools.cache
-def here() -> Here:
+def installed_setup() -> InstalledSetup:
     """The first card of this machine, its driver, and the installed torch and diffusers; None for what is missing."""
     in_browser = sys.platform == "emscripten"  # in a variable, or mypy takes the rest for unreachable
     if in_browser:  # none of them, and no psutil or NVML to say so
-        return Here(None, None, None, None)
+        return InstalledSetup(None, None, None, None)
     from planner.hardware import doctor  # NVML is asked only where there are measurements
 
     driver, cards = doctor.gpus()
     gpu = next((card["name"] for card in cards), None)
     versions = [doctor.package_version(name) for name in ("torch", "diffusers")]
-    return Here(gpu, driver["version"], *versions)
+    return InstalledSetup(gpu, driver["version"], *versions)
 
 
 def _newest(model: str, gpu: GpuProfile) -> list[ProbeRow]:
@@ -74,15 +74,15 @@ def _newest(model: str, gpu: GpuProfile) -> list[ProbeRow]:
     found: list[ProbeRow] = []
     for path in paths:
         if len(found) < NEWEST and path.exists():
-            found += _read(path, path.stat().st_mtime_ns, model, gpu, here)
+            found += _read(path, path.stat().st_mtime_ns, model, gpu, installed_setup)
     return found[:NEWEST][::-1]
 
 
 @functools.lru_cache(maxsize=256)
 def _read(
-    path: Path, written_ns: int, model: str, gpu: GpuProfile, installed: Callable[[], Here]
+    path: Path, written_ns: int, model: str, gpu: GpuProfile, installed: Callable[[], InstalledSetup]
 ) -> tuple[ProbeRow, ...]:
-    """The newest first. ``installed``: as `here`, which is asked only where a row is of this model on this card."""
+    """The newest first. ``installed``: as `installed_setup`, asked only where a row is of this model on this card."""
 
     @functools.cache
     def is_of(card: str, planned: str | None, is_capped: bool) -> bool:
@@ -124,7 +124,7 @@ def learned(
     name = lookup.model(model).name
     given = _newest(name, gpu) if probes is None else probes
     own_rows = [row for row in given if row.job.model == name and is_of_a_gpu(row)]
-    own_rows = [row for row in own_rows if _minor(here().torch or row.env.torch) == _minor(row.env.torch)]
+    own_rows = [row for row in own_rows if _minor(installed_setup().torch or row.env.torch) == _minor(row.env.torch)]
     newest = [(row, own) for row in own_rows if (own := stands_for(row, gpu)) is not None][-NEWEST:]
     if not newest:
         return NO_MEASUREMENTS
@@ -133,7 +133,7 @@ def learned(
     predictions.keep()
     proofs: dict[str, tuple[Proof, ...]] = {}
     for row, own in newest:
-        if here().agrees(row.env):
+        if installed_setup().agrees(row.env):
             proofs[row.id] = (*proofs.get(row.id, ()), Proof(row.measured, phases_of(row.details), own))
     encoded = [each for part, each in runs if part == "encode"]
     encoding = fit(encoded, gpu.title, "its encoders") if encoded else None

@@ -18,7 +18,7 @@ from planner.dialects.base.bindings import Fields, InexpressibleError, Remark, S
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
 from planner.dialects.base.launchers import ALLOCATOR, NEW_ALLOC_CONF
 from planner.errors import NotRecordedError, VplanError
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_uncast_inputs
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
@@ -79,13 +79,6 @@ class Case:
         )
 
 
-def _machine(card: GpuProfile, fields: Mapping[str, Any], trainer: str) -> Machine:
-    """The machine of a card and what else was told. Raises a NotEstimatedError where a trainer's code is not known on
-    such a card."""
-    refuse_trainers_of_cuda(card, trainer)
-    return Machine.read({**fields, "gpu": card.name, "unified": fields.get("unified", card.unified)})
-
-
 def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
     """The case of what was given. `overrides` says what the command does not (model, frames, height, width); `machine`
     holds the fields of Machine that were typed, its card among them."""
@@ -99,35 +92,12 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
     invocation = replace(invocation, settings=settings)
     reading = translate(dialect, invocation)
     profile = lookup.model(reading.job["model"])
-    fields = {name: value for name, value in reading.job.items() if value is not None}
-    fields = _with_shape(
-        fields, {name: value for name, value in overrides.items() if value is not None and name != "model"}
-    )
-    job = job_for(profile, fields)
-    if "height" not in fields and not job.buckets:
-        notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
-    if max(shape.frames for shape in job.shapes) > profile.shape.max_frames:
-        notes.append(f"{job.frames} frames is longer than the model was trained on ({profile.shape.max_frames})")
-    where = _machine(card, machine_fields, dialect.name)
-    if where.host_ram is None:
-        notes.append("host RAM not checked; pass --host-ram 64GiB")
+    job = _job(profile, reading.job, overrides, notes)
+    where = _machine(card, machine_fields, dialect.name, notes)
     reading = _on(where, reading, bool(settings.get(f"env:{NEW_ALLOC_CONF}")))
     configuration = Configuration.of(job, Strategy.read(reading.strategy), where)
-    strategy = configuration.strategy
-    try:
-        check_blocks(profile, strategy)
-        trainer = f"{dialect.name}@{reading.version}"
-        check(configuration, fetched_again=fetches_again(trainer))
-    except VplanError as error:
-        fields = {**job.__dict__, **strategy.__dict__, "gpus": where.gpus, "nodes": where.nodes}
-        fix = _its_words(dialect, fields, error.fix) or f"in vplan's terms: {error.fix}"
-        raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
-    if _is_without_masks(dialect, configuration):
-        small = "is behind an adapter's first matrix: its masks, of rank numbers a token, are not counted"
-        why = "is not recorded: estimated without its masks" if dialect.drops_inputs else small
-        notes.append(f"LoRA dropout {job.lora_dropout} {why}")
-        job = job.replace(lora_dropout=0.0)
-        configuration = replace(configuration, job=job)
+    _refuse_contradictions(dialect, reading.version, profile, configuration)
+    configuration = _with_recorded_dropout(dialect, configuration, notes)
     try:
         refuse_uncast_inputs(configuration, dialect.name)
         strategy = _recorded(configuration, notes)
@@ -137,7 +107,53 @@ def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any
         why = NOT_IN_A_CONFIG if invocation.config_alone else NOT_SET
         notes.append(f"default CUDA allocator ({ON_WINDOWS if where.os == 'windows' else why})")
     words = (*reading.notes, *notes)
-    return Case(dialect, invocation, reading, job, strategy, where, profile, card, words, reading.version)
+    return Case(dialect, invocation, reading, configuration.job, strategy, where, profile, card, words, reading.version)
+
+
+def _job(model: ModelProfile, read: Fields, overrides: Mapping[str, Any], notes: list[str]) -> Job:
+    """The job that the settings say, with what was told in their place and the model's defaults for the rest."""
+    fields = {name: value for name, value in read.items() if value is not None}
+    told = {name: value for name, value in overrides.items() if value is not None and name != "model"}
+    fields = _with_shape(fields, told)
+    job = job_for(model, fields)
+    if "height" not in fields and not job.buckets:
+        notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
+    if max(shape.frames for shape in job.shapes) > model.shape.max_frames:
+        notes.append(f"{job.frames} frames is longer than the model was trained on ({model.shape.max_frames})")
+    return job
+
+
+def _machine(card: GpuProfile, fields: Mapping[str, Any], trainer: str, notes: list[str]) -> Machine:
+    """The machine of a card and what else was told. Raises a NotEstimatedError where a trainer's code is not known on
+    such a card."""
+    refuse_trainers_of_cuda(card, trainer)
+    machine = Machine.read({**fields, "gpu": card.name, "unified": fields.get("unified", card.unified)})
+    if machine.host_ram is None:
+        notes.append("host RAM not checked; pass --host-ram 64GiB")
+    return machine
+
+
+def _refuse_contradictions(dialect: Dialect, version: str, model: ModelProfile, configuration: Configuration) -> None:
+    """Raises a VplanError where the command contradicts itself, with a fix in the trainer's words where it has some."""
+    try:
+        check_blocks(model, configuration.strategy)
+        check(configuration, fetched_again=fetches_again(f"{dialect.name}@{version}"))
+    except VplanError as error:
+        world = {"gpus": configuration.machine.gpus, "nodes": configuration.machine.nodes}
+        fields = {**configuration.job.__dict__, **configuration.strategy.__dict__, **world}
+        fix = _its_words(dialect, fields, error.fix) or f"in vplan's terms: {error.fix}"
+        raise VplanError(f"the command contradicts itself: {error.message}", fix) from None
+
+
+def _with_recorded_dropout(dialect: Dialect, configuration: Configuration, notes: list[str]) -> Configuration:
+    """The configuration, without dropout where its masks are left out of the estimate."""
+    job = configuration.job
+    if not _is_without_masks(dialect, configuration):
+        return configuration
+    small = "is behind an adapter's first matrix: its masks, of rank numbers a token, are not counted"
+    why = "is not recorded: estimated without its masks" if dialect.drops_inputs else small
+    notes.append(f"LoRA dropout {job.lora_dropout} {why}")
+    return replace(configuration, job=job.replace(lora_dropout=0.0))
 
 
 def _with_shape(fields: Fields, shape: Fields) -> Fields:

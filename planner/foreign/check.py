@@ -15,7 +15,7 @@ from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import NotRecordedError
 from planner.foreign.case import Case
 from planner.foreign.change_words import changed_words
-from planner.foreign.least import Least
+from planner.foreign.least_memory import LeastMemory
 from planner.foreign.pricing import CheckedEstimate, Pricing
 from planner.foreign.smallest_change import Fix, smaller_batches, smallest_changes
 from planner.spec.job import Job, Strategy
@@ -45,7 +45,7 @@ class Checked:
     """where no option is enough: the command as it is on the smallest class of card that it fits"""
     as_lora: tuple[str, Estimate] | None = None
     """where no option is enough for full training: the question that answers with a LoRA, and what it needs"""
-    together: Least | None = field(default=None, compare=False, repr=False)
+    together: LeastMemory | None = field(default=None, compare=False, repr=False)
     """where no option is enough: the search for the least, for whoever asks more"""
 
     @property
@@ -99,7 +99,7 @@ def check_case(case: Case, search: bool = True) -> Checked:
     fixes, helps = smallest_changes(case, outcome, pricing)
     least, together = None, None
     if not any(fix.outcome.estimate.verdict == "fits" for fix in fixes):
-        together = Least(case, outcome, pricing)
+        together = LeastMemory(case, outcome, pricing)
         least = together.fix()
         if least is not None and least.outcome.estimate.verdict == "fits":  # of more parts than are tried one by one
             fixes = (least, *fixes)

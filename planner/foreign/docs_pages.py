@@ -12,11 +12,11 @@ import profiles
 from planner.catalog import apple_cards, card_lookup, lookup
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.names.other_models import find as find_other
-from planner.catalog.names.other_models import other_models
+from planner.catalog.names.other_models import other_names
 from planner.catalog.names.trainer_lists import Answer, ListedModel, TrainerList, answer, trainer_lists
 from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.dialect import capabilities
-from planner.launch.training_laws import preset_words
+from planner.launch.training_settings import preset_words
 from planner.spec.job import Strategy
 from planner.units import MIB, gib
 
@@ -167,7 +167,7 @@ def _refused_rows(models: Sequence[ModelProfile], listings: Sequence[_Listing]) 
     for model in models:
         if by := dict.fromkeys(each.title for each, _, names in refused if model.name in names):
             yield [f"{model.title}, distilled", ", ".join(by), f"it is not trained; its memory is `{model.name}`'s", ""]
-    for other in other_models():
+    for other in other_names().model:
         if by := dict.fromkeys(each.title for each, listed, _ in refused if find_other(listed.name) is other):
             beside = f" (beside `{other.goes_with}`)" if other.goes_with else ""
             yield [other.title, ", ".join(by), other.missing + beside, other.recorded_by and f"`{other.recorded_by}`"]

@@ -23,7 +23,7 @@ from planner.file_writing import write_file
 from planner.foreign.windows_script import with_batch_files
 from planner.launch.slurm import slurm_script
 from planner.layout import trainer_terms
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.schema import Record
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration

@@ -12,7 +12,7 @@ from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import OPTIMIZER_MOMENT, PHASE_MOMENTS, assess, describe_moment, outside_bytes
 from planner.foreign.case import Case
 from planner.layout import margin
-from planner.layout.inputs import Library, load_facts
+from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
 from planner.search.run_cache import RunCache
 from planner.search.screening import QuickEstimate, Screen

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from planner.dialects.base.bindings import Fixed, InexpressibleError
 from planner.foreign.case import Case
 from planner.foreign.change_words import changed_words
-from planner.foreign.least import Least
+from planner.foreign.least_memory import LeastMemory
 from planner.foreign.pricing import Pricing
 from planner.foreign.smallest_change import Fix
 from planner.search import objectives
@@ -66,7 +66,7 @@ class Found(NamedTuple):
     fix: Fix
 
 
-def shapes(together: Least) -> Iterator[Fix]:
+def shapes(together: LeastMemory) -> Iterator[Fix]:
     """The longest clip and the largest size that fit with the command's other options as they are; where none does, or
     little is left, with as many of the changes that need least as are enough there."""
     case = _with_its_sample(together.case)
@@ -106,7 +106,7 @@ def _with_its_sample(case: Case) -> Case:
     return replace(case, job=case.job.replace(validation=shape))
 
 
-def _with_options(case: Case, smaller: Smaller, together: Least) -> Fix | None:
+def _with_options(case: Case, smaller: Smaller, together: LeastMemory) -> Fix | None:
     """The largest value with all options that need less, and of these as many as are enough there."""
     if together.full is None:
         return None
@@ -114,7 +114,7 @@ def _with_options(case: Case, smaller: Smaller, together: Least) -> Fix | None:
     if found is None:
         return None
     there = _at(case, smaller, found.value)
-    options = Least(there, found.fix.outcome, together.pricing, together.moves).enough(together.full)
+    options = LeastMemory(there, found.fix.outcome, together.pricing, together.moves).enough(together.full)
     if options is None:
         return None
     return replace(options, change=(*found.fix.change, *options.change), cost=smaller.cost, costs={})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from planner.catalog import card_lookup
+from planner.schema import JsonObject
 from planner.units import GIB, format_gib
-
-Facts = dict[str, Any]
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 """No training here as it stands; it may fail or take more than it need; good to know."""
@@ -49,13 +48,13 @@ class Finding(NamedTuple):
     fix: str
 
 
-def findings(facts: Facts) -> list[Finding]:
+def findings(facts: JsonObject) -> list[Finding]:
     """All diagnoses of what `doctor.examine` found, the most severe first."""
     rows = [*_cards(facts), *_packages(facts), *_allocator(facts), *_host(facts)]
     return sorted(rows, key=lambda finding: (ERROR, WARNING, NOTE).index(finding.level))
 
 
-def _cards(facts: Facts) -> Iterator[Finding]:
+def _cards(facts: JsonObject) -> Iterator[Finding]:
     system, driver = facts["system"], facts["driver"]
     if driver["error"]:
         fix = "install the NVIDIA driver, then run `nvidia-smi`"
@@ -74,7 +73,7 @@ def _cards(facts: Facts) -> Iterator[Finding]:
         yield from _card(card)
 
 
-def _card(card: Facts) -> Iterator[Finding]:
+def _card(card: JsonObject) -> Iterator[Finding]:
     name = f"GPU {card['index']} ({card['name']})"
     if card["name"] is None:
         yield Finding(WARNING, f"GPU {card['index']} does not respond", "check `nvidia-smi`: it may be broken")
@@ -97,7 +96,7 @@ def _card(card: Facts) -> Iterator[Finding]:
         yield Finding(WARNING, f"{name}: bf16 is emulated on compute capability {capability}", fix)
 
 
-def _packages(facts: Facts) -> Iterator[Finding]:
+def _packages(facts: JsonObject) -> Iterator[Finding]:
     packages, build, driver = facts["packages"], facts["torch_build"], facts["driver"]
     missing = [name for name in LEAST if packages[name] is None]
     if missing:
@@ -129,7 +128,7 @@ def _packages(facts: Facts) -> Iterator[Finding]:
         yield Finding(NOTE, f"installed versions differ from those the tapes were recorded with: {versions}", fix)
 
 
-def _allocator(facts: Facts) -> Iterator[Finding]:
+def _allocator(facts: JsonObject) -> Iterator[Finding]:
     environment = facts["environment"]
     old, new = environment.get("PYTORCH_CUDA_ALLOC_CONF"), environment.get("PYTORCH_ALLOC_CONF")
     torch = facts["packages"]["torch"]
@@ -148,7 +147,7 @@ def _allocator(facts: Facts) -> Iterator[Finding]:
         yield Finding(WARNING, fault, f"export {name}={settings}")
 
 
-def _host(facts: Facts) -> Iterator[Finding]:
+def _host(facts: JsonObject) -> Iterator[Finding]:
     memory, disks = facts["host_ram"], facts["disks"]
     names = [card["known_as"] for card in facts["gpus"] if card.get("known_as")]
     have = min(memory["limit_bytes"] or memory["total_bytes"], memory["total_bytes"])

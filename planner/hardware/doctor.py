@@ -26,10 +26,9 @@ import profiles
 from planner.catalog import card_lookup, user_data
 from planner.errors import VplanError
 from planner.hardware import nvml
+from planner.schema import JsonObject
 from planner.tape.packs import Pack
 from planner.units import GIB
-
-Facts = dict[str, Any]
 
 PACKAGES = (
     "torch",
@@ -53,7 +52,7 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVI
 """The environment variables that change how much memory a run takes, or which card it runs on."""
 
 
-def examine() -> Facts:
+def examine() -> JsonObject:
     """Everything about this machine, as JSON values under stable keys; a value that cannot be read is None."""
     driver, cards = gpus()
     return {
@@ -71,7 +70,7 @@ def examine() -> Facts:
     }
 
 
-def gpus() -> tuple[Facts, list[Facts]]:
+def gpus() -> tuple[JsonObject, list[JsonObject]]:
     """(driver, cards) by NVML. ``driver`` has versions, or `error` when NVML does not answer; each card has name, sizes
     in bytes, ECC, MIG, power limit and processes."""
     try:
@@ -101,7 +100,7 @@ def submits_with() -> str | None:
     return next((command for command in SCHEDULERS if shutil.which(command)), None)
 
 
-def visible() -> tuple[Facts, list[Facts]]:
+def visible() -> tuple[JsonObject, list[JsonObject]]:
     """The same of the cards that CUDA shows a process started here, in its order: `CUDA_VISIBLE_DEVICES` may name some,
     by number or by UUID, MIG slices too. What stands behind one that is not there does not count, as CUDA has it.
 
@@ -111,7 +110,7 @@ def visible() -> tuple[Facts, list[Facts]]:
     wanted_cards = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted_cards is None or driver["error"]:
         return driver, cards
-    shown: list[Facts] = []
+    shown: list[JsonObject] = []
     pynvml.nvmlInit()
     try:
         for word in filter(None, (word.strip() for word in wanted_cards.split(","))):
@@ -138,7 +137,7 @@ def _handle_of(uuid: str) -> Any:
     return matches[0] if len(matches) == 1 else None
 
 
-def _card(index: int, handle: Any = None) -> Facts:
+def _card(index: int, handle: Any = None) -> JsonObject:
     """One card. A number that this card or driver does not tell is null."""
     handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index) if handle is None else handle
     if handle is None:
@@ -186,7 +185,7 @@ def _catalog_name(name: str, total_bytes: int | None, ecc: bool | None) -> str |
     return None
 
 
-def _processes(handle: Any) -> list[Facts]:
+def _processes(handle: Any) -> list[JsonObject]:
     """Who holds memory of a card, as far as it can be seen from here: containers and Windows hide some of it."""
     bytes_by_pid: dict[int, int | None] = _ask(nvml.processes, handle) or {}
     return [
@@ -227,7 +226,7 @@ def torch_release() -> str | None:
     return ".".join(version.split("+")[0].split(".")[:2]) if version else None
 
 
-def torch_build() -> Facts | None:
+def torch_build() -> JsonObject | None:
     """The platform (`cuda`, `rocm`, `cpu`) and CUDA version of the installed torch, from its version file: importing
     torch takes seconds. None without torch."""
     try:
@@ -242,7 +241,7 @@ def torch_build() -> Facts | None:
     }
 
 
-def system() -> Facts:
+def system() -> JsonObject:
     """Operating system, Python and cores; whether it is WSL or a container."""
     release = platform.release()
     return {
@@ -276,7 +275,7 @@ def in_container() -> bool:
     return bool(re.search(r"docker|kubepods|containerd|lxc", _read("/proc/1/cgroup")))
 
 
-def host_ram() -> Facts:
+def host_ram() -> JsonObject:
     """Host RAM and swap, bytes; `limit_bytes` is the container's, service's or job's own limit, where there is one.
 
     What is available is so under that limit too.
@@ -326,7 +325,7 @@ def _read(path: str) -> str:
         return ""
 
 
-def disks() -> dict[str, Facts]:
+def disks() -> dict[str, JsonObject]:
     """Room, bytes: where you are, where your own models are kept, and what data loaders share."""
     places = {"working": Path.cwd(), "data": user_data.folder(), "shared": Path("/dev/shm")}
     rooms = {}
@@ -338,7 +337,7 @@ def disks() -> dict[str, Facts]:
     return rooms
 
 
-def tapes() -> Facts:
+def tapes() -> JsonObject:
     """The library versions that the bundled tapes were recorded with, and which libraries are installed here in another
     version."""
     recorded: dict[str, set[str]] = {name: set() for name in TAPE_LIBRARIES}

@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
-from planner.launch import checkpoints, training_laws
+from planner.launch import checkpoints, training_settings
 from planner.spec.fp16 import scales_loss
 from planner.spec.job import Strategy
 from planner.spec.plan import Plan
@@ -72,7 +72,7 @@ def changes(manifest: Mapping[str, Any], plan: Plan, profile: ModelProfile) -> l
     """What a plan with complete settings trains otherwise than a checkpoint of its run, in words. A VplanError where it
     would be another run: first by the layout, of which settings are consequences."""
     check(manifest["layout"], layout(plan, profile))
-    return training_laws.changes(manifest.get("training"), plan.training)
+    return training_settings.changes(manifest.get("training"), plan.training)
 
 
 def check_resumable(output: Path, resume: str, plan: Plan, profile: ModelProfile) -> None:

@@ -38,6 +38,6 @@ def write(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="vplan-demo-") as place:
         wanted = DemoRequest(like=LIKE, model=str(folder / MODEL), clips=str(folder / CLIPS))
         request = launch.write_request(Path(place), wanted)
-        ended = launch.run_worker(vplan_command("worker", "demo", str(request)), request, "cpu", lambda: None)
+        ended = launch.worker_outcome(vplan_command("worker", "demo", str(request)), request, "cpu", lambda: None)
     if ended.name != "ok":
         raise VplanError(f"the demo was not written: {ended.message}", "see `vplan doctor`", ended.exit_code)

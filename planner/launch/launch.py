@@ -210,7 +210,7 @@ def foreign() -> list[str]:
 def run(request: RunRequest, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
     """Trains to the end; `tick` is called a few times a second. Request, results and log are in `run_folder`."""
     folder = write_request(run_folder(Path(request.output), nodes), request)
-    return run_worker(command(request.plan, folder, nodes), folder, request.device, tick)
+    return worker_outcome(command(request.plan, folder, nodes), folder, request.device, tick)
 
 
 @contextlib.contextmanager
@@ -239,7 +239,7 @@ def prepare(request: Preparation, output: Path, tick: Callable[[], None]) -> Out
     folder = write_request(output / PREPARE_FOLDER, request)
     Path(request.entries).parent.mkdir(parents=True, exist_ok=True)
     worker, gpus = vplan_command("worker", "prepare", str(folder)), request.plan.machine.gpus
-    return run_worker(on_ranks(worker, gpus) if gpus > 1 else worker, folder, request.device, tick)
+    return worker_outcome(on_ranks(worker, gpus) if gpus > 1 else worker, folder, request.device, tick)
 
 
 def write_request(folder: Path, request: Record) -> Path:
@@ -251,8 +251,8 @@ def write_request(folder: Path, request: Record) -> Path:
     return folder
 
 
-def run_worker(words: list[str], folder: Path, device: str, tick: Callable[[], None]) -> Outcome:
-    """Runs a worker's command line to its end; request, results and log are in ``folder``."""
+def worker_outcome(words: list[str], folder: Path, device: str, tick: Callable[[], None]) -> Outcome:
+    """Runs a worker's command line to its end, and says how it ended; request, results and log are in ``folder``."""
     ended = watch_worker(words, folder / LOG, environment(device), tick)
     tick()
     return outcome(folder, ended)

@@ -52,6 +52,6 @@ def folder_here(folder: str | None, output: Path) -> str | None:
 def convert(file: Path, model: str, folder: Path) -> None:
     """Writes a file's weights into such a folder, in a process of its own; a VplanError where that is not possible."""
     request = launch.write_request(folder.parent, Conversion(model=model, file=str(file), folder=str(folder)))
-    ended = launch.run_worker(vplan_command("worker", "convert", str(request)), request, "cpu", lambda: None)
+    ended = launch.worker_outcome(vplan_command("worker", "convert", str(request)), request, "cpu", lambda: None)
     if ended.name != "ok":
         raise VplanError(ended.message, ended.fix, ended.exit_code)

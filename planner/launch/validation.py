@@ -10,7 +10,7 @@ from planner.catalog import card_lookup, lookup
 from planner.errors import NotRecordedError, VplanError, quoted
 from planner.estimate.estimate import estimate
 from planner.launch.launch import Preparation, Validation
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.spec.plan import Plan
 from planner.units import format_gib
 from planner.worker_process import read_json

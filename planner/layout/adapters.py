@@ -20,8 +20,8 @@ from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
 from planner.garbage_collection import recording_cache
 from planner.layout.checkpoints.recomputation import CAST
-from planner.layout.inputs import load_facts, parameters
 from planner.layout.recorded_run import recorded_step
+from planner.layout.recordings import load_facts, parameters
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Machine, Strategy

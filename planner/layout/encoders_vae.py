@@ -10,7 +10,7 @@ from typing import NamedTuple
 from planner.allocator import implementation
 from planner.catalog.components import SPLIT_OVER, SPLIT_SHARE, chunks_of, frames_of, recorded_length
 from planner.catalog.profiles import TextEncoder, Vae
-from planner.catalog.shapes import coded_frames, latent_frames
+from planner.catalog.shapes import latent_frames
 from planner.garbage_collection import recording_cache
 from planner.layout.cublas import ProductBuffers, add_to_products
 from planner.layout.group_offload import GroupTransfers, host_copy_bytes
@@ -187,7 +187,7 @@ def _clip(run: Run, grid: Mapping[str, int], batch: int) -> dict[str, int]:
     frames, rows, columns = model.shape.patch
     padded = grid["F"] * frames
     asked = {shape.frames for shape in job.shapes} | ({job.validation.frames} if job.validation else set())
-    coded = (coded_frames(model, count) for count in asked if latent_frames(model, count) == padded)
+    coded = (model.vae.coded(count) for count in asked if latent_frames(model, count) == padded)
     return {"B": batch, "F": max(coded, default=padded), "H": grid["H"] * rows, "W": grid["W"] * columns}
 
 

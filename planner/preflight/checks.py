@@ -15,11 +15,11 @@ from planner.catalog.shapes import grid
 from planner.dataset.sources import DataSource
 from planner.errors import VplanError
 from planner.hardware import doctor
+from planner.schema import JsonObject
 from planner.spec.job import Job
 from planner.spec.plan import Estimate, Plan
 from planner.units import format_gib, gib
 
-Facts = dict[str, Any]
 Level = Literal["ok", "note", "warning", "error"]
 
 WRONG, SHORT, FAILED = 1, 3, 4
@@ -115,7 +115,7 @@ def on_disk(
         yield Check("disk", "ok", f"{_on_disk(need)} needed ({parts}), {_on_disk(free)} free")
 
 
-def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
+def versions(plan: Plan, cards: list[JsonObject]) -> Iterator[Check]:
     """Checks of whether torch, diffusers and the driver are those that the plan was measured with; a note when it was
     never measured."""
     if not plan.evidence:
@@ -138,7 +138,7 @@ def versions(plan: Plan, cards: list[Facts]) -> Iterator[Check]:
         yield Check("versions", "ok", f"as measured: torch {env.torch}, diffusers {env.diffusers}, {env.gpu}")
 
 
-def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[Facts, list[Check]]:
+def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[JsonObject, list[Check]]:
     """The data's clips by their headers, against the plan's shapes: nothing is decoded but a first frame."""
     profile = lookup.model(plan.job.model)
     for package in ("av", "PIL", "numpy"):
@@ -155,10 +155,10 @@ def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[
     largest = max(shapes, key=lambda shape: shape.frames * shape.height * shape.width)
     most = max(plan.job.shapes, key=lambda shape: shape.frames * shape.height * shape.width)
     cache = sum(sample_bytes(profile, plan.job.replace(**_size(shape))) for shape in shapes)
-    words = f"{len(shapes)} samples; the largest trains at {_shown(largest)}"
+    words = f"{len(shapes)} samples; the largest trains at {largest.words}"
     checks = [Check("data", "ok", words)]
     if _size(largest) != _size(most):
-        what = f"no sample fills the plan's largest shape {_shown(most)}: the largest is {_shown(largest)}"
+        what = f"no sample fills the plan's largest shape {most.words}: the largest is {largest.words}"
         checks = [Check("data", "note", f"{len(shapes)} samples; {what}", "plan for that shape: it needs less")]
     checks += [Check("data", "note", note) for note in dataset.notes]
     checks += [Check("data", "warning", f"skipped: {fault}") for fault in dataset.skipped[:5]]
@@ -167,10 +167,6 @@ def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[
 
 def _size(shape: Any) -> dict[str, int]:
     return {"frames": shape.frames, "height": shape.height, "width": shape.width}
-
-
-def _shown(shape: Any) -> str:
-    return f"{shape.frames}x{shape.height}x{shape.width}"
 
 
 def sample_bytes(profile: ModelProfile, job: Job) -> int:

@@ -11,7 +11,8 @@ from planner.catalog import card_lookup
 from planner.errors import VplanError, quoted
 from planner.hardware import doctor
 from planner.hardware.diagnoses import HELD_BYTES
-from planner.preflight.checks import FAILED, SHORT, Check, Facts, Need
+from planner.preflight.checks import FAILED, SHORT, Check, Need
+from planner.schema import JsonObject
 from planner.spec.plan import Plan
 from planner.units import format_gib, format_seconds, gib, plural
 
@@ -19,7 +20,7 @@ POLL_SECONDS = 2.0
 LONGEST_WAIT = 7 * 86_400
 
 
-def cards_of(plan: Plan) -> list[Facts]:
+def cards_of(plan: Plan) -> list[JsonObject]:
     """The cards that will train, as NVML shows them now. Raises a VplanError when one is missing or does not answer."""
     driver, cards = doctor.visible()
     if driver["error"]:
@@ -36,14 +37,14 @@ def cards_of(plan: Plan) -> list[Facts]:
     return [_with_free(card) for card in cards[:wanted]]
 
 
-def _with_free(card: Facts) -> Facts:
+def _with_free(card: JsonObject) -> JsonObject:
     """A card that shares the CPU's memory has no number of its own: what the system has is what it has."""
     if card["free_bytes"] is not None or not (card["known_as"] and card_lookup.gpu(card["known_as"]).unified):
         return card
     return {**card, "free_bytes": doctor.host_ram()["available_bytes"], "unified": True}
 
 
-def on_card(card: Facts, need: Need) -> Iterator[Check]:
+def on_card(card: JsonObject, need: Need) -> Iterator[Check]:
     """Checks whether a card has as much free memory as the plan needs, phase by phase; names the processes that hold
     the rest."""
     name, free = f"GPU {card['index']}", card["free_bytes"]
@@ -74,7 +75,7 @@ def on_card(card: Facts, need: Need) -> Iterator[Check]:
         yield Check(name, "warning", what, "select the slice: CUDA_VISIBLE_DEVICES=MIG-...")
 
 
-def _held(card: Facts) -> str:
+def _held(card: JsonObject) -> str:
     """Who has what of a card, in words to put behind; containers and Windows hide some of it."""
     used = card["used_bytes"] or 0
     if used <= HELD_BYTES:
@@ -89,8 +90,8 @@ def _held(card: Facts) -> str:
 
 
 def wait(
-    plan: Plan, need: Need, cards: list[Facts], seconds: float, say: Callable[[str], None]
-) -> tuple[list[Facts], float]:
+    plan: Plan, need: Need, cards: list[JsonObject], seconds: float, say: Callable[[str], None]
+) -> tuple[list[JsonObject], float]:
     """The cards once each has free what the plan takes, or as they are when the time is over; and how long it took.
 
     Where even an empty card has less than the plan may take, its least will do.
@@ -111,7 +112,7 @@ def wait(
         cards = cards_of(plan)
 
 
-def _target(card: Facts, need: Need) -> int:
+def _target(card: JsonObject, need: Need) -> int:
     empty = (card["total_bytes"] or math.inf) - (card["reserved_bytes"] or 0)
     return need.high_bytes if need.high_bytes <= empty else need.low_bytes
 

@@ -21,10 +21,11 @@ from planner.evidence.from_ledger import with_learned
 from planner.evidence.ledger import Ledger, default_path
 from planner.hardware import doctor
 from planner.launch.supported import settled
-from planner.layout.inputs import load_facts
-from planner.preflight.checks import FAILED, SHORT, Check, Facts, Need, on_data, on_disk, on_host, versions
+from planner.layout.recordings import load_facts
+from planner.preflight.checks import FAILED, SHORT, Check, Need, on_data, on_disk, on_host, versions
 from planner.preflight.gpu_wait import cards_of, on_card, wait
 from planner.probe.worker_python import WorkerPython
+from planner.schema import JsonObject
 from planner.spec.combinations.contradictions import check
 from planner.spec.plan import Estimate, Plan
 from planner.units import format_gib
@@ -37,10 +38,10 @@ class PreflightReport:
     checks: tuple[Check, ...]
     estimate: Estimate | None = None
     need: Need | None = None
-    gpus: tuple[Facts, ...] = ()
-    measurement: Facts | None = None
+    gpus: tuple[JsonObject, ...] = ()
+    measurement: JsonObject | None = None
     waited_seconds: float = 0.0
-    data: Facts = field(default_factory=dict)
+    data: JsonObject = field(default_factory=dict)
     login_node: bool = False
     """whether the GPUs are those of another machine, which a job finds"""
 
@@ -54,7 +55,7 @@ class PreflightReport:
         if self.fault:
             raise VplanError(self.fault.what, self.fault.fix, self.fault.exit_code)
 
-    def to_json(self) -> Facts:
+    def to_json(self) -> JsonObject:
         """The report as `vplan preflight --json` prints it."""
         need = self.need
         return {
@@ -96,7 +97,7 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
 
     `say` gets a line when something is waited for or takes long.
     """
-    cards: list[Facts] = []
+    cards: list[JsonObject] = []
     submits = _is_login_node(options)
     if options.device == "cuda" and not submits:
         cards = cards_of(plan)
@@ -187,7 +188,7 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
     return estimate, [Check("plan", "ok", f"fits: {budget}")]
 
 
-def needed(plan: Plan, estimate: Estimate | None, cards: list[Facts]) -> Need | None:
+def needed(plan: Plan, estimate: Estimate | None, cards: list[JsonObject]) -> Need | None:
     """What each GPU must have free. A probe of this very plan, on such a card with this torch, says more than we do."""
     phases: dict[str, int] = {}
     if estimate:
@@ -206,8 +207,8 @@ def needed(plan: Plan, estimate: Estimate | None, cards: list[Facts]) -> Need | 
 
 
 def _probed(
-    plan: Plan, device: Literal["cuda", "cpu"], cards: list[Facts], say: Callable[[str], None]
-) -> tuple[Facts, list[Check]]:
+    plan: Plan, device: Literal["cuda", "cpu"], cards: list[JsonObject], say: Callable[[str], None]
+) -> tuple[JsonObject, list[Check]]:
     """Probes the plan now; returns the row of the ledger as JSON, and the check that it amounts to."""
     from planner.probe.probe import RealRunner, probe
 

@@ -12,7 +12,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.hardware import doctor
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan

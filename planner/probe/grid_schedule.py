@@ -15,7 +15,7 @@ from planner.evidence.measurement import ProbeRow, phases_of
 from planner.launch.supported import settled
 from planner.layout import margin
 from planner.layout.correction import SEPARATE_PHASES
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.probe.grid_file import GridEntry
 from planner.spec.job import Machine
 from planner.spec.plan import RAN, Estimate, PhaseName, PhasePeak, Plan

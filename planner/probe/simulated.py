@@ -21,7 +21,7 @@ from planner.catalog.shapes import grids
 from planner.estimate.estimate import Layout
 from planner.evidence.measurement import ProbeRow
 from planner.hardware.memory_trace import POINTS, MemoryTrace, PhaseTrace
-from planner.layout import inputs
+from planner.layout import recordings
 from planner.layout.phases import encoding_runs
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
@@ -48,7 +48,7 @@ class SimulatedRunner:
     it was asked before, so a search can be told again."""
 
     seed: int = 0
-    facts: Callable[[Configuration], Facts] = inputs.load_facts
+    facts: Callable[[Configuration], Facts] = recordings.load_facts
     layout: Layout = lay_out
     crash: float = CRASH
     asked: dict[str, int] = field(default_factory=dict)

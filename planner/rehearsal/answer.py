@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from planner.errors import VplanError
 from planner.rehearsal.cards import Holder
@@ -14,6 +13,7 @@ from planner.rehearsal.interpreter import Interpreter
 from planner.rehearsal.live_memory import LiveMemory, ProcessMemory
 from planner.rehearsal.observations import Frame, Observed, OutOfMemory, program_frame
 from planner.rehearsal.rehearsal import Rehearsal, RehearsalOutcome
+from planner.spec.plan import PhasePeak
 from planner.units import GIB, format_gib, plural
 
 Verdict = Literal["fits", "tight", "no"]
@@ -23,21 +23,13 @@ PHASES = ("load", "encode", "first_step", "train", "optimizer", "denoise", "deco
 trained, `denoise` of what is, `decode` behind those; `optimizer` is what happens inside `optimizer.step()`."""
 
 
-class PhaseMemory(NamedTuple):
-    """Peaks of one phase, in bytes."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-    device_bytes: int
-
-
 @dataclass(frozen=True)
 class RankPeaks:
     """One process on one card."""
 
     rank: int
     device: int
-    phases: Mapping[str, PhaseMemory]
+    phases: Mapping[str, PhasePeak]
     device_bytes: int
     """with the context and the communicators"""
     outside_bytes: int
@@ -64,7 +56,7 @@ class RankPeaks:
             "device_bytes": self.device_bytes,
             "estimated_bytes": self.outside_bytes,
             "retries": self.retries,
-            "phases": {name: peak._asdict() for name, peak in self.phases.items()},
+            "phases": {name: peak.to_json() for name, peak in self.phases.items()},
         }
 
 
@@ -275,7 +267,11 @@ def _used(process: Observed, device: int) -> bool:
 def _rank(process: Observed, device: int, device_peak: int, outside: int) -> RankPeaks:
     own = {name: process.phases[name][device] for name in PHASES if device in process.phases.get(name, {})}
     phases = {
-        name: PhaseMemory(peaks["allocated"], peaks["reserved"], peaks["reserved"] + outside)
+        name: PhasePeak(
+            allocated_bytes=peaks["allocated"],
+            reserved_bytes=peaks["reserved"],
+            device_bytes=peaks["reserved"] + outside,
+        )
         for name, peaks in own.items()
     }
     return RankPeaks(process.rank or 0, device, phases, device_peak, outside, process.retries)
@@ -341,8 +337,3 @@ def _notes_on_values(rehearsal: Rehearsal, outcome: RehearsalOutcome) -> Iterato
         shown = ", ".join(list(reads)[:3]) + (f" and {plural(len(reads) - 3, 'more place')}" if len(reads) > 3 else "")
         what = "values that depend on large tensors" if rehearsal.values else "values on the GPU"
         yield f"{what} are not computed; the program read some, and may decide otherwise by them: {shown}"
-
-
-def command_line(rehearsal: Rehearsal) -> str:
-    """The command, for a shell."""
-    return shlex.join(rehearsal.command)

@@ -16,7 +16,7 @@ from planner.errors import NotEstimatedError, NotRecordedError, VplanError
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import learned
 from planner.layout.correction import ModelMeasurements
-from planner.layout.inputs import Library, load_facts
+from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
 from planner.search.objectives import chosen_objective, frames, largest, least, more_ram, one_gpu, other_kind, relaxed
 from planner.search.policy import Policy

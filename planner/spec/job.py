@@ -59,6 +59,11 @@ class Bucket(Record):
     batch_size: BatchSize | None = None
     """samples per GPU at this shape; the job's batch size when not given"""
 
+    @property
+    def words(self) -> str:
+        """As `--buckets` has it: 81x480x832."""
+        return f"{self.frames}x{self.height}x{self.width}"
+
 
 class ValidationShape(Record):
     """The shape of the sample that validation makes during training: frames, height and width in pixels, and whether

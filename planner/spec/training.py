@@ -1,7 +1,7 @@
 """How a run trains, beside what decides its memory: noise levels, loss, adapters and optimizer, each by name.
 
 The string under a field is also the help text of its flag. What a field is when it is None says the model's profile
-(`[training]`), or the optimizer's own library; `planner.launch.training_laws` fills them in.
+(`[training]`), or the optimizer's own library; `planner.launch.training_settings` fills them in.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.

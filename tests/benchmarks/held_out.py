@@ -25,7 +25,7 @@ from planner.allocator.caching import CachingAllocator
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid, job_for
-from planner.layout.inputs import tape
+from planner.layout.recordings import tape
 from planner.spec.job import Job, Strategy
 from planner.tape.packs import is_stored
 from planner.tape.program import Program

@@ -30,7 +30,7 @@ from typing import Any
 from planner.catalog import card_lookup, lookup
 from planner.errors import NotEstimatedError, VplanError
 from planner.estimate.estimate import assess
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.search.cost import WORTH_SPEED, loss
 from planner.search.policy import EstimatePolicy
 from planner.search.question import Question

@@ -25,8 +25,8 @@ import vplan
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
 from planner.estimate.stages import replay_stages
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.search.batched_peaks import peak_forms
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy

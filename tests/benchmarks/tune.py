@@ -30,7 +30,7 @@ from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.catalog import card_lookup, lookup
 from planner.errors import VplanError
 from planner.evidence.jsonl import append_row, rows_by_id
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.probe.simulated import SimulatedRunner
 from planner.probe.simulated_truth import Hidden, true_seconds

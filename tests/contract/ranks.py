@@ -364,7 +364,7 @@ def _fsdp(case: Case) -> Bytes:
             continue
         gradients = [p.grad.to_local().untyped_storage() for p in trainable.values() if p.grad is not None]
         watch.note("reduced gradients", sum({s.data_ptr(): s.nbytes() for s in gradients}.values()))
-        step.optimizer_step(trainee)
+        trainee.engine.step(trainee)
     assert torch.isfinite(loss)
     params = [param for group in groups for param in group.fsdp_params]
     watch.note("shares", sum(param._sharded_param_data.untyped_storage().nbytes() for param in params))

@@ -15,7 +15,7 @@ import pytest
 import profiles
 from planner import browser
 from planner.commands import cli
-from planner.layout.inputs import tape
+from planner.layout.recordings import tape
 
 HOME = Path(__file__).parents[2]
 

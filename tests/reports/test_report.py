@@ -23,7 +23,7 @@ from planner.estimate import step_moments
 from planner.estimate.estimate import estimate
 from planner.evidence.accuracy import compare
 from planner.evidence.published import read_rows
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.search.capacity_axes import lengths, sizes
 from planner.search.capacity_map import Cell
 from planner.search.ladder import ladder, pareto

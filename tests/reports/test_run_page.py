@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from planner.commands import cli
-from planner.commands._shared.run_report import ReportWriter
+from planner.commands._shared.training.run_report import ReportWriter
 from planner.launch.run_history import RunHistory
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan

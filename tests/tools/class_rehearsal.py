@@ -10,7 +10,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.estimate.estimate import estimate
 from planner.evidence.measurement import peaks_of, phases_of
 from planner.layout import attention_kernel
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.rehearsal.probe_runner import RehearsalRunner, torch_release
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine

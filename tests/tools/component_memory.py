@@ -29,7 +29,7 @@ from planner.allocator.caching import CachingAllocator
 from planner.catalog import lookup
 from planner.catalog.components import COMPONENTS, Component, components, recorded_lengths
 from planner.catalog.profiles import ModelProfile
-from planner.layout.inputs import Library
+from planner.layout.recordings import Library
 from planner.tape.format import Tape
 from planner.tape.packs import is_stored
 from planner.tape.program import Part, Program

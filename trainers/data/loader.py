@@ -34,11 +34,11 @@ class Stacker:
     """Turns entries of one shape into a batch on the CPU, checked against what the family says a batch holds."""
 
     def __init__(
-        self, profile: ModelProfile, job: Job, kind: Family, dtype: torch.dtype, own_cache: Path | None = None
+        self, profile: ModelProfile, job: Job, family: Family, dtype: torch.dtype, own_cache: Path | None = None
     ) -> None:
         """``own_cache``: folder of files that the next start makes again where they are gone; a damaged one is put
         aside there."""
-        self.profile, self.job, self.kind, self.dtype, self.own_cache = profile, job, kind, dtype, own_cache
+        self.profile, self.job, self.family, self.dtype, self.own_cache = profile, job, family, dtype, own_cache
         self._templates: dict[Bucket, Batch] = {}
 
     def batch(self, entries: Sequence[CachedSample], partners: Sequence[CachedSample | None] = ()) -> Batch:
@@ -48,14 +48,14 @@ class Stacker:
         samples = [self._sample(entry, template) for entry in entries]
         for number, partner in enumerate(partners):
             if partner is not None:
-                samples[number] = self.kind.with_window(samples[number], self._sample(partner, template))
-        return self.kind.collate(samples)
+                samples[number] = self.family.with_window(samples[number], self._sample(partner, template))
+        return self.family.collate(samples)
 
     def template(self, bucket: Bucket) -> Batch:
         """One sample as meta tensors: the shapes and dtypes that a cached sample must have (prompts may be shorter)."""
         if bucket not in self._templates:
             grid = {**lookup.sample_grid(self.profile, self.job, bucket), "B": 1}
-            self._templates[bucket] = self.kind.cached_tensors(self.kind.batch(grid, "meta", self.dtype))
+            self._templates[bucket] = self.family.cached_tensors(self.family.batch(grid, "meta", self.dtype))
         return self._templates[bucket]
 
     def _sample(self, entry: CachedSample, template: Batch) -> Batch:
@@ -64,7 +64,7 @@ class Stacker:
         if missing := template.keys() - tensors.keys():
             raise VplanError(f"{entry.path.name} and {entry.text.name} have no {', '.join(sorted(missing))}", fix)
         for name, expected in template.items():
-            shape, ragged = tensors[name].shape, name in self.kind.ragged
+            shape, ragged = tensors[name].shape, name in self.family.ragged
             fits = shape == expected.shape or (
                 ragged
                 and len(shape) == expected.ndim

@@ -72,7 +72,7 @@ class Step(NamedTuple):
         """Samples by shape, as frames x height x width."""
         counts: Counter[str] = Counter()
         for micro in self.micro_batches:
-            counts[f"{micro.bucket.frames}x{micro.bucket.height}x{micro.bucket.width}"] += len(micro.samples)
+            counts[micro.bucket.words] += len(micro.samples)
         return dict(counts)
 
     @property
@@ -267,5 +267,5 @@ def _batch_size(bucket: Bucket, job: Job) -> int:
         if (shape.frames, shape.height, shape.width) == (bucket.frames, bucket.height, bucket.width):
             assert shape.batch_size is not None
             return shape.batch_size
-    fault = f"cached samples of {bucket.frames}x{bucket.height}x{bucket.width}, a shape that the plan does not have"
+    fault = f"cached samples of {bucket.words}, a shape that the plan does not have"
     raise VplanError(fault, "plan with that shape as one of its buckets, or pass the clips themselves: --data DIR")

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
@@ -78,17 +77,7 @@ class QwenImage(Family):
         return FamilyPipeline(pipeline="QwenImagePipeline", prompt={"prompt": "prompt_embeds"}, scale="true_cfg_scale")
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Prompts are filled up to the longest one, with a mask wherever there are several."""
-        lengths = [sample["prompt"].shape[0] for sample in samples]
-        longest = max(lengths)
-        filled = [
-            {**sample, "prompt": functional.pad(sample["prompt"], (0, 0, 0, longest - length))}
-            for sample, length in zip(samples, lengths, strict=True)
-        ]
-        batch = super().collate(filled)
-        if len(samples) > 1:
-            batch["prompt_mask"] = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
-        return batch
+        return self.collate_with_mask(samples)
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:

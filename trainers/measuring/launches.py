@@ -9,7 +9,7 @@ import torch
 
 from planner.catalog import lookup
 from planner.estimate.work import KERNELS, work_of
-from planner.layout.inputs import tape
+from planner.layout.recordings import tape
 from planner.spec.job import Job, Strategy
 from planner.tape.format import Tape
 from trainers.families import family

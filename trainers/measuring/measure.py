@@ -211,10 +211,10 @@ def _sampled(watch: DeviceMemory | None) -> dict[str, Any]:
 def attention_kernels(training: ProbedTraining) -> str:
     """What attention really ran on, as ``cudnn+efficient``: from one more forward pass, when all is measured."""
     request = training.request
-    batch = training.kind.batch(request.grids[0], training.meter.device, training.dtype)
+    batch = training.family.batch(request.grids[0], training.meter.device, training.dtype)
     kernels = Kernels()
     with kernels:
-        step.forward(training.trainee, training.kind, batch, request.strategy)
+        step.forward(training.trainee, training.family, batch, request.strategy)
     return kernels.names
 
 

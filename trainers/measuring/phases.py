@@ -90,7 +90,7 @@ class ProbedTraining:
         self.request = request
         self.meter = meter
         self.strategy = request.strategy
-        self.kind = family(request.profile)
+        self.family = family(request.profile)
         self.dtype = step.compute_dtype(request.strategy)
         self.losses: list[float | None] = []
         self.seconds: list[float] = []
@@ -140,7 +140,7 @@ class ProbedTraining:
         batches = list(self._batches(grid)) if alone else self._batches(grid)
         self.meter.synchronise()
         began = time.perf_counter()
-        loss = step.accumulated_step(self.trainee, self.kind, batches, self.strategy)
+        loss = step.accumulated_step(self.trainee, self.family, batches, self.strategy)
         self._count_step()
         self.meter.synchronise()
         elapsed = time.perf_counter() - began
@@ -153,7 +153,7 @@ class ProbedTraining:
         if self.experts is not None:
             self.experts.turn("low" if self.steps_done else "high")
         for _ in range(self.strategy.gradient_accumulation):
-            yield self.kind.batch(grid, self.meter.device, self.dtype)
+            yield self.family.batch(grid, self.meter.device, self.dtype)
 
     def _count_step(self) -> None:
         self.steps_done += 1
@@ -176,7 +176,7 @@ class ProbedTraining:
 
     def forward_backward(self) -> None:
         """Forward and backward of one more step, without its optimizer step: the phase ``train``."""
-        loss = step.gradients(self.trainee, self.kind, self._batches(self.request.grids[0]), self.strategy)
+        loss = step.gradients(self.trainee, self.family, self._batches(self.request.grids[0]), self.strategy)
         self._keep_loss(loss)
 
     def _keep_loss(self, loss: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ class ProbedTraining:
 
     def optimizer_step(self) -> None:
         """The optimizer step of the gradients that `forward_backward` left: the phase ``optimizer``."""
-        step.optimizer_step(self.trainee)
+        self.trainee.engine.step(self.trainee)
         self._count_step()
 
     def sample(self) -> None:

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from planner.errors import VplanError
 
-FORMATS = ("fp8", "int8", "nf4")
-
 
 def prepare(model: nn.Module, weights_dtype: str, compute_dtype: torch.dtype, *, casts_layerwise: bool) -> None:
     """Makes a model of half-precision weights on ``meta`` one that will be stored in a quantised format.

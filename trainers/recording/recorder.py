@@ -414,7 +414,7 @@ def record_optimizer(
                 for parameter in reversed(trainee.trainable.values()):  # the order of backward
                     trainee.optimizer.step_parameter(parameter)
             else:
-                step.optimizer_step(trainee)
+                trainee.engine.step(trainee)
             _label_states(trainee, recorder, places, strategy)
         recorder.piece("end")
         return recorder.recording

@@ -55,11 +55,11 @@ def shape_of(job: Job) -> ValidationShape:
     return job.validation or ValidationShape(frames=shape.frames, height=shape.height, width=shape.width)
 
 
-def sampler_of(kind: Family, profile: ModelProfile) -> FamilyPipeline:
+def sampler_of(family: Family, profile: ModelProfile) -> FamilyPipeline:
     """How a family makes samples. Raises a VplanError for a family that cannot."""
-    sampler = kind.sampler()
+    sampler = family.sampler()
     if sampler is None:
-        fault = f"samples of {profile.name} need {kind.sample_needs}"
+        fault = f"samples of {profile.name} need {family.sample_needs}"
         raise VplanError(fault, "leave out --validation-mode")
     return sampler
 
@@ -118,12 +118,12 @@ def pipeline(
 
 
 def arguments(
-    kind: Family, sampler: FamilyPipeline, job: Job, inputs: SampleInputs, shape: ValidationShape
+    family: Family, sampler: FamilyPipeline, job: Job, inputs: SampleInputs, shape: ValidationShape
 ) -> dict[str, Any]:
     """The arguments of the pipeline's call by name; possibly more than the pipeline takes (see `accepted`)."""
     assert inputs.prompt is not None
     prompt, empty = inputs.prompt, inputs.empty if inputs.empty is not None else inputs.prompt
-    call: dict[str, Any] = {**sampler.call, "frame_rate": kind.profile.inputs.get("frame_rate", 25)}
+    call: dict[str, Any] = {**sampler.call, "frame_rate": family.profile.inputs.get("frame_rate", 25)}
     call |= {"height": shape.height, "width": shape.width, sampler.frames: shape.frames, "output_type": "np"}
     for name, argument in sampler.prompt.items():
         call[argument] = _of_one_sample(sampler, name, prompt[name])
@@ -140,7 +140,7 @@ def arguments(
     if sampler.image or sampler.clip:
         blank = [Image.new("RGB", (shape.width, shape.height))] * (shape.frames if sampler.clip else 1)
         images = inputs.frames or blank
-        call |= kind.sampled_image(images if sampler.clip else images[0], shape.height, shape.width, shape.frames)
+        call |= family.sampled_image(images if sampler.clip else images[0], shape.height, shape.width, shape.frames)
     if inputs.steps is not None:
         call["num_inference_steps"] = inputs.steps
     return {**call, "generator": torch.Generator().manual_seed(inputs.seed)}
@@ -167,10 +167,10 @@ def _of_one_sample(sampler: FamilyPipeline, name: str, tensor: Tensor) -> Any:
     return tensor[:, None] if name in sampler.layers else tensor[None]
 
 
-def random_prompt(kind: Family, job: Job, strategy: Strategy) -> dict[str, Tensor]:
+def random_prompt(family: Family, job: Job, strategy: Strategy) -> dict[str, Tensor]:
     """A random batch's tensors of one sample, the prompt's among them."""
-    batch = kind.batch({**sample_grid(kind.profile, job), "B": 1}, "cpu", step.compute_dtype(strategy))
-    return {name: tensor if name in kind.shared else tensor[0] for name, tensor in batch.items()}
+    batch = family.batch({**sample_grid(family.profile, job), "B": 1}, "cpu", step.compute_dtype(strategy))
+    return {name: tensor if name in family.shared else tensor[0] for name, tensor in batch.items()}
 
 
 def accepted(pipe: Any, call: Mapping[str, Any]) -> dict[str, Any]:

@@ -448,18 +448,13 @@ def sample_forward(trainee: Trainee, family: Family, batch: Batch, strategy: Str
         return family.prediction(trainee.model(**inputs, **family.plain_outputs))
 
 
-def optimizer_step(trainee: Trainee) -> None:
-    """Clips the gradients, steps and frees them; nothing when backward has done that already."""
-    trainee.engine.step(trainee)
-
-
 def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
     """One optimisation step on the micro-batches of this process; returns the mean of their weighted losses, detached.
 
     As many as ``gradient_accumulation`` says; one is on the device at a time where ``batches`` makes them so.
     """
     loss = gradients(trainee, family, batches, strategy)
-    optimizer_step(trainee)
+    trainee.engine.step(trainee)
     return loss
 
 

@@ -48,20 +48,18 @@ class ModelGroup(Record):
 
 
 class OtherNames(Record):
-    """The file."""
+    """All that the file has."""
 
     group: tuple[ModelGroup, ...]
+    """names that mean several bundled models"""
     model: tuple[OtherModel, ...]
+    """models that are known by name alone"""
 
 
-def other_models() -> tuple[OtherModel, ...]:
-    """All models that are known by name alone, as the file has them."""
-    return _file().model
-
-
-def groups() -> tuple[ModelGroup, ...]:
-    """All names that mean several bundled models."""
-    return _file().group
+@functools.cache
+def other_names() -> OtherNames:
+    """What `profiles/other_models.toml` has."""
+    return read_record(profiles.OTHER_MODELS, OtherNames)
 
 
 def find(name: str) -> OtherModel | None:
@@ -75,15 +73,10 @@ def group(name: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _file() -> OtherNames:
-    return read_record(profiles.OTHER_MODELS, OtherNames)
-
-
-@functools.cache
 def _by_name() -> dict[str, OtherModel]:
-    return {model_key(name): model for model in _file().model for name in model.names}
+    return {model_key(name): model for model in other_names().model for name in model.names}
 
 
 @functools.cache
 def _groups() -> dict[str, tuple[str, ...]]:
-    return {model_key(name): group.models for group in _file().group for name in group.names}
+    return {model_key(name): group.models for group in other_names().group for name in group.names}

@@ -58,13 +58,9 @@ class TrainerList(Record):
     models: tuple[ListedModel, ...]
 
 
+@functools.cache
 def trainer_lists() -> tuple[TrainerList, ...]:
     """The lists of all trainers that were read, by the trainer's name in alphabetical order."""
-    return _lists()
-
-
-@functools.cache
-def _lists() -> tuple[TrainerList, ...]:
     return tuple(read_record(path, TrainerList) for path in sorted(profiles.MODEL_LISTS.glob("*.toml")))
 
 

@@ -22,8 +22,8 @@ from planner.errors import VplanError, quoted
 from planner.estimate.bucket_batches import EvenedPlan, evened
 from planner.estimate.estimate import Layout, assess
 from planner.estimate.whole_job import JobLength, ShapeCount, WholeJob, whole_job
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Facts
 from planner.spec.job import Bucket, Job
 from planner.spec.plan import Estimate

@@ -27,10 +27,10 @@ COUNTS = (1, 2, 4, 8)
 
 LIMITS = ("max_hours", "max_step_seconds")
 
-Plan = Callable[[Question], Estimate | None]
+FindPlan = Callable[[Question], Estimate | None]
 """The best plan that runs for a question, if there is one."""
 
-Whole = Callable[[Estimate], WholeJob | None]
+FindWholeJob = Callable[[Estimate], WholeJob | None]
 """The whole job of a plan, where its length was said."""
 
 
@@ -166,7 +166,7 @@ class CountedGpus(NamedTuple):
 
 
 def count_gpus(
-    asked: TypedQuestion, limits: TimeLimits, best: Plan, whole: Whole, steps: int | None = None
+    asked: TypedQuestion, limits: TimeLimits, best: FindPlan, whole: FindWholeJob, steps: int | None = None
 ) -> CountedGpus:
     """Of the counts that a computer has, and several where nodes were typed, or of the one that was typed, the cheapest
     that keeps the limits; else the one that comes closest. Where a step takes too long, GPUs that share every sample
@@ -189,13 +189,13 @@ def count_gpus(
     return CountedGpus(limits, rows, chosen, steps)
 
 
-def _row(asked: TypedQuestion, best: Plan, whole: Whole) -> CountRow:
+def _row(asked: TypedQuestion, best: FindPlan, whole: FindWholeJob) -> CountRow:
     question = asked.settle()
     plan = best(question)
     return CountRow(question, plan, whole(plan) if plan else None)
 
 
-def _shared(asked: TypedQuestion, gpus: int, best: Plan, whole: Whole) -> list[CountRow]:
+def _shared(asked: TypedQuestion, gpus: int, best: FindPlan, whole: FindWholeJob) -> list[CountRow]:
     """The same GPUs sharing every sample, whose steps are shorter and have one sample each; nothing where the model or
     what was typed does not allow that."""
     if "context_parallel" in asked.typed:

@@ -16,7 +16,7 @@ from planner.foreign.case import settle
 from planner.foreign.oom_cause import Explanation, explain
 from planner.foreign.oom_formats import ON_HOST, find
 from planner.foreign.oom_message import LONGEST, parse
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.units import GIB
 from planner.untrusted import read_text
 

@@ -7,7 +7,7 @@ import re
 
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
-from planner.dialects.base.launchers import find_model
+from planner.dialects.base.common_bindings import find_model
 from planner.dialects.base.layer_names import chosen_layers, layer_names
 from planner.dialects.base.values import as_list, integer, number
 from planner.errors import VplanError, quoted

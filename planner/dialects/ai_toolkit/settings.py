@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.ai_toolkit.lokr import lokr_note, rank_of, write_rank
@@ -39,15 +38,17 @@ from planner.dialects.base.bindings import (
     Choice,
     Fields,
     Fixed,
-    FunctionPair,
     InexpressibleError,
     Remark,
     Settings,
     UnsupportedValue,
     When,
+    pair,
 )
+from planner.dialects.base.commands import refused_flags
+from planner.dialects.base.common_bindings import EXPANDABLE, one_of, our_defaults, word_for
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import ALLOCATOR, EXPANDABLE, one_of, our_defaults, refused_flags, word_for
+from planner.dialects.base.launchers import ALLOCATOR
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.padded_prompts import padded_prompts
 from planner.dialects.base.script import Script
@@ -212,10 +213,6 @@ def _write_layers(fields: Fields) -> Settings:
     return {f"{MODEL}layer_offloading": True, LAYERS: round(swapped / blocks, 3)}
 
 
-def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: str) -> FunctionPair:
-    return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
-
-
 CARRIES: config_text.FieldsBySetting = {
     f"{MODEL}arch": ("model",),
     f"{DATA}resolution": ("height", "width"),
@@ -238,22 +235,22 @@ TABLE: tuple[Binding | When, ...] = (
     EXPANDABLE,
     Fixed("gpus", 1, f"one run, one GPU ({AT} run.py)"),
     Fixed("nodes", 1, f"one run, one GPU ({AT} run.py)"),
-    _pair(model_of, write_model, (f"{MODEL}arch", f"{MODEL}name_or_path", *NOISE.values()), model=", ".join(ARCHES),
+    pair(model_of, write_model, (f"{MODEL}arch", f"{MODEL}name_or_path", *NOISE.values()), model=", ".join(ARCHES),
              experts="model_kwargs.train_high_noise, train_low_noise", inactive_expert="gpu, cpu by low_vram"),
-    _pair(_method_of, _write_method, (), method="lora; full without a network, read only"),
-    When("method", ONLY_LORA, _pair(rank_of, write_rank, tuple(f"{NETWORK}{name}" for name in (
+    pair(_method_of, _write_method, (), method="lora; full without a network, read only"),
+    When("method", ONLY_LORA, pair(rank_of, write_rank, tuple(f"{NETWORK}{name}" for name in (
         "type", "linear", "dropout")), lora_rank="network.linear; lokr, read only, as its numbers",
         lora_dropout="network.dropout")),
-    _pair(shape_of, write_shape, (f"{DATA}resolution", f"{DATA}num_frames", f"{TRAIN}batch_size"),
+    pair(shape_of, write_shape, (f"{DATA}resolution", f"{DATA}num_frames", f"{TRAIN}batch_size"),
              frames="num_frames", height="resolution (squares)", width="resolution (squares)",
              batch_size="train.batch_size", buckets="read only"),
-    _pair(_formats_of, _write_formats, (
+    pair(_formats_of, _write_formats, (
         *(f"{MODEL}{name}" for name in ("quantize", "qtype", "quantize_te", "qtype_te", "low_vram")),
         f"{TRAIN}dtype"),
         weights_dtype="train.dtype, fp8 by quantize", compute_dtype="train.dtype",
         text_encoder_dtype="bf16, fp8 by quantize_te"),
     Fixed("autocast", "none", f"its steps compute in train.dtype, without autocast ({AT} toolkit/accelerator.py)"),
-    When("method", ONLY_LORA, _pair(_targets_of, _write_targets, (), lora_targets="all linear layers")),
+    When("method", ONLY_LORA, pair(_targets_of, _write_targets, (), lora_targets="all linear layers")),
     When("method", ONLY_LORA, Fixed("adapter_dtype", "fp32",
              f"adapters are fp32 ({AT} jobs/process/BaseSDTrainProcess.py)")),
     Choice("gradient_checkpointing", {
@@ -261,24 +258,24 @@ TABLE: tuple[Binding | When, ...] = (
         "none": {f"{TRAIN}gradient_checkpointing": False},
     }, "every block is checkpointed, or none"),
     Fixed("checkpointed_blocks", None),
-    _pair(_optimizer_of, _write_optimizer, (f"{TRAIN}optimizer",), optimizer="train.optimizer"),
+    pair(_optimizer_of, _write_optimizer, (f"{TRAIN}optimizer",), optimizer="train.optimizer"),
     Fixed("optimizer_step", "foreach", "it steps after backward"),
-    _pair(_accumulation_of, _write_accumulation, (f"{TRAIN}gradient_accumulation",),
+    pair(_accumulation_of, _write_accumulation, (f"{TRAIN}gradient_accumulation",),
              gradient_accumulation="train.gradient_accumulation"),
     Choice("ema", {"none": {}, "gpu": {f"{TRAIN}ema_config.use_ema": True}}, "its average is on the GPU"),
-    _pair(_encoders_of, _write_encoders, (f"{TRAIN}cache_text_embeddings", f"{DATA}cache_latents_to_disk"),
+    pair(_encoders_of, _write_encoders, (f"{TRAIN}cache_text_embeddings", f"{DATA}cache_latents_to_disk"),
              text_encoder="resident, cached", vae="resident, cached"),
-    _pair(validation_of, write_validation, (
+    pair(validation_of, write_validation, (
         f"{TRAIN}disable_sampling", *(f"{SAMPLE}{name}" for name in (
             "width", "height", "num_frames", "guidance_scale"))),
         validation_mode="off, on", validation="sample.width, height, num_frames, guidance_scale"),
     Fixed("sharding", "none", "one run, one GPU"),
-    _pair(_layers_of, _write_layers, (f"{MODEL}layer_offloading", LAYERS),
+    pair(_layers_of, _write_layers, (f"{MODEL}layer_offloading", LAYERS),
              swap_blocks="layer_offloading_transformer_percent, as blocks"),
     Choice("compile", {"none": {}, "full": {f"{MODEL}compile": True}, "blocks": {
         f"{MODEL}compile": True, f"{MODEL}block_compile": True}}),
     Fixed("attention", "sdpa"),
-    _pair(references_of, write_references, (), references="a model's own; as many as control_path has folders"),
+    pair(references_of, write_references, (), references="a model's own; as many as control_path has folders"),
     padded_prompts(model_of, TEXT_TOKENS, f"its prompts are filled up to 512 tokens ({AT} toolkit/train_tools.py)"),
     *our_defaults("trainable", "master_weights", "grad_buckets", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_dtype", "vae_tiling", "vae_slicing", "group_offload",

@@ -219,6 +219,16 @@ class FunctionPair:
         return {name: self.words[name] for name in self.fields}
 
 
+def pair(
+    to_fields: Callable[[Settings], Fields],
+    to_settings: Callable[[Fields], Settings],
+    settings: tuple[str, ...],
+    **words: str,
+) -> FunctionPair:
+    """A `FunctionPair` of the fields that ``words`` names."""
+    return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
+
+
 Binding = Value | Choice | Fixed | FunctionPair
 
 

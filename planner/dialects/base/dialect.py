@@ -130,7 +130,7 @@ class Dialect:
     moves: tuple[Move, ...] = ()
     """what saves memory, the cheapest first"""
     version: Callable[[Settings, Fields], str] = field(default=lambda settings, fields: "")
-    """which of the trainer's `OLDER` terms these settings mean; empty: those of what is written"""
+    """which of the trainer's terms `BY_VERSION` these settings mean; empty: those of what is written"""
     user_loop: bool = False
     """whether the training loop is the user's: fields without a binding are then his to set, and not at our defaults"""
     drops_inputs: bool = True

@@ -1,29 +1,12 @@
-"""Parts that several dialects share: accelerate's launch, torch's allocator, names of models, command lines."""
+"""accelerate's launch: the settings that its flags and files make, and the engine and number formats that they mean."""
 
 from __future__ import annotations
 
-import functools
-import re
-import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
-from typing import Any
 
-from planner.catalog import lookup
-from planner.dialects.base import flags
-from planner.dialects.base.bindings import (
-    Choice,
-    Fields,
-    Fixed,
-    FunctionPair,
-    InexpressibleError,
-    Remark,
-    Settings,
-    UnsupportedValue,
-    Value,
-)
+from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.deepspeed_file import of_deepspeed, unknown_keys
-from planner.dialects.base.dialect import Invocation
 from planner.dialects.base.fsdp_launch import (
     CLASSES,
     LOADING,
@@ -36,86 +19,17 @@ from planner.dialects.base.fsdp_launch import (
     offload_settings,
 )
 from planner.dialects.base.script import PythonCommand, Script
-from planner.errors import VplanError, did_you_mean, nearest, quoted
-from planner.spec.job import SPLIT, Job, Strategy
-from planner.spec.plan import Plan
+from planner.errors import VplanError, quoted
+from planner.spec.job import SPLIT
 from planner.spec.rules import DEEPSPEED
 from planner.untrusted import flat
 
 ACCELERATE = "accelerate 16cb6eb"
 
-GPUS = Value("gpus", "gpus", 1, int)
-NODES = Value("nodes", "nodes", 1, int)
-EXPANDABLE = Choice("expandable_segments", {False: {}, True: {"env:expandable_segments": True}})
-"""torch.cuda: off unless PYTORCH_CUDA_ALLOC_CONF asks for it."""
-
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 """What a plan with expandable segments has in its environment."""
 NEW_ALLOC_CONF = "PYTORCH_ALLOC_CONF"
 ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", NEW_ALLOC_CONF)
-
-
-def our_defaults(*fields: str, why: str = "") -> list[Fixed]:
-    """Bindings for fields that a trainer has no setting for and leaves at our defaults."""
-    bindings = []
-    for field in fields:
-        if field == "references":  # how many a model takes; the data has them
-            bindings.append(Fixed(field, None, why))
-            continue
-        record = Job if field in Job.model_fields else Strategy
-        bindings.append(Fixed(field, record.model_fields[field].get_default(), why))
-    return bindings
-
-
-# ---- models
-
-
-@functools.cache
-def _known_models() -> dict[str, str]:
-    """Last part of every name and alias, in lower case -> our name; of other weights of a model's shape too."""
-    models = [lookup.model(name) for name in lookup.model_names()]
-    names = {alike: model.name for model in models for alike in model.traits.same_shape}
-    for model in models:
-        for alias in (model.name, *model.aliases):
-            names.setdefault(alias.lower().rpartition("/")[2], model.name)
-    for model in models:
-        for alike in () if model.is_own else model.traits.distilled:
-            names.setdefault(alike, model.name)
-    return names
-
-
-def find_model(*texts: object) -> str | None:
-    """The model whose name or alias occurs in one of these paths, repository ids or file names; the longest match wins.
-    None when there is none."""
-    for text in texts:
-        parts = re.split(r"[\\/:,;\"'\[\]\s*]+", str(text or "").lower())
-        stems = [stem for part in parts for stem in (part, re.sub(r"\.(safetensors|ckpt|pth|pt|gguf)$", "", part))]
-        matches = [stem for stem in stems if stem in _known_models()]
-        if matches:
-            return _known_models()[max(matches, key=len)]
-    return None
-
-
-def require_model(settings: Settings, *names: str, known: Sequence[str] = ()) -> str:
-    """The model that the settings `names` give, or `model` where it is set. Raises a VplanError when none of them names
-    a known one. ``known``: all that the trainer is priced with, where they are few."""
-    if "model" in settings:  # said to us, because the command does not tell
-        return str(settings["model"])
-    model = find_model(*(settings.get(name) for name in names))
-    if model is None:
-        typed = {name: name.removeprefix("config:") for name in names}
-        values = ", ".join(f"{typed[name]} {quoted(settings[name])}" for name in names if settings.get(name))
-        fault = f"cannot tell the model from {values or ' or '.join(typed.values())}"
-        if known:
-            raise VplanError(fault, f"add --model {' or --model '.join(known)}: no other is priced with this trainer")
-        stem = str(next((settings[name] for name in names if settings.get(name)), "")).partition(":")[0]
-        close = nearest(stem.rpartition("/")[2], lookup.model_names())
-        like = f", as {' or '.join(close)} if it has that shape" if close else " (`vplan models` lists them)"
-        raise VplanError(fault, f"add --model NAME{like}")
-    return model
-
-
-# ---- accelerate
 
 
 def launch_settings(
@@ -213,9 +127,8 @@ def engine(
 
     def to_settings(fields: Fields) -> Settings:
         sharding = str(fields["sharding"])
-        several_gpus = fields.get("gpus", 1) * fields.get("nodes", 1) > 1
         if sharding not in SPLIT:
-            expected = "ddp" if several_gpus else "none"
+            expected = "ddp" if several_gpus(fields) else "none"
             if sharding != expected:
                 why = "accelerate wraps the model in DDP on several GPUs, and only there"
                 raise InexpressibleError(UnsupportedValue("sharding", sharding, expected, why))
@@ -261,8 +174,18 @@ def _engine_fields(launch: Settings, formats: Fields, fsdp: Support | str) -> Fi
         return no_engine | DEEPSPEED | where | trained | {"sharding": f"zero-{stage}" if stage else "ddp"}
     if launch.get("launch:--use_fsdp"):
         return no_engine | fsdp_fields(launch, formats, fsdp)
-    several_gpus = int(launch.get("gpus", 1)) * int(launch.get("nodes", 1)) > 1
-    return no_engine | formats | {"sharding": "ddp" if several_gpus else "none"}
+    return no_engine | formats | {"sharding": "ddp" if several_gpus(launch) else "none"}
+
+
+def half_precision(settings: Settings) -> str:
+    """The mixed precision, of the script or of ``accelerate launch``: bf16, fp16, or fp32 for none."""
+    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
+    return precision if precision in ("bf16", "fp16") else "fp32"
+
+
+def several_gpus(fields: Fields) -> bool:
+    """Whether there is more than one GPU to share among."""
+    return int(fields.get("gpus", 1)) * int(fields.get("nodes", 1)) > 1
 
 
 def _refuse_fp32(launch: Settings, formats: Fields) -> None:
@@ -289,84 +212,3 @@ def _device(value: object) -> str:
     if text not in ("none", "cpu", "nvme"):
         raise VplanError(f"offloading to {quoted(text)} is not known", "use none, cpu or nvme")
     return text
-
-
-# ---- reading and writing commands
-
-
-def parse_program(trainer: str, program: PythonCommand, launch: Settings, notes: Sequence[str] = ()) -> Invocation:
-    """The invocation of a trainer's script: its flags, parsed by the trainer's own list of them, together with the
-    launcher's settings. Raises a VplanError where the script would refuse them."""
-    script = flags.script(trainer, program.script)
-    parsed = script.parse(program.arguments)
-    removed = tuple(Remark(name, why) for name, why in parsed.removed.items())
-    if script.removed:
-        removed = (Remark(script.path, script.removed), *removed)
-    settings = {"script": script.path, **launch, **parsed.values}
-    return Invocation(trainer, settings, parsed.unknown, removed, tuple(notes), refused_flags(parsed))
-
-
-def refused_flags(parsed: flags.Parsed) -> tuple[Remark, ...]:
-    """What ends the run before it starts, of a command line that was parsed."""
-    return tuple(Remark(name, why) for name, why in parsed.refused.items())
-
-
-def command_line(settings: Settings, extra: Mapping[str, object], launcher: Iterable[str]) -> str:
-    """One launchable command: the launcher, its flags, the script, its flags and `extra` that no Plan field carries."""
-    flags_of = {name: value for name, value in settings.items() if name.startswith("--")}
-    words = [*launcher]
-    for name, value in settings.items():
-        if name.startswith("launch:"):
-            words.append(_flag(name.removeprefix("launch:"), value))
-    lines = [" ".join([*words, str(settings["script"])])]
-    lines += [_flag(name, value) for name, value in {**flags_of, **extra}.items()]
-    return " \\\n  ".join(lines) + "\n"
-
-
-def command_settings(settings: Settings) -> Settings:
-    """The settings that appear in a command line: without the counts of GPUs and nodes, and without what the
-    environment sets."""
-    return {name: value for name, value in settings.items() if ":" not in name or name.startswith("launch:")}
-
-
-def script_head(plan: Plan) -> str:
-    """The first lines of a shell script, with PyTorch's allocator settings where the plan needs them."""
-    allocator = f"export {ALLOCATOR}\n" if plan.strategy.expandable_segments else ""
-    return f"#!/bin/bash\nset -e\n{allocator}"
-
-
-def _flag(name: str, value: object) -> str:
-    if value is True:
-        return name
-    values = value if isinstance(value, list | tuple) else [value]
-    return " ".join([name, *(shlex.quote(str(item)) for item in values)])
-
-
-def one_of(table: Mapping[str, Any], setting: str) -> Callable[[Any], Any]:
-    """A reader for a setting whose values are words, in any case. It raises a VplanError that names the nearest
-    word."""
-    lower = {key.lower(): value for key, value in table.items()}
-
-    def read(value: Any) -> Any:
-        text = str(value).lower()
-        if text not in lower:
-            fix = did_you_mean(text, lower, "we know " + ", ".join(table))
-            raise VplanError(f"{setting} {quoted(value)} is not known", fix)
-        return lower[text]
-
-    return read
-
-
-def word_for(table: Mapping[str, Any], field: str, instead: Any, why: str = "it has no setting for that") -> Any:
-    """A writer that gives the first word of the table for a value. It raises an InexpressibleError, with `instead`, for
-    a value that is not in it."""
-    words: dict[Any, str] = {}
-    for word, value in table.items():
-        words.setdefault(value, word)
-
-    def write(value: Any) -> str:
-        if value not in words:
-            raise InexpressibleError(UnsupportedValue(field, value, instead, why))
-        return words[value]
-
-    return write

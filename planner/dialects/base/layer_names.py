@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from planner.catalog.profiles import ModelProfile
 from planner.layout.adapters import is_named
-from planner.layout.inputs import parameters
+from planner.layout.recordings import parameters
 
 WAN_LAYERS = {
     "q": "to_q",

@@ -9,23 +9,15 @@ from collections.abc import Iterator
 from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Fields, Fixed, FunctionPair, Settings, Value
+from planner.dialects.base.commands import refused_flags
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    engine,
-    launch_settings,
-    one_of,
-    our_defaults,
-    refused_flags,
-    require_model,
-)
+from planner.dialects.base.launchers import engine, launch_settings
 from planner.dialects.base.layer_names import chosen_layers
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, quoted
 from planner.layout.adapters import is_named
-from planner.layout.inputs import parameters
+from planner.layout.recordings import parameters
 from planner.spec.rules import DEEPSPEED
 
 AT = "CogVideo 7a1af71 finetune/trainer.py"

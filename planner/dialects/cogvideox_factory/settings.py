@@ -10,20 +10,11 @@ from collections.abc import Iterator
 from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Choice, Fields, Fixed, FunctionPair, Settings, Value
+from planner.dialects.base.commands import refused_flags
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    engine,
-    launch_settings,
-    one_of,
-    our_defaults,
-    refused_flags,
-    require_model,
-)
+from planner.dialects.base.launchers import engine, half_precision, launch_settings
 from planner.dialects.base.script import Script
-from planner.dialects.diffusers.settings import half_precision
 from planner.errors import VplanError
 from planner.layout.trainer_terms.diffusers import FACTORY
 from planner.spec.rules import DEEPSPEED

@@ -18,22 +18,10 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model, word_for
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    command_line,
-    command_settings,
-    engine,
-    launch_settings,
-    one_of,
-    our_defaults,
-    parse_program,
-    require_model,
-    script_head,
-    word_for,
-)
+from planner.dialects.base.launchers import engine, launch_settings, several_gpus
 from planner.dialects.base.layer_names import WAN_LAYERS
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.diffsynth.names import (
@@ -383,10 +371,6 @@ def _table(*bindings: Binding | When) -> tuple[Binding | When, ...]:
     )
 
 
-def _several_gpus(fields: Fields) -> bool:
-    return int(fields["gpus"]) * int(fields["nodes"]) > 1
-
-
 def _is_full(fields: Fields) -> bool:
     return bool(fields["method"] == "full")
 
@@ -477,10 +461,8 @@ DIALECT = Dialect(
         Move({"gradient_checkpointing": "offload"}, OFFLOAD_COST),
         Move({"text_encoder": "cached", "vae": "cached"}, SPLIT_COST, words_for=_split_words),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
-        Move(
-            {"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=_several_gpus
-        ),
-        Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=_several_gpus),
+        Move({"sharding": "zero-2", **DEEPSPEED}, "every GPU holds a share of gradients and states", when=several_gpus),
+        Move({"sharding": "zero-3", **DEEPSPEED}, "weights are gathered for every block", when=several_gpus),
         # As examples/*/model_training have them, for one GPU too: accelerate_config_zero2offload.yaml,
         # special/low_vram_training/deepspeed_zero3_cpuoffload.yaml.
         Move({"sharding": "zero-2", **ON_HOST, **DEEPSPEED}, "the optimizer steps in host RAM", when=_is_full),

@@ -23,16 +23,10 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.commands import parse_program
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    launch_settings,
-    our_defaults,
-    parse_program,
-    require_model,
-)
+from planner.dialects.base.launchers import launch_settings
 from planner.dialects.base.script import Script
 from planner.dialects.diffsynth.settings import targets, training_program, write_targets
 from planner.errors import VplanError

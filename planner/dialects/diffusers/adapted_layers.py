@@ -5,13 +5,13 @@ from __future__ import annotations
 from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue
-from planner.dialects.base.launchers import require_model
+from planner.dialects.base.common_bindings import require_model
 from planner.dialects.base.layer_names import chosen_layers
 from planner.dialects.base.values import integer, number
 from planner.dialects.diffusers.models import AT, SCRIPTS
 from planner.errors import VplanError, quoted
 from planner.layout.adapters import is_named
-from planner.layout.inputs import parameters
+from planner.layout.recordings import parameters
 from planner.spec.job import Bucket
 
 LAYERS, BLOCKS, DROPOUT, DORA = "--lora_layers", "--lora_blocks", "--lora_dropout", "--use_dora"

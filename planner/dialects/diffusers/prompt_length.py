@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Fields, FunctionPair, Settings
-from planner.dialects.base.launchers import require_model
+from planner.dialects.base.common_bindings import require_model
 from planner.dialects.diffusers.models import SCRIPTS
 
 FLAG = "--max_sequence_length"

@@ -17,22 +17,11 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.fsdp_launch import Units, fsdp_notes
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    command_line,
-    command_settings,
-    engine,
-    launch_settings,
-    one_of,
-    our_defaults,
-    parse_program,
-    require_model,
-    script_head,
-)
+from planner.dialects.base.launchers import engine, half_precision, launch_settings
 from planner.dialects.base.script import Script
 from planner.dialects.diffusers.adapted_layers import ADAPTED, ratios
 from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised_base
@@ -166,12 +155,6 @@ def _write_job(fields: Fields) -> Settings:
             UnsupportedValue("width", fields["width"], fields["height"], "--resolution is a square's side")
         )
     return settings | {"--resolution": fields["height"]}
-
-
-def half_precision(settings: Settings) -> str:
-    """The mixed precision, of the script or of ``accelerate launch``: bf16, fp16, or fp32 for none."""
-    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
-    return precision if precision in ("bf16", "fp16") else "fp32"
 
 
 def _plain(settings: Settings) -> Fields:

@@ -22,8 +22,9 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.common_bindings import EXPANDABLE, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import ALLOC_CONF, EXPANDABLE, our_defaults, require_model
+from planner.dialects.base.launchers import ALLOC_CONF
 from planner.dialects.base.script import Script
 from planner.spec.plan import Plan
 

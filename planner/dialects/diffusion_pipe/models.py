@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
-from planner.dialects.base.launchers import find_model
+from planner.dialects.base.common_bindings import find_model
 from planner.dialects.base.values import as_list, integer
 from planner.errors import VplanError, quoted
 from planner.spec.job import Bucket

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.base import block_swap, config_text, flags
@@ -13,25 +12,18 @@ from planner.dialects.base.bindings import (
     Choice,
     Fields,
     Fixed,
-    FunctionPair,
     InexpressibleError,
     Remark,
     Settings,
     UnsupportedValue,
     Value,
     When,
+    pair,
 )
+from planner.dialects.base.commands import refused_flags
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, word_for
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    launch_settings,
-    one_of,
-    our_defaults,
-    refused_flags,
-    word_for,
-)
+from planner.dialects.base.launchers import launch_settings
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.padded_prompts import padded_prompts
 from planner.dialects.base.script import PythonCommand, Script
@@ -262,10 +254,6 @@ def _write_text_encoder(fields: Fields) -> Settings:
     return {IN_THE_LOOP: False}
 
 
-def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: str) -> FunctionPair:
-    return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
-
-
 CARRIES: config_text.FieldsBySetting = {
     BUCKETS: ("frames", "height", "width", "buckets"),
     BATCH: ("batch_size",),
@@ -284,31 +272,31 @@ CARRIES: config_text.FieldsBySetting = {
 }
 TABLE: tuple[Binding | When, ...] = (
     *(GPUS, NODES, EXPANDABLE),
-    _pair(_method_of, _write_method, ("config:adapter.type", "config:adapter.rank", "config:adapter.dropout"),
+    pair(_method_of, _write_method, ("config:adapter.type", "config:adapter.rank", "config:adapter.dropout"),
              method="lora, full", lora_rank="adapter.rank", lora_dropout="adapter.dropout"),
-    _pair(model_of, write_model, WHICH, model=", ".join(TYPES), experts="one of two"),
-    _pair(shape_of, write_shape, (BUCKETS, BATCH, IMAGE_BATCH), frames="size_buckets", height="size_buckets",
+    pair(model_of, write_model, WHICH, model=", ".join(TYPES), experts="one of two"),
+    pair(shape_of, write_shape, (BUCKETS, BATCH, IMAGE_BATCH), frames="size_buckets", height="size_buckets",
              width="size_buckets", batch_size="micro_batch_size_per_gpu", buckets="size_buckets"),
-    _pair(_formats_of, _write_formats,
+    pair(_formats_of, _write_formats,
              ("config:model.dtype", "config:model.transformer_dtype", "config:adapter.dtype"),
              weights_dtype="model.dtype, float8 under LoRA", compute_dtype="model.dtype", autocast="model.dtype",
              adapter_dtype="adapter.dtype"),
-    _pair(_targets_of, _write_targets, (), lora_targets="all linear layers"),
+    pair(_targets_of, _write_targets, (), lora_targets="all linear layers"),
     Choice("gradient_checkpointing", {
         "none": {"config:activation_checkpointing": False},
         "full": {"config:activation_checkpointing": True},
         "offload": {"config:activation_checkpointing": "unsloth"},
     }, "every layer is checkpointed, or none"),
     Fixed("checkpointed_blocks", None),
-    _pair(_steps_of, _write_steps, ("config:optimizer.type", "config:optimizer.gradient_release"),
+    pair(_steps_of, _write_steps, ("config:optimizer.type", "config:optimizer.gradient_release"),
              optimizer="optimizer.type", optimizer_step="foreach; backward by gradient_release on one GPU",
              offload_optimizer="none, cpu with adamw"),
     Value("gradient_accumulation", "config:gradient_accumulation_steps", 1,
           lambda value: integer(value, "gradient_accumulation_steps")),
-    _pair(_spread_of, _write_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
+    pair(_spread_of, _write_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
              sharding="none on one GPU, ddp on several", swap_blocks="blocks_to_swap, with LoRA"),
     When("sharding", frozenset({"ddp"}), Fixed("grad_buckets", "copy", "DeepSpeed averages gradients in buckets")),
-    _pair(_text_encoder_of, _write_text_encoder, (IN_THE_LOOP,), text_encoder="cached; resident (Wan, always SDXL)"),
+    pair(_text_encoder_of, _write_text_encoder, (IN_THE_LOOP,), text_encoder="cached; resident (Wan, always SDXL)"),
     Fixed("vae", "cached", "latents are cached on disk before training"),
     Fixed("validation_mode", "off", "its evaluation is a loss: it samples nothing"),
     Choice("compile", {"none": {}, "full": {"config:compile": True}}, "compile = true is the whole model"),

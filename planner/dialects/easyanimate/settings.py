@@ -19,20 +19,10 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    command_line,
-    command_settings,
-    engine,
-    launch_settings,
-    our_defaults,
-    parse_program,
-    require_model,
-    script_head,
-)
+from planner.dialects.base.launchers import engine, launch_settings, several_gpus
 from planner.dialects.base.script import Script
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
@@ -322,11 +312,6 @@ def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> t
         ),
         *our_defaults("context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     )
-
-
-def several_gpus(fields: Fields) -> bool:
-    """Whether there is more than one to share among."""
-    return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
 ZERO_2 = "--deepspeed_config_file config/zero_stage2_config.json"

@@ -18,16 +18,10 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.commands import refused_flags, script_head
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    launch_settings,
-    our_defaults,
-    refused_flags,
-    script_head,
-)
+from planner.dialects.base.launchers import launch_settings
 from planner.dialects.base.script import Script
 from planner.errors import VplanError
 from planner.spec.plan import Plan

@@ -8,17 +8,9 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Fields, Fixed, FunctionPair, Remark, Settings, Value
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    engine,
-    launch_settings,
-    one_of,
-    our_defaults,
-    require_model,
-)
+from planner.dialects.base.launchers import engine, launch_settings
 from planner.dialects.base.script import Script
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.ltx_trainer import VIDEO_ALONE

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from planner.catalog import lookup
 from planner.dialects.base import config_text
 from planner.dialects.base.bindings import Settings
+from planner.dialects.base.commands import command_line
 from planner.dialects.base.dialect import Dialect
-from planner.dialects.base.launchers import command_line
 from planner.spec.plan import Plan
 
 ENCODERS: dict[str, dict[str, object]] = {

@@ -7,7 +7,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
-from planner.dialects.base.launchers import find_model
+from planner.dialects.base.common_bindings import find_model
 from planner.dialects.base.values import as_list, integer
 from planner.errors import VplanError, quoted
 from planner.spec.job import Bucket
@@ -145,7 +145,6 @@ def write_model(fields: Fields) -> Settings:
 
 SIZE, BATCH = "dataset:general.resolution", "dataset:general.batch_size"
 FRAMES, EXTRACTION = "dataset:datasets[0].target_frames", "dataset:datasets[0].frame_extraction"
-SHAPE = ("frames", "height", "width", "batch_size", "buckets")
 LONGEST = 129
 """``max_frames`` of datasets that take whole clips (dataset/config_utils.py)."""
 

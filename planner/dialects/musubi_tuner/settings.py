@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.base import block_swap, flags
@@ -13,25 +12,18 @@ from planner.dialects.base.bindings import (
     Choice,
     Fields,
     Fixed,
-    FunctionPair,
     InexpressibleError,
     Remark,
     Settings,
     UnsupportedValue,
     Value,
     When,
+    pair,
 )
+from planner.dialects.base.commands import parse_program
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, word_for
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import (
-    EXPANDABLE,
-    GPUS,
-    NODES,
-    launch_settings,
-    one_of,
-    our_defaults,
-    parse_program,
-    word_for,
-)
+from planner.dialects.base.launchers import launch_settings, several_gpus
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer
 from planner.dialects.musubi_tuner import unpriced_settings
@@ -184,8 +176,7 @@ def _write_encoder(fields: Fields) -> Settings:
 
 
 def _sharding_of(settings: Settings) -> Fields:
-    several_gpus = settings.get("gpus", 1) * settings.get("nodes", 1) > 1
-    return {"sharding": "ddp" if several_gpus else "none"}
+    return {"sharding": "ddp" if several_gpus(settings) else "none"}
 
 
 def _write_sharding(fields: Fields) -> Settings:
@@ -297,10 +288,6 @@ def _write_swap(fields: Fields) -> Settings:
     return {"--blocks_to_swap": blocks} if blocks else {}
 
 
-def _pair(to_fields: Any, to_settings: Any, settings: tuple[str, ...], **words: str) -> FunctionPair:
-    return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
-
-
 _ENCODER_FLAGS = tuple(dict.fromkeys(ENCODER_FP8.values()))
 CARRIES = {
     SIZE: ("width", "height"),
@@ -316,16 +303,16 @@ CARRIES = {
 
 TABLE: tuple[Binding | When, ...] = (
     *(GPUS, NODES, EXPANDABLE),
-    _pair(model_of, write_model, WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
+    pair(model_of, write_model, WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
              inactive_expert="absent; with both experts gpu, or cpu by --offload_inactive_dit"),
-    _pair(_method_of, _write_method, (), method="lora"),
-    _pair(shape_of, write_shape, (SIZE, BATCH, FRAMES, EXTRACTION), frames="target_frames", height="resolution",
+    pair(_method_of, _write_method, (), method="lora"),
+    pair(shape_of, write_shape, (SIZE, BATCH, FRAMES, EXTRACTION), frames="target_frames", height="resolution",
              width="resolution", batch_size="batch_size", buckets="several target_frames of one size"),
-    When("method", ONLY_LORA, _pair(rank_of, write_rank, ("--network_dim",),
+    When("method", ONLY_LORA, pair(rank_of, write_rank, ("--network_dim",),
              lora_rank="--network_dim; networks.lokr and loha, read only, by their numbers")),
     When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
-    _pair(_targets_of, _write_targets, ("--network_module", "--network_args"), lora_targets="all linear layers"),
-    _pair(_formats_of, _write_formats, ("--fp8_base", "--fp8_scaled", "--mixed_precision"),
+    pair(_targets_of, _write_targets, ("--network_module", "--network_args"), lora_targets="all linear layers"),
+    pair(_formats_of, _write_formats, ("--fp8_base", "--fp8_scaled", "--mixed_precision"),
              weights_dtype="bf16, fp8 by --fp8_base", autocast="--mixed_precision"),
     Fixed("compute_dtype", "bf16", "the transformer computes in bf16"),
     Fixed("adapter_dtype", "fp32", "adapters are fp32 (musubi-tuner #715)"),
@@ -335,23 +322,23 @@ TABLE: tuple[Binding | When, ...] = (
         "offload": {"--gradient_checkpointing": True, "--gradient_checkpointing_cpu_offload": True},
     }, "every block is checkpointed, or none"),
     Fixed("checkpointed_blocks", None),
-    _pair(_optimizer_of, _write_optimizer, ("--optimizer_type",), optimizer="--optimizer_type"),
-    _pair(_step_of, _write_step, ("--optimizer_args", "--fused_backward_pass"), optimizer_step="foreach, fused, loop"),
+    pair(_optimizer_of, _write_optimizer, ("--optimizer_type",), optimizer="--optimizer_type"),
+    pair(_step_of, _write_step, ("--optimizer_args", "--fused_backward_pass"), optimizer_step="foreach, fused, loop"),
     Value("gradient_accumulation", "--gradient_accumulation_steps", 1, int),
-    _pair(_sharding_of, _write_sharding, (), sharding="none on one GPU, ddp on several"),
+    pair(_sharding_of, _write_sharding, (), sharding="none on one GPU, ddp on several"),
     When("sharding", frozenset({"ddp"}), Choice("grad_buckets", {
         "copy": {}, "view": {"--ddp_gradient_as_bucket_view": True}})),
-    _pair(_swap_of, _write_swap, ("--blocks_to_swap",), swap_blocks="--blocks_to_swap"),
+    pair(_swap_of, _write_swap, ("--blocks_to_swap",), swap_blocks="--blocks_to_swap"),
     Fixed("text_encoder", "cached", "prompts are cached by a script of their own before"),
     Fixed("vae", "cached", "latents are cached by a script of their own before"),
-    _pair(_encoder_of, _write_encoder, _ENCODER_FLAGS, text_encoder_dtype="bf16, or fp8 by a flag"),
-    _pair(_vae_of, _write_vae, ("--vae_dtype",), vae_dtype="--vae_dtype"),
-    _pair(_tiling_of, _write_tiling, (TILES,), vae_tiling="of HunyuanVideo 1.5, unless --vae_sample_size is 0"),
-    _pair(_samples_of, _write_samples, ("--sample_prompts", "--sample_every_n_epochs"),
+    pair(_encoder_of, _write_encoder, _ENCODER_FLAGS, text_encoder_dtype="bf16, or fp8 by a flag"),
+    pair(_vae_of, _write_vae, ("--vae_dtype",), vae_dtype="--vae_dtype"),
+    pair(_tiling_of, _write_tiling, (TILES,), vae_tiling="of HunyuanVideo 1.5, unless --vae_sample_size is 0"),
+    pair(_samples_of, _write_samples, ("--sample_prompts", "--sample_every_n_epochs"),
              validation_mode="off, on by --sample_prompts"),
-    _pair(_attention_of, _write_attention, ATTENTION, attention="--sdpa, --flash_attn; --xformers read as efficient"),
+    pair(_attention_of, _write_attention, ATTENTION, attention="--sdpa, --flash_attn; --xformers read as efficient"),
     Choice("compile", {"none": {}, "blocks": {"--compile": True}}, "--compile compiles each block"),
-    _pair(unpriced_settings.references_of, lambda fields: {}, (), references="a model's own; 1 by control_directory"),
+    pair(unpriced_settings.references_of, lambda fields: {}, (), references="a model's own; 1 by control_directory"),
     *our_defaults("trainable", "text_tokens", "validation", "master_weights", "ema", "offload_optimizer",
            "offload_gradients", "offload_params", "vae_slicing", "group_offload", "group_offload_stream",
            "context_parallel", "adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
@@ -433,11 +420,6 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from unpriced_settings.notes(settings, fields)
     if dataset_key(settings, "frame_extraction") == "full":
         yield "frame_extraction full: clips as long as they are, up to max_frames, which is priced"
-
-
-def _has_times(fields: Fields) -> bool:
-    """Whether its model has a time embedding for each token."""
-    return lookup.model(fields["model"]).trained_with("musubi-tuner", "time-per-token")
 
 
 MOVES = (

@@ -10,8 +10,8 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, FunctionPair, Settings, Value, When
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, find_model, one_of, our_defaults, word_for
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, one_of, our_defaults, word_for
 from planner.dialects.base.layer_names import chosen_layers
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import Script

@@ -9,8 +9,10 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Remark, Settings, UnsupportedValue
+from planner.dialects.base.commands import parse_program
+from planner.dialects.base.common_bindings import one_of, word_for
 from planner.dialects.base.dialect import Invocation
-from planner.dialects.base.launchers import launch_settings, one_of, parse_program, word_for
+from planner.dialects.base.launchers import launch_settings
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError
 from planner.untrusted import flat

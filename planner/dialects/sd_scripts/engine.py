@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
+from planner.dialects.base.launchers import half_precision
 from planner.spec.job import SPLIT
 from planner.spec.rules import DEEPSPEED
 
@@ -25,12 +26,6 @@ def engine(settings: Settings) -> Fields:
         "autocast": half if half != "fp32" else "none",
     }
     return fields | sharded(settings)
-
-
-def half_precision(settings: Settings) -> str:
-    """The mixed precision, of the script or of ``accelerate launch``: bf16, fp16, or fp32 for none."""
-    precision = str(settings.get("--mixed_precision", settings.get("launch:--mixed_precision", "no")))
-    return precision if precision in ("bf16", "fp16") else "fp32"
 
 
 def sharded(settings: Settings) -> Fields:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner.dialects.base.bindings import Settings
-from planner.dialects.base.launchers import command_line, command_settings, script_head
+from planner.dialects.base.commands import command_line, command_settings, script_head
 from planner.spec.plan import Plan
 
 

@@ -24,8 +24,9 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, find_model, our_defaults
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, find_model, our_defaults
+from planner.dialects.base.launchers import several_gpus
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
 from planner.dialects.sd_scripts import kohya_ss, network_module
@@ -41,7 +42,6 @@ from planner.dialects.sd_scripts.shared_bindings import (
     SHARDED,
     VALIDATION,
     engine_pair,
-    several_gpus,
     size_pair,
     step_pair,
     swap_pair,

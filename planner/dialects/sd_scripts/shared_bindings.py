@@ -15,6 +15,7 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.dialect import Move
+from planner.dialects.base.launchers import several_gpus
 from planner.dialects.sd_scripts.common import (
     DATASET,
     OPTIMIZERS,
@@ -109,11 +110,6 @@ def step_pair(is_full: Callable[[Settings], bool]) -> FunctionPair:
     return FunctionPair(
         ("optimizer_step",), ("--fused_backward_pass", "--blockwise_fused_optimizers"), read, write, words
     )
-
-
-def several_gpus(fields: Fields) -> bool:
-    """Whether there is somebody to share with."""
-    return int(fields["gpus"]) * int(fields["nodes"]) > 1
 
 
 SHARDED = tuple(

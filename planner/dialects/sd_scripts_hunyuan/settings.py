@@ -21,8 +21,9 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
     Value,
 )
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
+from planner.dialects.base.launchers import half_precision
 from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.dialects.base.script import Script
 from planner.dialects.sd_scripts import network_module
@@ -34,7 +35,7 @@ from planner.dialects.sd_scripts.common import (
     refuse_images_at_once,
     size_in_cells,
 )
-from planner.dialects.sd_scripts.engine import AT, half_precision, sharded, write_engine
+from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,

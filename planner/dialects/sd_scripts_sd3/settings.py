@@ -19,13 +19,14 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults, require_model
+from planner.dialects.base.launchers import half_precision
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
 from planner.dialects.sd_scripts import kohya_ss, network_module
 from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, refuse_images_at_once, size
-from planner.dialects.sd_scripts.engine import AT, half_precision, sharded, write_engine
+from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,

@@ -24,8 +24,9 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, our_defaults
+from planner.dialects.base.launchers import half_precision
 from planner.dialects.base.script import Script
 from planner.dialects.sd_scripts import kohya_ss, network_module
 from planner.dialects.sd_scripts.common import (
@@ -37,7 +38,7 @@ from planner.dialects.sd_scripts.common import (
     refuse_images_at_once,
     size,
 )
-from planner.dialects.sd_scripts.engine import AT, half_precision, sharded, write_engine
+from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,

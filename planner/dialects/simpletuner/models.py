@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
-from planner.dialects.base.launchers import find_model
+from planner.dialects.base.common_bindings import find_model
 from planner.errors import VplanError, quoted
 
 CONFIG = "config:"

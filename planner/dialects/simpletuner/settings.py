@@ -26,8 +26,9 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import EXPANDABLE, GPUS, NODES, launch_settings, our_defaults
+from planner.dialects.base.launchers import launch_settings
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number

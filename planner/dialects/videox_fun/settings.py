@@ -8,17 +8,11 @@ from functools import partial
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
-from planner.dialects.base.bindings import (
-    Choice,
-    Fields,
-    FunctionPair,
-    InexpressibleError,
-    Settings,
-    UnsupportedValue,
-)
+from planner.dialects.base.bindings import Choice, Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue
+from planner.dialects.base.commands import parse_program
 from planner.dialects.base.dialect import MAY_NEED_LESS, Invocation, Move
 from planner.dialects.base.fsdp_launch import OFFLOAD, VERSION, Units, fsdp_notes
-from planner.dialects.base.launchers import engine, launch_settings, parse_program
+from planner.dialects.base.launchers import engine, launch_settings, several_gpus
 from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
 from planner.dialects.base.script import Script
 from planner.dialects.easyanimate import settings as easyanimate
@@ -245,7 +239,7 @@ DIALECT = replace(
             {"sharding": "zero-3", **DEEPSPEED},
             "weights too are sharded across the GPUs and gathered for every block",
             words_for=partial(easyanimate.launched_by_deepspeed, easyanimate.ZERO_3),
-            when=easyanimate.several_gpus,
+            when=several_gpus,
         ),
     ),
 )

@@ -1,8 +1,9 @@
 """How other trainers hold memory where they differ from ours: one file a trainer, each a tuple of terms on a Run.
 
 A file's ``TERMS`` are applied after our own transformations and ``encoders_whole``, in order, when a plan names that
-trainer; its ``OLDER`` adds to them for the versions that measurements are of. Its ``FIRST`` come before ours, which
-look at what they set. A trainer without a file here is priced like ours.
+trainer. Its ``BY_VERSION`` has what comes behind them where a plan names ``trainer@version``: an older version that
+measurements are of, another script of the trainer, or a setting that no field of a plan says. Its ``FIRST`` come before
+ours, which look at what they set. A trainer without a file here is priced like ours.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def _module_of(name: str) -> str:
 
 
 def versions(name: str) -> dict[str, tuple[Transform, ...]]:
-    """The additional transformations of a trainer's earlier versions, by version; empty for a trainer without any."""
+    """What comes behind a trainer's terms, by version; empty for a trainer that has no versions."""
     if name not in NAMES:
         return {}
     module = importlib.import_module(_module_of(name))
-    older: dict[str, tuple[Transform, ...]] = getattr(module, "OLDER", {})
-    return older
+    more: dict[str, tuple[Transform, ...]] = getattr(module, "BY_VERSION", {})
+    return more

@@ -203,7 +203,7 @@ VERSIONS: dict[str, Transform] = {
 """quantised-whole: without `low_vram`; files that are written have it. without-experts: where
 ``network_kwargs.ignore_if_contains`` names experts (toolkit/lora_special.py)."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {
+BY_VERSION: dict[str, tuple[Transform, ...]] = {
     "-".join(names): tuple(VERSIONS[name] for name in names)
     for count in range(1, 4)
     for names in itertools.combinations(VERSIONS, count)

@@ -92,5 +92,5 @@ def _in_turn(run: Run, stage: Stage, nbytes: int) -> None:
 MODEL_OFFLOAD = "model-offload"
 """The version of memory terms with --enable_model_cpu_offload."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {MODEL_OFFLOAD: (weights_in_turn,)}
+BY_VERSION: dict[str, tuple[Transform, ...]] = {MODEL_OFFLOAD: (weights_in_turn,)}
 """With a flag that no field of a plan says."""

@@ -391,7 +391,7 @@ _EXAMPLES: dict[str, tuple[Transform, ...]] = {
 
 _COMBINED = [parts for count in range(1, len(_EXAMPLES) + 1) for parts in itertools.combinations(_EXAMPLES, count)]
 
-OLDER: dict[str, tuple[Transform, ...]] = {
+BY_VERSION: dict[str, tuple[Transform, ...]] = {
     "2024-10": _2024_10,
     "2024-10-one-step": (*_2024_10, one_step),
     FACTORY: (encoders_at_start, wrapped_beside_encoders, cache_kept, tested_beside_the_trained),

@@ -97,7 +97,7 @@ TERMS: tuple[Transform, ...] = (
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {
+BY_VERSION: dict[str, tuple[Transform, ...]] = {
     HALF_ADAPTERS: (adapters_in_half,),
     LLAMA_IN_4_BITS: (),
     f"{HALF_ADAPTERS}-{LLAMA_IN_4_BITS}": (adapters_in_half,),

@@ -103,5 +103,5 @@ def zeroed_before_validation(run: Run) -> None:
         run.free(run.phases.validation[0][1], list(run.named("gradient").values()), at=0)
 
 
-OLDER: dict[str, tuple[Transform, ...]] = {"zeroed": (zeroed_before_validation,)}
+BY_VERSION: dict[str, tuple[Transform, ...]] = {"zeroed": (zeroed_before_validation,)}
 """zeroed: its script with that one line added."""

@@ -18,8 +18,8 @@ from planner.layout.adapters import (
     linear_layers,
     of_recordings,
 )
-from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run, Transform
 from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Strategy

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from planner.catalog.profiles import ModelProfile
-from planner.layout.inputs import parameters
+from planner.layout.recordings import parameters
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import keep_by_block
 from planner.layout.trainer_terms.shared import prompts_cached_apart
@@ -129,4 +129,4 @@ def _inputs_of_a_block(run: Run) -> int:
 
 
 TERMS: tuple[Transform, ...] = (prompts_cached_apart, connectors, rounded_by_quanto)
-OLDER: dict[str, tuple[Transform, ...]] = {VIDEO_ALONE: ()}
+BY_VERSION: dict[str, tuple[Transform, ...]] = {VIDEO_ALONE: ()}

@@ -123,7 +123,7 @@ CAST = "cast-whole"
 LOKR, LOHA = "lokr", "loha"
 """The versions with ``--network_module networks.lokr`` and ``networks.loha``."""
 
-OLDER: dict[str, tuple[Transform, ...]] = {
+BY_VERSION: dict[str, tuple[Transform, ...]] = {
     "36f3a98": (modulation_in_16_bits,),
     ONE_TIME: (),
     TILE_256: (),

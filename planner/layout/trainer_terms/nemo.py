@@ -19,4 +19,4 @@ def captured(run: Run) -> None:
     run.work.captured = True
 
 
-OLDER: dict[str, tuple[Transform, ...]] = {CAPTURED: (captured,)}
+BY_VERSION: dict[str, tuple[Transform, ...]] = {CAPTURED: (captured,)}

@@ -184,7 +184,7 @@ _LAYERS: dict[str, tuple[Transform, ...]] = {
     LAYERS_OF_BLOCKS: (adapters_on_linear_layers(of_blocks=True),),
 }
 _ADAPTERS = {"": None, LOHA: HADAMARD_KEPT, LOKR: KRONECKER}
-OLDER: dict[str, tuple[Transform, ...]] = {
+BY_VERSION: dict[str, tuple[Transform, ...]] = {
     "-".join(filter(None, (layers, kind))): (
         *terms,
         *((whole_changes(change, linear_layers if layers else None),) if change else ()),

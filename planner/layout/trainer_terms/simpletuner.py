@@ -6,7 +6,7 @@ import itertools
 import re
 
 from planner.catalog.traits import TrainerTrait
-from planner.layout.inputs import parameters
+from planner.layout.recordings import parameters
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
@@ -333,7 +333,7 @@ def padding_taken_out(run: Run) -> None:
     work.backward_launches += UNPADDED_BACKWARD_LAUNCHES * model.blocks
 
 
-OLDER: dict[str, tuple[Transform, ...]] = {
+BY_VERSION: dict[str, tuple[Transform, ...]] = {
     UNPADDED: (padding_taken_out,),
     QUANTISED_WHOLE: (quantised_whole,),
     TORCHAO_WHOLE: (rounded_by_torchao,),

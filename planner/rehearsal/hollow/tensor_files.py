@@ -15,7 +15,6 @@ WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int64": 8, "bool": 1}
 """Bytes of one element."""
 MARK = {"format": "pt", "vplan": "hollow: names and shapes without weights"}
 """In the header: what a file says that outlived its rehearsal."""
-GB = 10**9
 
 
 class TensorEntry(NamedTuple):

@@ -13,8 +13,8 @@ from planner.estimate.estimate import after_step_bytes, estimate
 from planner.evidence.accuracy import PEAKS, Comparison, Prediction, compare, coverage
 from planner.evidence.published import Row, read_rows
 from planner.evidence.published_rehearsals import rehearsed_peaks
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.units import GIB, MIB

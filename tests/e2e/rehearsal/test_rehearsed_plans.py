@@ -16,7 +16,7 @@ pytest.importorskip("elftools")
 
 import profiles
 from planner.estimate.estimate import estimate
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.probe.fork_server import ForkServer
 from planner.probe.grid_file import GridEntry, read_grid
 from planner.probe.grid_schedule import candidate

@@ -15,7 +15,7 @@ from planner.commands import cli
 from planner.errors import NotEstimatedError
 from planner.estimate.estimate import estimate
 from planner.layout.cublas import workspace_bytes
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.units import MIB

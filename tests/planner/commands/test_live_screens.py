@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from planner.commands import cli
-from planner.commands._shared.run_progress import Follower
+from planner.commands._shared.training.run_progress import Follower
 from planner.units import GIB
 
 WIDTH = 80

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from planner.catalog import lookup
 from planner.commands import cli
 from planner.commands._shared.data_options import FRAME_SAMPLING
-from planner.commands._shared.pick_plan import weights_of
 from planner.commands._shared.request import TypedQuestion, request_options
+from planner.commands._shared.training.pick_plan import weights_of
 from planner.commands._shared.verb import Verb
 from planner.dataset.sources import DataSource
 from planner.errors import VplanError

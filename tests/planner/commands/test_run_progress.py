@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.commands._shared.run_progress import Preparing
+from planner.commands._shared.training.run_progress import Preparing
 from planner.errors import VplanError
 from planner.launch.stop import STOPPED
 

@@ -15,8 +15,8 @@ from planner.dialects.base.script import from_file
 from planner.dialects.onetrainer.settings import DIALECT as ONETRAINERS
 from planner.errors import VplanError
 from planner.foreign.case import settle
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 
 ONETRAINER: dict[str, Any] = {
     "training_method": "LORA",

@@ -16,8 +16,8 @@ from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 from planner.foreign.case import Case, settle
 from planner.foreign.pricing import Pricing
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.units import GIB
 
 WAN = "--pretrained_model_name_or_path Wan-AI/Wan2.1-T2V-1.3B --config_path config/wan2.1/wan_civitai.yaml"

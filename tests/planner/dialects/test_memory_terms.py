@@ -17,7 +17,7 @@ from planner.estimate.estimate import estimate
 from planner.estimate.stages import replay_stages
 from planner.estimate.traffic import traffic
 from planner.estimate.work import step_work
-from planner.layout import inputs as library
+from planner.layout import recordings as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.encoders_vae import component_bytes
@@ -495,7 +495,7 @@ def test_ai_toolkit_holds_a_model_whole_that_it_quantises_on_the_gpu() -> None:
 
 def test_ai_toolkit_loads_encoders_beside_the_model_that_leave_once_prompts_are_cached() -> None:
     run = done_by("ai-toolkit", text_encoder_dtype="fp8")
-    parameters = MODEL.text_encoder_parameters
+    parameters = sum(encoder.parameters for encoder in MODEL.text_encoders)
     assert come_before(run) == [2 * parameters]
     found = {entry.stage.name: entry for entry in trained(run)}
     assert found["load"].allocated_after_bytes == pytest.approx(LOADED + parameters, rel=0.01)

@@ -10,8 +10,8 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
-from planner.layout.inputs import load_facts
 from planner.layout.margin import interval
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate

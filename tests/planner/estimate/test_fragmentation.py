@@ -12,7 +12,7 @@ from planner.estimate.estimate import estimate, replay
 from planner.estimate.fragmentation import reserved_range, widen
 from planner.estimate.stages import replay_stages
 from planner.layout import margin
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve

@@ -19,8 +19,8 @@ from planner.catalog.shapes import grid as shape_of
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
-from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.layout.unpriced import refuse_unpriced
 from planner.search.screening import Screen, allocated_peak

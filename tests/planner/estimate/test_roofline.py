@@ -10,8 +10,8 @@ from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
 from planner.estimate.roofline import Traffic, attention_efficiency, efficiency, peak_flops, step_seconds
 from planner.estimate.work import Attention, StepWork, Work, step_work, symbolic_work, total_flops, work_of
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Links, Machine, Strategy
 from planner.tape.codec import read_tape

@@ -15,8 +15,8 @@ from planner.estimate.estimate import assess, estimate, estimate_on_card, outsid
 from planner.evidence.jsonl import rows_by_id
 from planner.evidence.measurement import ProbeRow
 from planner.evidence.published import shipped_rehearsals
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Estimate

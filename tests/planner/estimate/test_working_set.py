@@ -11,8 +11,8 @@ from planner.catalog.shapes import job_for
 from planner.errors import NotEstimatedError
 from planner.estimate.estimate import Assessment, assess
 from planner.estimate.working_set import FAILS, MAY_SWAP, SWAPS, headline
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.units import GIB

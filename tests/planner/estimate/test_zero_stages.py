@@ -12,8 +12,8 @@ from planner.catalog.shapes import grids, job_for
 from planner.estimate import cache_flushes
 from planner.estimate.estimate import assess, replay
 from planner.estimate.stages import replay_stages
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.units import GIB, MIB

@@ -15,8 +15,19 @@ import profiles
 from planner import terminal
 from planner.commands import accuracy as verb
 from planner.commands import cli
+from planner.commands._shared.accuracy import render_accuracy
 from planner.errors import VplanError
-from planner.evidence.accuracy import Comparison, Prediction, answer, by_grid, compare, only, summary, worst_first
+from planner.evidence.accuracy import (
+    Comparison,
+    Predict,
+    Prediction,
+    answer,
+    by_grid,
+    compare,
+    only,
+    summary,
+    worst_first,
+)
 from planner.evidence.published import DEFAULTS, Row, read_rows
 from planner.schema import choices
 from planner.spec.configuration import Configuration
@@ -71,7 +82,7 @@ def predictor(
     device: float = 19.0,
     verdict: Verdict = "fits",
     allowed: tuple[float, float] = (0.975, 1.05),
-) -> verb.Predict:
+) -> Predict:
     """Predicts the same GiB for everything."""
     prediction = Prediction(
         allocated_bytes=round(allocated * GIB),
@@ -591,8 +602,8 @@ def test_terminal_fits_80_columns(tmp_path: Path) -> None:
     screen = io.StringIO()
     console = terminal.console(width=80)
     console.file = screen
-    verb._render_rows(console, entries)
-    verb._render_summary(console, entries, summary(entries))
+    render_accuracy.print_rows(console, entries)
+    render_accuracy.print_summary(console, entries, summary(entries))
     text = screen.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     for part in (

@@ -21,7 +21,7 @@ from planner.estimate.work import Attention
 from planner.evidence import calibration
 from planner.evidence import from_ledger as learning
 from planner.evidence.calibration import Calibration, Rates, calibrated
-from planner.evidence.from_ledger import Here
+from planner.evidence.from_ledger import InstalledSetup
 from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.measurement import ProbeRow
 from planner.hardware import doctor
@@ -50,7 +50,7 @@ JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
 @pytest.fixture(autouse=True)
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(learning, "here", lambda: Here(NAME, "580.1", "2.13.0", "0.42.1"))
+    monkeypatch.setattr(learning, "installed_setup", lambda: InstalledSetup(NAME, "580.1", "2.13.0", "0.42.1"))
     return tmp_path / "home"
 
 
@@ -259,7 +259,7 @@ def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
     """Three lengths that all take 4 % more than recordings say, in a file and in the user's own ledger. No row of the
     model is bundled."""
     from planner.estimate.estimate import estimate
-    from planner.layout.inputs import load_facts
+    from planner.layout.recordings import load_facts
 
     ledger = Ledger(default_path())
     for frames in (17, 33, 49):

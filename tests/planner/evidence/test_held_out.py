@@ -12,7 +12,7 @@ import pytest
 from planner.catalog import card_lookup
 from planner.evidence import from_ledger as learning
 from planner.evidence.accuracy import Prediction, compare
-from planner.evidence.from_ledger import Here, learned
+from planner.evidence.from_ledger import InstalledSetup, learned
 from planner.evidence.held_out import halves, seconds_error_pct, spearman
 from planner.evidence.measurement import ProbeRow, in_held_out_half
 from planner.evidence.published import read_rows
@@ -131,7 +131,9 @@ def test_a_probe_that_encodes_nothing_is_not_refused_for_it(tmp_path: Path) -> N
 
 def test_nothing_is_learned_from_the_half_that_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path))
-    monkeypatch.setattr(learning, "here", lambda: Here("NVIDIA GeForce RTX 4090", "x", "2.13.0", "x"))
+    monkeypatch.setattr(
+        learning, "installed_setup", lambda: InstalledSetup("NVIDIA GeForce RTX 4090", "x", "2.13.0", "x")
+    )
 
     def runs(*names: str, grid: str | None = "one-gpu") -> int:
         known = [ProbeRow.read(row(name, grid=grid)) for name in names]

@@ -23,8 +23,8 @@ from planner.evidence.step_times import (
     shipped,
     summary,
 )
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from tests.covering import covering

@@ -21,8 +21,8 @@ from planner.estimate.estimate import assess
 from planner.foreign.case import settle
 from planner.foreign.change_words import changed_words
 from planner.foreign.check import check_case
+from planner.foreign.other_ways import with_other_ways
 from planner.foreign.pricing import Pricing
-from planner.foreign.smaller import with_smaller
 from planner.foreign.smallest_change import moves_of, smaller_batches
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 
@@ -356,7 +356,7 @@ FULL_FLUX = (
 def test_where_no_option_is_enough_the_card_that_is_stands_there(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(FULL_FLUX)
     dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
-    found = with_smaller(check_case(settle(dialect, given, {}, {"gpu": "24GB"})))
+    found = with_other_ways(check_case(settle(dialect, given, {}, {"gpu": "24GB"})))
     assert not found.fixes and found.larger_card is not None
     there = found.larger_card.estimate
     again = check_case(settle(dialect, given, {}, {"gpu": there.machine.gpu}), search=False)
@@ -371,7 +371,7 @@ def test_where_no_option_is_enough_the_card_that_is_stands_there(tmp_path: Path)
 def test_where_full_training_does_not_fit_a_lora_that_does_is_priced(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(SDXL_FULL)
     dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
-    found = with_smaller(check_case(settle(dialect, given, {}, {"gpu": "12GB"})))
+    found = with_other_ways(check_case(settle(dialect, given, {}, {"gpu": "12GB"})))
     assert not found.fixes and found.as_lora is not None
     words, plan = found.as_lora
     assert words == "vplan suggest sdxl --gpu 12GB --resolution 1024x1024 --for diffusers"

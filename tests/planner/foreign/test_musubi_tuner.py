@@ -17,9 +17,9 @@ from planner.foreign.pricing import Pricing
 from planner.foreign.smallest_change import moves_of
 from planner.layout import trainer_terms
 from planner.layout.checkpoints.block_inputs import offloaded_bytes
-from planner.layout.inputs import load_facts
 from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.layout.trainer_terms import kohya_lora
 from planner.layout.trainer_terms.musubi_tuner import ONE_TIME

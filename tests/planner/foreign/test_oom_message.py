@@ -18,7 +18,7 @@ from planner.errors import VplanError
 from planner.estimate.stages import replay_stages
 from planner.foreign.oom_cause import explain, render
 from planner.foreign.oom_message import allocation_bytes, format_size, parse
-from planner.layout import inputs
+from planner.layout import recordings
 from planner.layout.pipeline import lay_out
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
@@ -247,7 +247,7 @@ def test_the_request_that_ended_latentsync_is_the_decoded_frames_in_fp32() -> No
     strategy = resolve(job, strategy, machine)
     model = lookup.model(job.model)
     configuration = Configuration.of(job, strategy, machine)
-    known = inputs.load_facts(configuration, model, card_lookup.gpu("rtx4090"))
+    known = recordings.load_facts(configuration, model, card_lookup.gpu("rtx4090"))
     run = lay_out(configuration, known, grid(model, job), "latentsync")
     message = dataclasses.replace(parse(TORCH_2_0), allocated_bytes=None)
     found = explain(message, replay_stages(run))

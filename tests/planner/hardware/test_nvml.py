@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from planner.commands._shared.run_progress import Follower
+from planner.commands._shared.training.run_progress import Follower
 from planner.hardware import nvml
 from planner.units import GIB, MIB
 

@@ -9,7 +9,7 @@ import pytest
 from planner.estimate.estimate import estimate
 from planner.launch.fallback import difference, next_plan
 from planner.launch.supported import settled
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan
 

@@ -10,7 +10,7 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError
-from planner.launch.training_laws import changes, check_lora_init, complete, over, with_law, words
+from planner.launch.training_settings import changes, check_lora_init, complete, with_law, with_options, words
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 from planner.spec.training import TrainingSettings
@@ -127,7 +127,9 @@ def test_a_warm_up_needs_a_schedule_that_has_one() -> None:
     settings = completed("flux.1-dev", warmup_steps=5)
     assert settings.lr_scheduler == "constant_with_warmup" and completed("flux.1-dev").lr_scheduler == "constant"
     assert "(constant_with_warmup, 5 warm-up steps)" in words(settings, lookup.model("flux.1-dev"), Strategy())[1]
-    again = over(settings, {**dict.fromkeys(TrainingSettings.model_fields), "warmup_steps": 5})  # the same command
+    again = with_options(
+        settings, {**dict.fromkeys(TrainingSettings.model_fields), "warmup_steps": 5}
+    )  # the same command
     assert completed("flux.1-dev", **{**again.to_json(), "betas": again.betas}) == settings
 
 
@@ -155,8 +157,8 @@ def test_a_plan_keeps_its_settings() -> None:
 def test_typed_options_lie_over_the_plans() -> None:
     options = dict.fromkeys(TrainingSettings.model_fields)
     kept = TrainingSettings(timestep_sampling="logit_normal", logit_mean=0.5, betas=(0.9, 0.9))
-    assert over(kept, options) == kept
-    new = over(kept, {**options, "timestep_sampling": "mode", "max_grad_norm": 0.0})
+    assert with_options(kept, options) == kept
+    new = with_options(kept, {**options, "timestep_sampling": "mode", "max_grad_norm": 0.0})
     assert (new.timestep_sampling, new.logit_mean, new.betas, new.max_grad_norm) == ("mode", None, (0.9, 0.9), 0.0)
 
 
@@ -164,8 +166,8 @@ def test_a_lora_file_is_looked_for_where_it_is_read(tmp_path: Path, monkeypatch:
     """Not where a run goes on: its checkpoint has the adapters, and the file may be gone."""
     monkeypatch.chdir(tmp_path)
     options = dict.fromkeys(TrainingSettings.model_fields)
-    settings = over(TrainingSettings(), {**options, "lora_init": "a.safetensors"})
-    assert settings.lora_init == str(tmp_path / "a.safetensors") and over(settings, options) == settings
+    settings = with_options(TrainingSettings(), {**options, "lora_init": "a.safetensors"})
+    assert settings.lora_init == str(tmp_path / "a.safetensors") and with_options(settings, options) == settings
     with pytest.raises(VplanError, match="--lora-init: there is no"):
         check_lora_init(settings)
     (tmp_path / "a.safetensors").touch()

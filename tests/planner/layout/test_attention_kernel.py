@@ -13,8 +13,8 @@ from planner.layout.attention_kernel import (
     round_all_rows,
     take_rows_as_they_are,
 )
-from planner.layout.inputs import Library, load_facts
 from planner.layout.recorded_run import recorded_step
+from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy

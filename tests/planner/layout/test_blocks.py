@@ -7,8 +7,8 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
 from planner.layout.checkpoints.block_inputs import block_inputs
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 

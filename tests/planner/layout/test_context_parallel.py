@@ -15,8 +15,8 @@ from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.traffic import traffic
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration

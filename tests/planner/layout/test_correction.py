@@ -14,7 +14,7 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.plan_id import row_id
 from planner.estimate.estimate import estimate
 from planner.evidence import from_ledger as learning
-from planner.evidence.from_ledger import Here, learned, stands_for, with_learned
+from planner.evidence.from_ledger import InstalledSetup, learned, stands_for, with_learned
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow
 from planner.layout import margin
@@ -28,7 +28,7 @@ from planner.layout.correction import (
     fit,
     with_peak,
 )
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.layout.run import Facts
 from planner.search.question import Question
 from planner.search.screening import Screen
@@ -45,7 +45,7 @@ TRAINED = frozenset({"load", "first_step", "train", "optimizer", "save"})
 JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
 STRATEGY = Strategy(gradient_checkpointing="full")
 MACHINE = Machine(gpu="24GB", host_ram=64 * GIB)
-HERE = Here("NVIDIA GeForce RTX 3090", "580.1", "2.13.0", "0.42.1")
+HERE = InstalledSetup("NVIDIA GeForce RTX 3090", "580.1", "2.13.0", "0.42.1")
 
 
 def peak(reserved: int, outside: int) -> PhasePeak:
@@ -258,7 +258,7 @@ def row(device: float, gpu: str = "rtx3090", outcome: Any = "ok", **fields: Any)
 def own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     """A ledger of the test's own, on a computer with an RTX 3090."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path))
-    monkeypatch.setattr(learning, "here", lambda: HERE)
+    monkeypatch.setattr(learning, "installed_setup", lambda: HERE)
     monkeypatch.setattr(learning, "_predictions_here", {})  # what another test's rows were told is not written again
     return Ledger(tmp_path / "ledger.jsonl")
 
@@ -307,7 +307,7 @@ def test_rows_of_another_version_or_of_no_gpu_say_nothing(own: Ledger) -> None:
     assert learned(JOB.model, card, "diffsynth", probes=[row(12.0)]) is NO_MEASUREMENTS
     newer = learned(JOB.model, card, probes=[with_env(driver="600.0")])
     assert newer.correction.runs == 1 and not newer.proofs
-    assert Here(None, None, None, None).agrees(row(12.0).env)
+    assert InstalledSetup(None, None, None, None).agrees(row(12.0).env)
 
 
 def counters(reserved: float, device: float) -> dict[str, int]:

@@ -10,8 +10,8 @@ from planner.catalog import card_lookup
 from planner.catalog.shapes import grids
 from planner.estimate.estimate import estimate
 from planner.layout.cublas import FUSED_PRODUCT, PRODUCTS, kept_workspaces
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy

@@ -10,7 +10,7 @@ from planner.allocator.implementation import held
 from planner.catalog import lookup
 from planner.catalog.components import recorded_length
 from planner.layout.encoders_vae import encoding_memory, lay_out_encoding, vae_component
-from planner.layout.inputs import component_tape
+from planner.layout.recordings import component_tape
 from planner.spec.job import Strategy
 
 

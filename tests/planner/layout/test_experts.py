@@ -11,8 +11,8 @@ from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import after_step_bytes, estimate
 from planner.layout.experts import exchanged_bytes, expert_assumption, high_share
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.combinations.contradictions import check
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy

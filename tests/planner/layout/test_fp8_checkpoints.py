@@ -9,8 +9,8 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import grids
 from planner.errors import NotEstimatedError
 from planner.layout.checkpoints.block_inputs import block_inputs
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
 from tests.planner.hand_made import (

@@ -12,8 +12,8 @@ from planner.catalog.shapes import grid, job_for
 from planner.estimate.estimate import estimate
 from planner.estimate.work import step_work
 from planner.layout.experts import expert_assumption
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy

@@ -10,9 +10,9 @@ import pytest
 from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import grid, job_for
 from planner.layout.gradient_sums import SUM_WORKSPACE
-from planner.layout.inputs import load_facts
 from planner.layout.optimizer.reduction_workspace import column_mean_bytes
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy

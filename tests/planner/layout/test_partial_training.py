@@ -11,9 +11,9 @@ from planner.allocator.caching import CachingAllocator
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
-from planner.layout.inputs import load_facts
 from planner.layout.partial_training import matches
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Facts, Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy

@@ -11,8 +11,8 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import grid
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.search.question import Question
 from planner.search.screening import Screen

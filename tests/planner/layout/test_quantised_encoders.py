@@ -6,7 +6,7 @@ import pytest
 
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
-from planner.layout import inputs
+from planner.layout import recordings
 from planner.layout.encoders_vae import component_bytes, encoders
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
@@ -23,7 +23,7 @@ def laid_out(trainer: str, dtype: str, model: str = "wan2.1-t2v-1.3b") -> Run:
     job = Job(model=model, frames=1, height=height, width=width)
     fields = {"gradient_checkpointing": "full", "text_encoder": "resident", "text_encoder_dtype": dtype}
     configuration = Configuration.of(job, Strategy.read(fields), Machine(gpu="h100"))
-    facts = inputs.load_facts(configuration)
+    facts = recordings.load_facts(configuration)
     return lay_out(configuration, facts, grid(facts.model, job), trainer)
 
 

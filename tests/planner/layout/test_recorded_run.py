@@ -6,8 +6,8 @@ import pytest
 
 from planner.catalog import lookup
 from planner.catalog.shapes import grids, job_for
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy

@@ -14,8 +14,8 @@ from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
 from planner.estimate.estimate import after_step_bytes, estimate
 from planner.estimate.stages import replay_stages
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.search.objectives import relaxed
 from planner.search.question import Question

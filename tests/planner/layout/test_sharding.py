@@ -15,8 +15,8 @@ from planner.errors import VplanError
 from planner.estimate.host_ram import disk_bytes, host_ram, ram_bytes
 from planner.estimate.stages import replay_stages
 from planner.estimate.traffic import traffic
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.layout.run_records import ZeroSettings
 from planner.layout.sharding import zero as zero_terms

@@ -15,8 +15,8 @@ from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.host_ram import disk_bytes, host_ram
 from planner.layout.checkpoints.block_inputs import block_inputs
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from planner.catalog.shapes import grid
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy

@@ -25,8 +25,8 @@ from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, held_out, in_held_out_half
 from planner.garbage_collection import without_garbage_collection
 from planner.launch.supported import settled
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.probe import grid_file
 from planner.probe.grid_file import GridEntry, read_grid
 from planner.probe.grid_schedule import START_SECONDS, Candidate, candidate, in_order

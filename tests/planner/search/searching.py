@@ -10,7 +10,7 @@ from typing import Any
 from planner.catalog import card_lookup, lookup
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, Setup
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.probe.simulated import SimulatedRunner, environment
 from planner.search.question import Question
 from planner.search.screening import Screen

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from planner.catalog import card_lookup, lookup
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.search.batched_peaks import peak_forms
 from planner.search.ladder import ladder, quick_estimates
 from planner.search.question import Question

@@ -9,7 +9,7 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError, VplanError
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.search.lower_bounds import LEAST_TRAINED, walked
 from planner.search.screening import Screen
 from planner.spec.configuration import Configuration

@@ -17,7 +17,7 @@ from planner.commands import cli
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import Assessment, assess, estimate
 from planner.estimate.stages import reused_replay
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.search.objectives import PREFERRED, frames, largest, largest_by, relaxed, smaller_sizes
 from planner.search.question import Question, Suggestion
 from planner.search.screening import QuickEstimate, Screen

@@ -12,7 +12,7 @@ from planner.allocator.caching import CachingAllocator
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.errors import VplanError
-from planner.layout.inputs import tape
+from planner.layout.recordings import tape
 from planner.tape.format import Tape
 from planner.tape.partial_checkpointing import BothSteps
 from planner.tape.program import Program

@@ -10,8 +10,8 @@ from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.evidence.jsonl import rows_by_id
-from planner.layout.inputs import load_facts, tape
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts, tape
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.tape.packs import digest, is_stored, stored_below

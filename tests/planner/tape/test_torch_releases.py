@@ -8,7 +8,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import estimate
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 

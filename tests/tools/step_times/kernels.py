@@ -20,8 +20,8 @@ from planner.catalog.shapes import grid
 from planner.estimate import roofline
 from planner.estimate.work import KERNELS, Kind, Work, step_work
 from planner.evidence.jsonl import rows_by_id
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 

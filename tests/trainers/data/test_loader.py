@@ -47,7 +47,7 @@ def test_stacked_files_are_a_batch_of_the_family(name: str, tmp_path: Path) -> N
     made = stacker(name)
     batch = made.batch(write(tmp_path, made, 3))
     grid = lookup.grid(made.profile, made.job)
-    wanted = made.kind.batch({**grid, "B": 3}, "meta", torch.bfloat16)
+    wanted = made.family.batch({**grid, "B": 3}, "meta", torch.bfloat16)
     assert {key: (t.shape, t.dtype) for key, t in batch.items()} == {k: (t.shape, t.dtype) for k, t in wanted.items()}
     assert [float(sample.flatten()[0]) for sample in batch["latents"]] == [0, 1, 2]
 
@@ -145,7 +145,7 @@ def test_a_batch_says_its_weight(tmp_path: Path) -> None:
     few, many = Bucket(frames=1, height=64, width=64), Bucket(frames=5, height=64, width=64)
     entries = [entry._replace(bucket=many) for entry in write(tmp_path, made, 4)]
     (tmp_path / "few").mkdir()
-    lone = write(tmp_path / "few", Stacker(made.profile, made.job.replace(frames=1), made.kind, made.dtype), 1)
+    lone = write(tmp_path / "few", Stacker(made.profile, made.job.replace(frames=1), made.family, made.dtype), 1)
     entries.append(lone[0]._replace(bucket=few))
     sampler = BatchSampler(entries, made.job.replace(buckets=(few, many), batch_size=2), 1, 1, 0)
     own = Loader(sampler, made, 0, torch.device("cpu"), 6)

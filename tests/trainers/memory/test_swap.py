@@ -10,8 +10,8 @@ from torch import nn
 
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.spec.rules import resolve

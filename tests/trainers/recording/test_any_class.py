@@ -19,7 +19,7 @@ from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
 from planner.commands import cli, record
 from planner.commands._shared import own_model
-from planner.layout import inputs
+from planner.layout import recordings
 from planner.tape.codec import tape_json
 from planner.tape.packed_json import write_packed
 from planner.tape.program import Program
@@ -167,7 +167,7 @@ def test_attention_that_differs_by_card_is_recorded_as_each_runs_it() -> None:
     peaks = {}
     for cudnn in (True, False):
         case = by_class("AceStepTransformer1DModel", variant._replace(cudnn=cudnn))
-        operators = inputs.tape("mine", case.variant.name).operators
+        operators = recordings.tape("mine", case.variant.name).operators
         assert ("aten._scaled_dot_product_cudnn_attention" in operators) is cudnn
         peaks[cudnn] = from_tape(case).peak
         assert peaks[cudnn] == directly(case)[0].peak
@@ -184,7 +184,7 @@ def test_biases_that_share_a_gradient_are_freed_by_their_names() -> None:
     case = by_class("HunyuanDiT2DModel", StepVariant("full", precision, "none", True))
     assert from_tape(case).peak == directly(case)[0].peak
     profile = lookup.model("mine")
-    step, optimizer = inputs.tape("mine", case.variant.name), OptimizerVariant("full", "half", "adamw", "foreach")
+    step, optimizer = recordings.tape("mine", case.variant.name), OptimizerVariant("full", "half", "adamw", "foreach")
     program = Program()
     for piece in ("load", "step"):
         program.unfold(step, piece)

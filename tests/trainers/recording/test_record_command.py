@@ -20,7 +20,7 @@ from planner.catalog.shapes import job_for
 from planner.commands import cli, record
 from planner.errors import NotRecordedError
 from planner.launch.recorders import CHECKOUT
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.tape.format import Monomial, Section, Tape, Template

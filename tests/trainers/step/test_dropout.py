@@ -7,7 +7,7 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import grid, job_for
 from planner.errors import NotRecordedError
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.tape.format import CATEGORIES

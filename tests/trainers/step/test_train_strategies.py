@@ -56,10 +56,10 @@ class Held:
 
         (batch, *_) = self.training.loader.batches(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = step.forward(self.training.trainee, self.training.kind, batch, self.training.strategy)
+            loss = step.forward(self.training.trainee, self.training.family, batch, self.training.strategy)
         self.saved = sum(storages.values())
         loss.backward()
-        step.optimizer_step(self.training.trainee)
+        self.training.engine.step(self.training.trainee)
         self.training.loader.close()
 
     @property
@@ -171,7 +171,7 @@ def test_a_step_inside_backward_leaves_no_gradient_behind(place: runs.Place, tmp
         runs.ReportInMemory(),
     )
     (batch,) = found.loader.batches(0)
-    step.forward(found.trainee, found.kind, batch, found.strategy).backward()
+    step.forward(found.trainee, found.family, batch, found.strategy).backward()
     assert all(parameter.grad is None for parameter in found.trainee.model.parameters())
     found.loader.close()
 
@@ -260,11 +260,11 @@ def test_an_optimizer_on_the_host_holds_what_the_plan_says(place: runs.Place, tm
     bf16 = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "offload_optimizer": "cpu", "offload_gradients": "cpu"}
     training = TrainingRun(place.request(tmp_path, place.plan(bf16, method="full"), steps=1), runs.ReportInMemory())
     (batch,) = training.loader.batches(0)
-    step.forward(training.trainee, training.kind, batch, training.strategy).backward()
+    step.forward(training.trainee, training.family, batch, training.strategy).backward()
     training.loader.close()
     trained, optimizer = training.trainee.trainable.values(), training.trainee.optimizer
     assert isinstance(optimizer, OnHost) and all(parameter.grad is None for parameter in trained)
-    step.optimizer_step(training.trainee)
+    training.engine.step(training.trainee)
     held = [*optimizer.hosts.values(), *optimizer.gradients.values()]
     held += [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     kept_in_fp32 = sum(parameter.numel() for parameter in trained if parameter.dtype == torch.float32)

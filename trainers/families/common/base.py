@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from planner.catalog.profiles import ModelProfile, Training
 from planner.spec.job import Job
@@ -155,6 +156,20 @@ class Family:
             name: first[name] if name in self.shared else torch.stack([sample[name] for sample in samples])
             for name in first
         }
+
+    def collate_with_mask(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """One batch whose prompts are filled up to the longest one, with a mask wherever there are several samples: for
+        families whose `collate` it is."""
+        lengths = [sample["prompt"].shape[0] for sample in samples]
+        longest = max(lengths)
+        filled = [
+            {**sample, "prompt": functional.pad(sample["prompt"], (0, 0, 0, longest - length))}
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
+        batch = Family.collate(self, filled)
+        if len(samples) > 1:
+            batch["prompt_mask"] = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
+        return batch
 
     def flow_matching(self, latents: Tensor, *, towards_clip: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Noisy latents, noise levels between 0 and 1, and the velocity to predict (arXiv 2210.02747).

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn
@@ -78,17 +77,7 @@ class Chroma(Family):
         return FamilyPipeline(pipeline="ChromaPipeline", prompt={"prompt": "prompt_embeds"}, call=masks)
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Prompts are filled up to the longest one, with a mask wherever there are several."""
-        lengths = [sample["prompt"].shape[0] for sample in samples]
-        longest = max(lengths)
-        filled = [
-            {**sample, "prompt": functional.pad(sample["prompt"], (0, 0, 0, longest - length))}
-            for sample, length in zip(samples, lengths, strict=True)
-        ]
-        batch = super().collate(filled)
-        if len(samples) > 1:
-            batch["prompt_mask"] = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
-        return batch
+        return self.collate_with_mask(samples)
 
 
 def _pass_masks(model: nn.Module) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, pixels, sampled
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn
 from trainers.families.common.sampling import FamilyPipeline
+from trainers.families.sd3 import encode_clip
 
 
 class HiDream(Family):
@@ -99,12 +100,6 @@ class HiDream(Family):
             return parts
         others = {name: tensor for name, tensor in parts.items() if not name.startswith("pooled")}
         return {**others, "pooled": torch.cat([parts["pooled"], parts["pooled_2"]])}
-
-
-def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, h, w)}, drawn from the VAE's posterior, shifted and scaled."""
-    latents, config = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
-    return {"latents": (latents - config.shift_factor) * config.scaling_factor}
 
 
 def encode_by_clip(encoder: Encoder, captions: list[str], suffix: str) -> dict[str, Tensor]:

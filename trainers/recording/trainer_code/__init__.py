@@ -24,6 +24,11 @@ from planner.spec.job import Job, Strategy
 from trainers.families.common.base import Grid
 
 
+def named(module: str, name: str) -> Any:
+    """A class or function of a trainer's packages, which are imported when it is asked for."""
+    return getattr(importlib.import_module(module), name)
+
+
 class TrainerCode(Protocol):
     """What a file here offers, over the trainer's packages."""
 

@@ -14,6 +14,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.families.common.base import Grid
+from trainers.recording.trainer_code import named
 from trainers.recording.trainer_code.wan_names import published_name as published_name
 from trainers.step import step
 
@@ -33,10 +34,6 @@ def import_packages() -> None:
     importlib.import_module("diffsynth.pipelines.wan_video")
 
 
-def _named(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
-
-
 def build_model(
     profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None, version: str = ""
 ) -> nn.Module:
@@ -44,7 +41,7 @@ def build_model(
     published = config or profile.config
     first_frame, image = bool(profile.inputs.get("first_frame_given")), bool(published.get("image_dim"))
     with init_empty_weights():
-        model: nn.Module = _named("diffsynth.models.wan_video_dit", "WanModel")(
+        model: nn.Module = named("diffsynth.models.wan_video_dit", "WanModel")(
             dim=published["num_attention_heads"] * published["attention_head_dim"],
             in_dim=published["in_channels"],
             ffn_dim=published["ffn_dim"],
@@ -79,7 +76,7 @@ def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Te
 def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
     """``FlowMatchSFTLoss`` over ``model_fn_wan_video``. accelerate's autocast is around all of it."""
     with _disable_current_modes():  # its schedule lies in host memory
-        pipeline = _named("diffsynth.pipelines.wan_video", "WanVideoPipeline")
+        pipeline = named("diffsynth.pipelines.wan_video", "WanVideoPipeline")
         pipe = pipeline(device="cpu", torch_dtype=batch["latents"].dtype)
         pipe.scheduler.set_timesteps(STEPS, training=True)
     pipe.dit = model
@@ -88,7 +85,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tens
     inputs |= {names[name]: tensor for name, tensor in batch.items() if name in names}
     checkpointed = strategy.gradient_checkpointing == "full"
     with step.autocast(strategy, torch.device("cpu")):
-        result: Tensor = _named("diffsynth.diffusion.loss", "FlowMatchSFTLoss")(
+        result: Tensor = named("diffsynth.diffusion.loss", "FlowMatchSFTLoss")(
             pipe,
             **inputs,
             fuse_vae_embedding_in_latents="first_frame" in batch,

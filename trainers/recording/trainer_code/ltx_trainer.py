@@ -18,6 +18,7 @@ from planner.layout.trainer_terms.ltx_trainer import VIDEO_ALONE
 from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.families.common.base import Grid
+from trainers.recording.trainer_code import named
 from trainers.step import step
 
 REPOSITORY = "Lightricks/LTX-2"
@@ -51,12 +52,8 @@ def import_packages() -> None:
     """Imports the trainer's packages; an ImportError where one, or one that it needs, is missing."""
     importlib.import_module("ltx_core.model.transformer.model")
     # What goes through a block lies in an object of its own, in which the recorder finds tensors once it is known.
-    register_dataclass(_named("ltx_core.model.transformer.transformer_args", "TransformerArgs"))
+    register_dataclass(named("ltx_core.model.transformer.transformer_args", "TransformerArgs"))
     _strategies()
-
-
-def _named(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
 
 
 def _strategies() -> Any:
@@ -83,7 +80,7 @@ def build_model(
     without sound, whose model is the same."""
     published = config or profile.config
     with init_empty_weights():
-        model: nn.Module = _named("ltx_core.model.transformer.model", "LTXModel")(
+        model: nn.Module = named("ltx_core.model.transformer.model", "LTXModel")(
             num_attention_heads=published["num_attention_heads"],
             attention_head_dim=published["attention_head_dim"],
             in_channels=published["in_channels"],
@@ -137,7 +134,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tens
         "video_latents": {"latents": batch["latents"], **{name: _Size(size) for name, size in sizes.items()}},
         "audio_latents": {"latents": batch["audio"].view(samples, count, -1, MEL_BINS).transpose(1, 2)},
     }
-    sampler = _named("ltx_trainer.timestep_samplers", "ShiftedLogitNormalTimestepSampler")()
+    sampler = named("ltx_trainer.timestep_samplers", "ShiftedLogitNormalTimestepSampler")()
     inputs = plan.prepare_training_inputs(clip, sampler)
     unperturbed = _unperturbed(own, samples, step.compute_dtype(strategy))
     with step.autocast(strategy, torch.device("cpu")):
@@ -150,9 +147,9 @@ def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tens
 def _unperturbed(model: Any, samples: int, dtype: torch.dtype) -> Any:
     """What the model makes of no perturbations, in the format of its tokens. The copy in host memory, which it reads,
     is an array here."""
-    kinds = _named("ltx_core.guidance.perturbations", "PerturbationType")
+    kinds = named("ltx_core.guidance.perturbations", "PerturbationType")
     shape = (len(kinds), model.num_blocks, samples)
-    batched = _named("ltx_core.guidance.perturbations", "BatchedPerturbationConfig")
+    batched = named("ltx_core.guidance.perturbations", "BatchedPerturbationConfig")
     return batched.from_masks(torch.ones(shape, dtype=dtype), np.ones(shape))
 
 

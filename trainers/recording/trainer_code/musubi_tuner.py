@@ -20,7 +20,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.families.common.base import Grid
-from trainers.recording.trainer_code import kohya_lora, wan_names
+from trainers.recording.trainer_code import kohya_lora, named, wan_names
 from trainers.step import step
 
 REPOSITORY = "kohya-ss/musubi-tuner"
@@ -51,10 +51,6 @@ def import_packages() -> None:
         importlib.import_module("musubi_tuner.wan_train_network")
 
 
-def _named(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"musubi_tuner.{module}"), name)
-
-
 def published_name(name: str) -> str:
     """The name that diffusers and peft give to a weight."""
     name = wan_names.published_name(name)
@@ -73,7 +69,7 @@ def build_model(
     published = config or profile.config
     settings = _settings(profile)
     with init_empty_weights():
-        model: nn.Module = _named("wan.modules.model", "WanModel")(
+        model: nn.Module = named("musubi_tuner.wan.modules.model", "WanModel")(
             model_type="i2v" if settings.i2v else "t2v",
             model_version="2.2" if settings.v2_2 else "2.1",
             dim=settings.dim,
@@ -88,7 +84,9 @@ def build_model(
             attn_mode="torch",  # what --sdpa asks for
         )
         model.to(FORMATS[strategy.weights(job.method)]).requires_grad_(False)
-        network = _named("networks.lora_wan", "create_arch_network")(1.0, job.lora_rank, job.lora_rank, None, [], model)
+        network = named("musubi_tuner.networks.lora_wan", "create_arch_network")(
+            1.0, job.lora_rank, job.lora_rank, None, [], model
+        )
     model.settings = settings
     model.set_time_embedding_v2_1(bool(version))  # type: ignore[operator]  # its own method
     kohya_lora.apply_beside(network.unet_loras, step.DTYPES[strategy.adapter_dtype])
@@ -102,7 +100,7 @@ def _settings(profile: ModelProfile) -> Any:
     """Its configuration of the task that trains a model: the first of its version, width and channels."""
     per_token = profile.trained_with("musubi-tuner", "time-per-token")
     shape = profile.config["num_attention_heads"], profile.config["in_channels"], per_token
-    tasks = _named("wan.configs", "WAN_CONFIGS").values()
+    tasks = named("musubi_tuner.wan.configs", "WAN_CONFIGS").values()
     return next(task for task in tasks if (task.num_heads, task.in_dim, task.v2_2) == shape)
 
 
@@ -131,7 +129,7 @@ def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Te
 def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
     """The loss of ``NetworkTrainer.process_batch``, over noise that the loop draws before it."""
     with _disable_current_modes():  # what it sets up lies in host memory
-        trainer = _named("wan_train_network", "WanNetworkTrainer")()
+        trainer = named("musubi_tuner.wan_train_network", "WanNetworkTrainer")()
     own: Any = model  # its own class, with its trainer's settings
     trainer.config, trainer._i2v_training, trainer._control_training = own.settings, own.settings.i2v, False
     trainer.high_low_training = False

@@ -14,7 +14,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job, Strategy
 from trainers.families import family
 from trainers.families.common.base import Grid
-from trainers.recording.trainer_code import kohya_lora
+from trainers.recording.trainer_code import kohya_lora, named
 from trainers.step import step
 
 REPOSITORY = "kohya-ss/sd-scripts"
@@ -32,10 +32,6 @@ def import_packages() -> None:
     importlib.import_module("networks.lora")
 
 
-def _named(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
-
-
 def published_name(name: str) -> str:
     """The name that diffusers and peft give to a weight; its own are diffusers'."""
     return kohya_lora.published_name(name, ADAPTED.search(name) is not None)
@@ -48,12 +44,12 @@ def build_model(
     transformers; parameters on ``meta``."""
     published = config or profile.config
     with init_empty_weights():
-        model: nn.Module = _named("library.original_unet", profile.diffusers_class)(
+        model: nn.Module = named("library.original_unet", profile.diffusers_class)(
             sample_size=published["sample_size"],
             attention_head_dim=published["attention_head_dim"],
             cross_attention_dim=published["cross_attention_dim"],
         )
-        network = _named("networks.lora", "create_network")(1.0, job.lora_rank, job.lora_rank, None, [], model)
+        network = named("networks.lora", "create_network")(1.0, job.lora_rank, job.lora_rank, None, [], model)
     model.to(step.DTYPES[strategy.weights(job.method)]).requires_grad_(False)
     model.set_use_sdpa(True)  # type: ignore[operator]  # its own method
     kohya_lora.apply_beside(network.unet_loras, step.DTYPES[strategy.adapter_dtype])

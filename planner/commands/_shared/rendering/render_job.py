@@ -58,8 +58,7 @@ def print_shapes(console: Console, even: EvenedPlan) -> None:
     """Prints the shapes that were proposed for the data, each with its batch size, and the flag that gives them."""
     rows = []
     for shape, seconds, _, nbytes in even.shapes:
-        name = f"{shape.frames}x{shape.height}x{shape.width}"
-        rows.append((name, shape.batch_size or 1, seconds_words(seconds), f"{gib(nbytes):.1f}"))
+        rows.append((shape.words, shape.batch_size or 1, seconds_words(seconds), f"{gib(nbytes):.1f}"))
     console.print()
     console.print(table(("shape of the data", ">batch", ">s/step", ">GiB alone"), rows))
     flags = ",".join(f"{name}x{batch}" for name, batch, *_ in rows)

@@ -83,11 +83,11 @@ def encoders_on_cpu(run: Run) -> None:
 MASKED = "t5-mask"
 """The version of memory terms with FLUX.1's ``--apply_t5_attn_mask``."""
 
-OLDER = {
+BY_VERSION = {
     **VERSIONS,
     "mmdit": MMDIT,
     f"hunyuan-image@{ENCODERS_ON_CPU}": (encoders_on_cpu,),
     MASKED: (masks_of_numbers_by_head,),
 }
-"""Not older: its scripts for SDXL and SD 1.5 and for Stable Diffusion 3, whose models are its own code
-(``unet`` in `unet`, ``mmdit`` in `sd3`), and a flag that no field of a plan says."""
+"""Its scripts for SDXL and SD 1.5 and for Stable Diffusion 3, whose models are its own code (``unet`` in `unet`,
+``mmdit`` in `sd3`), and flags that no field of a plan says."""

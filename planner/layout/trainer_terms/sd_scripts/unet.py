@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from planner.errors import NotRecordedError
 from planner.garbage_collection import recording_cache
 from planner.layout.adapters import adapted_layers, of_recordings
-from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.sd_scripts.whole_scores import whole_scores
 from planner.layout.trainer_terms.trained_text_encoders import (

@@ -115,23 +115,24 @@ def test_a_name_of_several_models_gives_them_all() -> None:
 
 
 def test_no_name_means_two_models() -> None:
-    entries = {(model_key(name), model.title) for model in other_models.other_models() for name in model.names}
-    entries |= {(model_key(name), group.models[0]) for group in other_models.groups() for name in group.names}
+    others = other_models.other_names()
+    entries = {(model_key(name), model.title) for model in others.model for name in model.names}
+    entries |= {(model_key(name), group.models[0]) for group in others.group for name in group.names}
     assert [key for key, count in Counter(key for key, _ in entries).items() if count > 1] == []
     taken = {key: lookup.bundled_name(key) or lookup.distilled_from(key) for key, _ in entries}
     assert {key: model for key, model in taken.items() if model} == {}
 
 
 def test_what_a_refusal_points_to_exists() -> None:
-    for model in other_models.other_models():
+    for model in other_models.other_names().model:
         assert not model.goes_with or model.goes_with in profiles.model_names(), model.title
         assert not (model.goes_with and model.recorded_by), model.title
-    for group in other_models.groups():
+    for group in other_models.other_names().group:
         assert set(group.models) <= set(profiles.model_names())
 
 
 @pytest.mark.parametrize(
-    "other", [model for model in other_models.other_models() if model.recorded_by], ids=lambda model: model.title
+    "other", [model for model in other_models.other_names().model if model.recorded_by], ids=lambda model: model.title
 )
 def test_a_class_that_is_to_be_recorded_can_be(other: OtherModel) -> None:
     assert other.recorded_by in diffusers_folder.installed_classes()

@@ -15,8 +15,8 @@ from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 from planner.layout.adapters import linear_layers
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 

@@ -13,8 +13,8 @@ from planner.catalog.shapes import grid
 from planner.dialects.base.script import from_file
 from planner.foreign.case import settle
 from planner.foreign.check import check_case
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.layout.trainer_terms.onetrainer import _most_loaded
 

@@ -14,8 +14,8 @@ from planner.errors import NotEstimatedError
 from planner.foreign.case import Case, settle
 from planner.foreign.check import check_case
 from planner.foreign.pricing import Pricing
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.units import GIB
 

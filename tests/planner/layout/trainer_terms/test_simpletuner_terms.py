@@ -9,8 +9,8 @@ import pytest
 from planner.catalog.lookup import model
 from planner.catalog.shapes import grid, job_for
 from planner.estimate.work import KERNELS, StepWork, Work, attention_of, step_work
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy

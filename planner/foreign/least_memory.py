@@ -36,7 +36,7 @@ class Together:
     device_bytes: int
 
 
-class Least:
+class LeastMemory:
     """The search for the least that a command reaches with its trainer's moves."""
 
     def __init__(

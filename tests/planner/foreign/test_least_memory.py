@@ -19,8 +19,8 @@ from planner.foreign.case import Case, settle
 from planner.foreign.change_words import move_words
 from planner.foreign.check import Checked, check_case
 from planner.foreign.export import export, targets
+from planner.foreign.other_ways import with_other_ways
 from planner.foreign.pricing import CheckedEstimate, Pricing
-from planner.foreign.smaller import with_smaller
 from planner.foreign.smallest_change import WORTH, Fix, moves_of
 from planner.spec.job import ValidationShape
 from tests.tools.exported_grid import plan_of, written
@@ -56,7 +56,7 @@ type = "adamw_optimi"
 
 def checked(file: Path, **machine: Any) -> Checked:
     dialect, given = dialects.read_script(from_file(file))
-    return with_smaller(check_case(settle(dialect, given, {}, {"gpu": "16GB", "host_ram": 64 * 10**9, **machine})))
+    return with_other_ways(check_case(settle(dialect, given, {}, {"gpu": "16GB", "host_ram": 64 * 10**9, **machine})))
 
 
 def changed(config: str, fix: Fix) -> str:
@@ -194,10 +194,10 @@ def test_no_option_is_not_said_where_all_options_at_once_fit(target: str, tmp_pa
             break
     else:
         pytest.fail(f"no option of {target} saves anything")
-    found = with_smaller(check_case(with_budget(case, together.high_bytes)))
+    found = with_other_ways(check_case(with_budget(case, together.high_bytes)))
     assert found.outcome.estimate.verdict != "fits" and found.fixes
     assert found.fixes[0].outcome.estimate.verdict == "fits"
-    short = with_smaller(check_case(with_budget(case, together.high_bytes // 2)))
+    short = with_other_ways(check_case(with_budget(case, together.high_bytes // 2)))
     if not short.fixes:
         assert short.least is not None
         assert short.least.outcome.estimate.peak.device_bytes <= together.peak.device_bytes + WORTH

@@ -14,7 +14,7 @@ from planner.catalog.card_limits import refuse_on_card
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.components import COMPONENTS, recorded_length, together
 from planner.catalog.profiles import ModelProfile
-from planner.catalog.shapes import coded_frames, shapeless
+from planner.catalog.shapes import shapeless
 from planner.errors import NoParametersError, NotEstimatedError, NotRecordedError
 from planner.garbage_collection import recording_cache
 from planner.layout import attention_kernel
@@ -144,7 +144,7 @@ class RecordedJob(NamedTuple):
     def of(cls, model: ModelProfile, job: Job) -> RecordedJob:
         """Of a job of the model."""
         frames = [shape.frames for shape in job.shapes] + ([job.validation.frames] if job.validation else [])
-        lengths = {recorded_length(model.vae, coded_frames(model, count)) for count in frames}
+        lengths = {recorded_length(model.vae, model.vae.coded(count)) for count in frames}
         batch = max(shape.batch_size or job.batch_size for shape in job.shapes)
         return cls(shapeless(job), batch, tuple(sorted(lengths)))
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.catalog import card_lookup, lookup
 from planner.commands import USAGE
-from planner.commands._shared.batch import write_script
 from planner.commands._shared.data_options import typed_settings
-from planner.commands._shared.pick_plan import PLAN, weights_of
 from planner.commands._shared.rendering.render import print_plan, used_bar
 from planner.commands._shared.request import flag_of_samples
-from planner.commands._shared.run_progress import Follower, prepare
-from planner.commands._shared.run_report import ReportWriter
+from planner.commands._shared.training.pick_plan import PLAN, weights_of
+from planner.commands._shared.training.run_progress import Follower, prepare
+from planner.commands._shared.training.run_report import ReportWriter
+from planner.commands._shared.training.slurm_script import write_script
 from planner.commands._shared.verb import (
     DONE,
     show,
@@ -24,9 +23,18 @@ from planner.commands._shared.verb import (
 )
 from planner.dataset.sources import option_of, sources
 from planner.errors import VplanError
-from planner.launch import checkpoint_layout, checkpoints, launch, single_file, training_laws, validation, weight_files
+from planner.launch import (
+    checkpoint_layout,
+    checkpoints,
+    launch,
+    single_file,
+    training_settings,
+    validation,
+    weight_files,
+)
 from planner.launch.fallback import difference, next_plan
 from planner.launch.multinode import Peers
+from planner.launch.resume import Resume
 from planner.launch.stop import STOPPED
 from planner.preflight import preflight
 from planner.preflight.checks import FAILED
@@ -50,7 +58,7 @@ class TrainingSupervisor:
     def __init__(self, plan: Plan, data: Path, output: Path, options: dict[str, Any]) -> None:
         self.data, self.output, self.options = data, output, options
         self.profile = lookup.model(plan.job.model)
-        self.plan = training_laws.settled_plan(plan, self.profile)
+        self.plan = training_settings.settled_plan(plan, self.profile)
         self.device: Literal["cuda", "cpu"] = options["device"]
         self.notes: list[str] = []
         self.estimate: Estimate | None = None
@@ -94,7 +102,7 @@ class TrainingSupervisor:
         report = preflight.preflight(self.plan, checked)
         if begins:
             print_plan(talk(), self.plan, report.estimate)
-        for line in training_laws.words(self.plan.training, self.profile, self.plan.strategy):
+        for line in training_settings.words(self.plan.training, self.profile, self.plan.strategy):
             talk().print(line)
         report.raise_fault()
         self._check_weights()
@@ -148,47 +156,10 @@ class TrainingSupervisor:
         )
 
     def _resume(self) -> Path | None:
-        """The checkpoint to go on from. To start over moves the old ones aside; nothing finished is removed."""
-        resume, run = self.options["resume"], checkpoints.run_id(self.output)
-        folder = self.output / checkpoints.FOLDER
-        if resume == "no":
-            if folder.exists():
-                aside = checkpoints.aside(self.output)
-                folder.rename(aside)
-                self._note(f"earlier checkpoints are in {aside}")
-            return None
-        if resume != "auto":
-            found = Path(resume).expanduser().absolute()
-            checkpoints.check(found, run)
-            return self._branch_off(self._within(found))
-        newest, faults = checkpoints.newest(self.output, run)
-        for fault in faults:
-            self._note(f"warning: skipped: {fault}")
-        if newest:
-            self._note(f"resuming from {newest}")
-        elif faults:
-            raise VplanError("no checkpoint is complete", "start over with --resume no, which keeps them aside")
-        return self._within(newest) if newest else None
-
-    def _branch_off(self, checkpoint: Path) -> Path:
-        """The checkpoint as the run's newest. To print a command changes nothing."""
-        if self.options["print_command"]:
-            return checkpoint
-        here, aside = checkpoints.branch_off(self.output, checkpoint)
-        if aside:
-            self._note(f"checkpoints that are not before {here.name} are in {aside}")
-        return here
-
-    def _within(self, checkpoint: Path) -> Path:
-        """The checkpoint itself, where it is not of a later step than training ends at."""
-        done, steps = _steps_of(checkpoint), self.options["steps"]
-        assert done is not None
-        if done > steps:
-            fix = f"pass --steps {done} or more, or start over with --resume no"
-            raise VplanError(f"{checkpoint} has {done} steps, but --steps is {steps}", fix)
-        manifest = checkpoints.read_manifest(checkpoint)
-        self._note(*checkpoint_layout.changes(manifest, self.plan, self.profile))
-        return checkpoint
+        """The checkpoint to go on from."""
+        resume, steps = self.options["resume"], self.options["steps"]
+        goes_on = Resume(self.output, resume, steps, self.plan, self.profile, self._note)
+        return goes_on.checkpoint(may_move=not self.options["print_command"])
 
     def _keep_training(self) -> None:
         """Writes the settings into the run's plan, so that the next start finds what this one began with."""
@@ -219,12 +190,7 @@ class TrainingSupervisor:
     def _train(self, entries: Path, estimate: Estimate | None, peers: Peers | None, as_json: bool) -> int:
         """Trains to the end, with the next plan of the ladder from the last checkpoint when memory runs out."""
         output, first = self.output, self.nodes.rank == 0
-        resume = self._resume() if first else None
-        if first:  # for all computers
-            if resume is None:
-                training_laws.check_lora_init(self.plan.training)
-            self._keep_training()
-            self._prepare(entries)
+        resume = self._begin(entries) if first else None  # for all computers
         begun: int | None = None
         follower: Follower | None = None
         page = ReportWriter(output)
@@ -239,15 +205,7 @@ class TrainingSupervisor:
             high = estimate.high_bytes if estimate and self.device == "cuda" else None
             every, done = request.checkpoint_every, _steps_of(resume) or 0
             with Follower(output / launch.METRICS, request.steps, every, high, done, follower) as follower:
-                tick = self._ticking(follower, page)
-                try:
-                    if peers:
-                        ended = peers.run(attempt, request, self.nodes, tick)
-                    else:
-                        ended = launch.run(request, self.nodes, tick)
-                finally:
-                    if first:
-                        page.write()
+                ended = self._run_ranks(attempt, request, peers, follower, page)
             self.notes += follower.warnings
             told = read_json(launch.run_folder(output, self.nodes) / result_file(0))
             if "tracker_fault" in told:
@@ -260,11 +218,55 @@ class TrainingSupervisor:
             return self._stopped(ended, as_json)
         self._raise_unless_ok(ended)
         assert follower is not None
+        return self._finished(request, begun, follower, estimate, as_json)
+
+    def _begin(self, entries: Path) -> Path | None:
+        """What the first computer does for all before the ranks start; the checkpoint to go on from."""
+        resume = self._resume()
+        if resume is None:
+            training_settings.check_lora_init(self.plan.training)
+        self._keep_training()
+        self._prepare(entries)
+        return resume
+
+    def _run_ranks(
+        self,
+        attempt: int,
+        request: launch.RunRequest,
+        peers: Peers | None,
+        follower: Follower,
+        page: ReportWriter,
+    ) -> launch.Outcome:
+        """Runs this computer's ranks to their end. The page is the first computer's, and shows the end too."""
+        first = self.nodes.rank == 0
+
+        def tick() -> None:
+            follower.tick()
+            if first:
+                page.tick()
+
+        try:
+            if peers:
+                return peers.run(attempt, request, self.nodes, tick)
+            return launch.run(request, self.nodes, tick)
+        finally:
+            if first:
+                page.write()
+
+    def _finished(
+        self,
+        request: launch.RunRequest,
+        begun: int | None,
+        follower: Follower,
+        estimate: Estimate | None,
+        as_json: bool,
+    ) -> int:
+        """Says what came of a run that went to its end. ``begun``: the step that it was taken up at."""
         last = follower.last or {}
         answer = {
-            "output": str(output),
-            "weights": str(output / FINAL),
-            "checkpoint": str(output / checkpoints.FOLDER / checkpoints.folder_name(request.steps)),
+            "output": str(self.output),
+            "weights": str(self.output / FINAL),
+            "checkpoint": str(self.output / checkpoints.FOLDER / checkpoints.folder_name(request.steps)),
             "steps": request.steps,
             "training": {name: value for name, value in request.plan.training.to_json().items() if value is not None},
             "resumed_from": begun,
@@ -301,16 +303,6 @@ class TrainingSupervisor:
             self._note(f"converting {self.transformer.name} to {folder}, once")
             single_file.convert(self.transformer, self.plan.job.model, folder)
         return str(folder)
-
-    def _ticking(self, follower: Follower, page: ReportWriter) -> Callable[[], None]:
-        """What is done a few times a second while ranks run; the page is the first computer's."""
-
-        def tick() -> None:
-            follower.tick()
-            if self.nodes.rank == 0:
-                page.tick()
-
-        return tick
 
     def _published_request(self, peers: Peers | None, attempt: int, entries: Path) -> launch.RunRequest:
         """What the first computer says to do, with this one's own paths to what they share."""

@@ -1,4 +1,5 @@
-"""Where no option of a trainer makes a command fit: shorter clips, smaller sizes, a larger card or a LoRA that does."""
+"""Other ways out, where no option of its trainer makes a command fit: shorter clips and smaller sizes
+(`planner.foreign.smaller_shapes`), a larger card, or a LoRA instead of full training."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate
 
 
-def with_smaller(found: Checked) -> Checked:
+def with_other_ways(found: Checked) -> Checked:
     """The answer with what is left to do where no option is enough."""
     if found.fixes or found.outcome.estimate.verdict == "fits":
         return found

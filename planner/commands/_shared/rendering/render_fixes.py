@@ -114,7 +114,7 @@ def _effect(before: Estimate, fix: Fix) -> str:
     return ", ".join(words) + (f": {fix.cost}" if fix.cost and len(fix.costs) < 2 else "")
 
 
-def print_checked(console: Console, checked: CheckedRehearsal | str) -> None:
+def print_rehearsal_check(console: Console, checked: CheckedRehearsal | str) -> None:
     """Predicted and rehearsed in one line, then the smallest change; or the line that says why there is none."""
     if isinstance(checked, str):
         console.print(checked, style="dim", markup=False)

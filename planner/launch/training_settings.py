@@ -1,7 +1,8 @@
 """A run's training settings, complete: what was set, over the model's preset; what has no effect is refused by name.
 
-A preset is the `[training]` table of the model's profile, with its source. Complete settings hold what acts on the run
-and nothing else, so that a checkpoint can be compared with what continues it.
+A preset is the `[training]` table of the model's profile, with its source. A model's *law* is the part of it that
+says which noise levels are drawn and what an error weighs at each. Complete settings hold what acts on the run and
+nothing else, so that a checkpoint can be compared with what continues it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ WITHIN = {
 """Settings that belong to the value of another, and go with it."""
 
 
-def over(kept: TrainingSettings, options: Mapping[str, Any]) -> TrainingSettings:
+def with_options(kept: TrainingSettings, options: Mapping[str, Any]) -> TrainingSettings:
     """A plan's settings with the options of a command over them; an option that was not typed is None."""
     typed = {name: value for name in TrainingSettings.model_fields if (value := options[name]) is not None}
     gone = {inner for name in typed for inner in WITHIN.get(name, ())}

@@ -1,0 +1,71 @@
+"""The checkpoint that a run goes on from, as `vplan train --resume` says: the newest whole one, a folder's, or none.
+
+Nothing finished is removed: checkpoints that the run does not go on from are moved aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from planner.catalog.profiles import ModelProfile
+from planner.errors import VplanError
+from planner.launch import checkpoint_layout, checkpoints
+from planner.spec.plan import Plan
+
+
+class Resume:
+    """How a run in an output folder goes on: ``resume`` is auto, no or a folder, ``steps`` the step that it ends at.
+    ``tell`` is called with what people should know."""
+
+    def __init__(
+        self, output: Path, resume: str, steps: int, plan: Plan, profile: ModelProfile, tell: Callable[[str], None]
+    ) -> None:
+        self.output, self.resume, self.steps, self.tell = output, resume, steps, tell
+        self.plan, self.profile = plan, profile
+
+    def checkpoint(self, *, may_move: bool = True) -> Path | None:
+        """The checkpoint to go on from; None to start over. Raises a VplanError for one that does not do. ``may_move``:
+        whether a named one becomes the run's newest; to print a command leaves it where it is."""
+        run = checkpoints.run_id(self.output)
+        if self.resume == "no":
+            self._set_aside()
+            return None
+        if self.resume != "auto":
+            named = Path(self.resume).expanduser().absolute()
+            checkpoints.check(named, run)
+            self._check(named)
+            return self._branch_off(named) if may_move else named
+        newest, faults = checkpoints.newest(self.output, run)
+        for fault in faults:
+            self.tell(f"warning: skipped: {fault}")
+        if newest:
+            self.tell(f"resuming from {newest}")
+            self._check(newest)
+        elif faults:
+            raise VplanError("no checkpoint is complete", "start over with --resume no, which keeps them aside")
+        return newest
+
+    def _set_aside(self) -> None:
+        folder = self.output / checkpoints.FOLDER
+        if folder.exists():
+            aside = checkpoints.aside(self.output)
+            folder.rename(aside)
+            self.tell(f"earlier checkpoints are in {aside}")
+
+    def _branch_off(self, checkpoint: Path) -> Path:
+        """The checkpoint as the run's newest."""
+        here, aside = checkpoints.branch_off(self.output, checkpoint)
+        if aside:
+            self.tell(f"checkpoints that are not before {here.name} are in {aside}")
+        return here
+
+    def _check(self, checkpoint: Path) -> None:
+        """Raises a VplanError for a checkpoint of a later step than training ends at, or of another run; tells what is
+        trained otherwise from here on."""
+        manifest = checkpoints.read_manifest(checkpoint)
+        if (done := int(manifest["step"])) > self.steps:
+            fix = f"pass --steps {done} or more, or start over with --resume no"
+            raise VplanError(f"{checkpoint} has {done} steps, but --steps is {self.steps}", fix)
+        for change in checkpoint_layout.changes(manifest, self.plan, self.profile):
+            self.tell(change)
