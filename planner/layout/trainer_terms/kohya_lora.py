@@ -40,6 +40,8 @@ class _Pair(NamedTuple):
 
     wide: int
     half: int
+    start: int
+    """position of the first"""
     position: int
     """behind both"""
 
@@ -163,7 +165,7 @@ def _pairs(run: Run, events: list[int], casts: list[int]) -> list[_Pair]:
         for behind, other in enumerate(events[position + 1 : position + 5], start=position + 1):
             if other >= 0 and 2 * sizes[other] >= sizes[event]:
                 if other in freed and 2 * sizes[other] == sizes[event]:
-                    found.append(_Pair(event, other, behind + 1))
+                    found.append(_Pair(event, other, position, behind + 1))
                 break
     return found
 
@@ -194,9 +196,10 @@ def _cast_again(run: Run, events: list[int], pair: _Pair, freed: _Freed, at: int
 
 def _input(run: Run, events: list[int], pair: _Pair, gone: Container[int]) -> int | None:
     """The tensor that was cast: the last of its size that is no layer's result, no copy of this kind and no weight."""
-    category = run.program.category
-    for event in reversed(events[: events.index(pair.wide)]):
-        alike = event >= 0 and run.sizes[event] == run.sizes[pair.half]
-        if alike and event not in gone and run.program.op[event] not in COMPUTED and category[event] != "weight":
+    category, operators, sizes, size = run.program.category, run.program.op, run.sizes, run.sizes[pair.half]
+    for position in range(pair.start - 1, -1, -1):
+        event = events[position]
+        alike = event >= 0 and sizes[event] == size
+        if alike and event not in gone and operators[event] not in COMPUTED and category[event] != "weight":
             return event
     return None
