@@ -20,6 +20,7 @@ from planner.estimate.step_moments import StepMoment, moments
 from planner.evidence import accuracy
 from planner.evidence.accuracy import Comparison, Prediction
 from planner.evidence.published import Row
+from planner.foreign.export import targets
 from planner.hardware.memory_trace import Overlay
 from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
@@ -294,7 +295,7 @@ class Builder:
             command=cli_words.command("estimate", plan.job, plan.strategy, plan.machine, self.name),
             estimate=answer,
             words=words(plan.strategy, answer.lossy),
-            note=f"as {plan.trainer} trains" if plan.trainer != "vplan" else "",
+            note=f"as {plan.trainer.partition('@')[0]} trains" if plan.trainer != "vplan" else "",
             title=title(self.model.title, answer),
             next_command=next_command(self.name, plan, answer),
             after_command=after_command(self.name, plan, answer),
@@ -402,7 +403,8 @@ def after_command(name: str, plan: Plan, answer: Estimate) -> str:
     if answer.verdict == "no":
         return ""
     if plan.trainer != "vplan":
-        return shlex.join(["vplan", "export", name, "--to", plan.trainer, "-o", "DIR"])
+        trainer = plan.trainer.partition("@")[0]
+        return shlex.join(["vplan", "export", name, "--to", trainer, "-o", "DIR"]) if trainer in targets() else ""
     if answer.verdict == "tight":
         return shlex.join(["vplan", "probe", name])
     return shlex.join(["vplan", "train", name]) + " --data DIR --weights DIR --output DIR"

@@ -131,7 +131,7 @@ def command(
     if output:
         save_plan(plan, output)
     if report:
-        write_report(report, [(output or plan.trainer, plan)])
+        write_report(report, [(output or "plan.toml", plan)])
     answer = found.to_json() | ({"whole_job": whole.to_json()} if whole else {})
     show(answer, as_json, lambda console: print_checked(console, found, whole))
     code = verdict_exit_code(found.outcome.estimate.verdict, strict=strict)

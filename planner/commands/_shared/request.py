@@ -132,8 +132,9 @@ class TypedQuestion(NamedTuple):
         job = self._job(profile, notes)
         machine = self._machine(count, card, notes)
         if self.trainer != "vplan":
-            known = self.trainer.partition("@")[0] in (*dialects.TRAINERS, *dialects.FURTHER, *trainer_terms.NAMES)
-            notes.append(f"as {self.trainer} trains" if known else f"{self.trainer} is priced like vplan's own trainer")
+            trainer = self.trainer.partition("@")[0]
+            known = trainer in (*dialects.TRAINERS, *dialects.FURTHER, *trainer_terms.NAMES)
+            notes.append(f"as {trainer} trains" if known else f"{trainer} is priced like vplan's own trainer")
         of_the_card = _of_the_card(card, self.strategy, notes)
         strategy = Strategy.read({**of_the_card, **self.strategy})
         check_blocks(profile, strategy)
