@@ -26,7 +26,7 @@ def lokr_of(factor: int) -> str:
 
 def priced_as(adapter: str, rank: int, source: str, builds_deltas: bool) -> str:
     """How an adapter that is no LoRA is priced, in words. ``builds_deltas``: whether it makes the change of each weight
-    whole (`planner.layout.trainer_terms.whole_changes`)."""
+    whole (`planner.layout.trainer_terms.lycoris.whole_changes`)."""
     deltas = ", plus the full weight deltas that it builds" if builds_deltas else ""
     return f"a {adapter} is priced as a LoRA of rank {rank}, which has about as many parameters{deltas} ({source})"
 

@@ -164,12 +164,12 @@ def inputs_of_more_adapters(run: Run) -> None:
     for name in layers.keys() - adapted_layers(run):
         layer = layers[name]
         if layer.block is not None and not MODULATION.search(f"{name}.weight"):
-            kept[layer.block] = kept.get(layer.block, 0) + width * layer.columns * _tokens(run, name)
+            kept[layer.block] = kept.get(layer.block, 0) + width * layer.columns * tokens_of(run, name)
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
         keep_by_block(run, stage, kept, "inputs of more adapters", recomputed)
 
 
-def _tokens(run: Run, layer: str) -> int:
+def tokens_of(run: Run, layer: str) -> int:
     """Tokens of a batch that a layer of a block runs on: the text's, the clip's, or both in a single-stream block."""
     grid = run.grid
     clip, text = grid["B"] * grid["F"] * grid["H"] * grid["W"], grid["B"] * grid["T"]

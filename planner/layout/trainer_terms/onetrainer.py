@@ -23,8 +23,8 @@ from planner.layout.trainer_terms.lora_layers import (
     keep_by_block,
     width_of,
 )
+from planner.layout.trainer_terms.lycoris.whole_changes import HADAMARD_KEPT, KRONECKER, whole_changes
 from planner.layout.trainer_terms.shared import layers_of_encoders_offloaded, modulation_in_8_bits
-from planner.layout.trainer_terms.whole_changes import HADAMARD_KEPT, KRONECKER, whole_changes
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
 """The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""

@@ -11,6 +11,14 @@ from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
 from planner.layout.trainer_terms.lora_layers import keep_by_block
+from planner.layout.trainer_terms.lycoris.factors_in_turn import between_factors, nothing_between
+from planner.layout.trainer_terms.lycoris.more_layers import kept_for_more_layers
+from planner.layout.trainer_terms.lycoris.whole_changes import (
+    HADAMARD_IN_16_BITS,
+    KRONECKER_IN_16_BITS,
+    PRODUCT_IN_16_BITS,
+    whole_changes,
+)
 from planner.layout.trainer_terms.shared import (
     cache_kept_while_sampling,
     last_encoder_in_model,
@@ -167,7 +175,7 @@ def attention_adapted(run: Run) -> None:
     """Adapters of FLUX.1 are on attention alone, where the recorded ones are on feed-forward too
     (simpletuner/helpers/models/flux/model.py ``get_lora_target_layers``, ``flux_lora_target`` "all"); those of HiDream
     on what goes into attention: it has no ``to_out.0`` (helpers/models/hidream/model.py DEFAULT_LORA_TARGET)."""
-    if run.job.method != "lora":
+    if run.job.method != "lora" or run.job.lora_targets is not None:
         return
     without: tuple[tuple[TrainerTrait, re.Pattern[str]], ...] = (
         ("feed-forward-not-adapted", FEED_FORWARD_ADAPTER),
@@ -333,11 +341,49 @@ def padding_taken_out(run: Run) -> None:
     work.backward_launches += UNPADDED_BACKWARD_LAUNCHES * model.blocks
 
 
-OLDER: dict[str, tuple[Transform, ...]] = {
-    UNPADDED: (padding_taken_out,),
+LOKR, LOHA, LOCON = "lokr", "loha", "locon"
+"""The versions with LyCORIS' adapters that make the changes of weights whole."""
+
+LOKR_BYPASSED, LYCORIS_LORA = "lokr-bypassed", "lycoris-lora"
+"""Those with ``bypass_mode``; a LoRA's is the recorded one."""
+
+BASES: dict[str, tuple[Transform, ...]] = {
     QUANTISED_WHOLE: (quantised_whole,),
     TORCHAO_WHOLE: (rounded_by_torchao,),
     QUANTO: (left_in_16_bits,),
     QUANTO_WHOLE: (left_in_16_bits, quantised_whole),
+}
+"""The versions of a quantised base."""
+
+BYPASSED: dict[str, tuple[Transform, ...]] = {
+    LOKR_BYPASSED: (between_factors, kept_for_more_layers(between_factors=True)),
+    LYCORIS_LORA: (kept_for_more_layers(between_factors=False),),
+}
+
+WHOLE: dict[str, tuple[Transform, ...]] = {
+    version: (nothing_between, kept_for_more_layers(between_factors=False), whole_changes(each, lets_go=True))
+    for version, each in (
+        (LOKR, KRONECKER_IN_16_BITS),
+        (LOHA, HADAMARD_IN_16_BITS),
+        (LOCON, PRODUCT_IN_16_BITS),
+    )
+}
+
+
+def with_base(base: str, adapters: str) -> str:
+    """The version of both: of `BASES`, or empty; and of `BYPASSED`, or empty."""
+    return "-".join(filter(None, (base, adapters)))
+
+
+OLDER: dict[str, tuple[Transform, ...]] = {
+    UNPADDED: (padding_taken_out,),
+    **BASES,
     RAMTORCH: (layers_in_turn, inputs_kept),
+    **WHOLE,
+    **BYPASSED,
+    **{
+        with_base(base, adapters): (*terms, *more)
+        for base, terms in BASES.items()
+        for adapters, more in BYPASSED.items()
+    },
 }

@@ -44,6 +44,19 @@ HADAMARD_KEPT = WholeChange(3 * HALF, 4 * HALF)
 """The same by autograd alone, whose products autocast makes in 16 bits: both of them and the change are kept. In
 backward: the gradient, the same scaled, and both of the products' gradients."""
 
+KRONECKER_IN_16_BITS = WholeChange(HALF, 2 * HALF, 2 * HALF)
+"""A Kronecker product of factors in 16 bits, as lycoris-lora 3.4.0 makes it in the format of the base's weight
+(lycoris/modules/lokr.py ``forward``): the product and its sum with the weight stay until the layer's forward ends,
+their difference for the gradient of the input. In backward: the gradient, and those of the product's two views; what
+was kept is gone."""
+
+HADAMARD_IN_16_BITS = WholeChange(HALF, 4 * HALF - HALF, 2 * HALF)
+"""The same of a Hadamard product (lycoris/modules/loha.py, functional/loha.py ``HadaWeight.backward``): the gradient
+and the same scaled; one product of factors and its gradient."""
+
+PRODUCT_IN_16_BITS = WholeChange(HALF, 2 * HALF - HALF, 2 * HALF)
+"""The same of a LoRA's two matrices (lycoris/modules/locon.py ``forward``): the gradient and the same scaled."""
+
 
 def whole_changes(
     each: WholeChange, layers: Callable[[Run], Mapping[str, LinearLayer]] | None = None, lets_go: bool = False

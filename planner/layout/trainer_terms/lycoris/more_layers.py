@@ -1,0 +1,33 @@
+"""What a step keeps for LyCORIS' adapters on layers that have none in the recording."""
+
+from __future__ import annotations
+
+from planner.layout.adapters import adapted_layers, is_named, linear_layers
+from planner.layout.run import Run, Transform
+from planner.layout.trainer_terms.lora_layers import keep_by_block, tokens_of
+from planner.tape.program import Block
+
+HALF = 2
+
+
+def kept_for_more_layers(between_factors: bool) -> Transform:
+    """The term of such adapters: each keeps its own copy of its layer's input, which autocast makes of a norm in fp32.
+    ``between_factors``: whether it keeps what its first factor gives too, as large as the layer's output. Layers of
+    transformers alone: a U-Net's see other numbers of tokens."""
+
+    def term(run: Run) -> None:
+        """Inputs of adapters on more layers."""
+        targets = run.job.lora_targets
+        if run.job.method != "lora" or not targets or run.facts.model.traits.stages:
+            return
+        layers, kept = linear_layers(run), dict[Block, int]()
+        for name in layers.keys() - adapted_layers(run):
+            layer = layers[name]
+            if layer.block is not None and is_named(name, targets):
+                width = layer.columns + (layer.rows if between_factors else 0)
+                kept[layer.block] = kept.get(layer.block, 0) + HALF * width * tokens_of(run, name)
+        recomputed = run.strategy.gradient_checkpointing != "none"
+        for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+            keep_by_block(run, stage, kept, "inputs of more adapters", recomputed)
+
+    return term
