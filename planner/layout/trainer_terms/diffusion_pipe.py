@@ -8,7 +8,12 @@ from __future__ import annotations
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.attention_masks import masks_by_head
-from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, adapters_on_modulation, wider_adapters
+from planner.layout.trainer_terms.lora_layers import (
+    HALF_ADAPTERS,
+    adapters_in_half,
+    adapters_on_modulation,
+    wider_adapters,
+)
 from planner.layout.trainer_terms.shared import (
     checkpoints_saved_on_cpu,
     modulation_in_8_bits,
@@ -17,23 +22,6 @@ from planner.layout.trainer_terms.shared import (
 )
 from planner.layout.trainer_terms.trained_text_encoders import adapters_on_text_encoders, text_encoders_whole
 from planner.tape.variants import trained_storage
-
-
-def adapters_in_half(run: Run) -> None:
-    """Over a quantised base adapters are recorded in fp32; its own are ``adapter.dtype``, and their optimizer's states
-    and gradients are in that format too (models/base.py ``configure_adapter``: ``p.data =
-    p.data.to(adapter_config['dtype'])``; optimi ``AdamW`` makes states like its parameters). 8-bit states stay."""
-    trained = run.named("gradient")
-    weights = run.named("weight")
-    buffers = [*trained.values(), *(weights[name] for name in trained if name in weights)]
-    if run.strategy.optimizer in IN_THEIR_FORMAT:
-        buffers += run.named("optimizer").values()
-    for buffer in buffers:
-        run.resize(buffer, run.sizes[buffer] // 2)
-
-
-IN_THEIR_FORMAT = ("adamw", "lion", "prodigy")
-"""Optimizers whose states are made like the parameters."""
 
 
 def kahan_buffer(run: Run) -> None:

@@ -50,6 +50,23 @@ HALF_ADAPTERS = "half-adapters"
 """The version of memory terms with adapters in 16 bits over a quantised base, where fp32 is recorded."""
 
 
+IN_THEIR_FORMAT = ("adamw", "lion", "prodigy")
+"""Optimizers whose states are made like the parameters."""
+
+
+def adapters_in_half(run: Run) -> None:
+    """Adapters of 16 bits, of which a recording over a quantised base has 32: their weights, gradients and states, as of
+    diffusion-pipe's (train.py ``p.data = p.data.to(adapter_config['dtype'])``; optimi ``AdamW`` makes states like its
+    parameters). 8-bit states stay."""
+    trained = run.named("gradient")
+    weights = run.named("weight")
+    buffers = [*trained.values(), *(weights[name] for name in trained if name in weights)]
+    if run.strategy.optimizer in IN_THEIR_FORMAT:
+        buffers += run.named("optimizer").values()
+    for buffer in buffers:
+        run.resize(buffer, run.sizes[buffer] // 2)
+
+
 WITHOUT_EXPERTS = "without-experts"
 """The version of memory terms with adapters on all layers but a mixture's experts."""
 

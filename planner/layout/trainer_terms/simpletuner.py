@@ -10,7 +10,7 @@ from planner.layout.inputs import parameters
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
-from planner.layout.trainer_terms.lora_layers import keep_by_block
+from planner.layout.trainer_terms.lora_layers import adapters_in_half, keep_by_block
 from planner.layout.trainer_terms.lycoris.factors_in_turn import between_factors, nothing_between
 from planner.layout.trainer_terms.lycoris.more_layers import kept_for_more_layers
 from planner.layout.trainer_terms.lycoris.whole_changes import (
@@ -26,6 +26,7 @@ from planner.layout.trainer_terms.shared import (
     steps_by_itself,
     swap_in_place,
 )
+from planner.spec.job import QUANTISED
 from planner.tape.program import Block
 from planner.tape.variants import trained_storage
 
@@ -51,8 +52,12 @@ they read and write of each of its numbers: 46 bytes a rounding, 48 the one that
 def shift(run: Run) -> None:
     """Its AdamW for 16-bit parameters has a third state, what rounding has withheld from each parameter, and steps one
     parameter after another (simpletuner/helpers/training/optimizers/adamw_bfloat16 ``AdamWBF16``)."""
-    strategy = run.strategy
-    if strategy.optimizer != "adamw" or trained_storage(run.job, strategy) != "half" or not steps_by_itself(run):
+    if trained_storage(run.job, run.strategy) == "half":
+        _add_shift(run)
+
+
+def _add_shift(run: Run) -> None:
+    if run.strategy.optimizer != "adamw" or not steps_by_itself(run):
         return
     states = [run.sizes[buffer] for name, buffer in run.named("optimizer").items() if name.endswith(":exp_avg")]
     made = [run.new(nbytes, "optimizer", "shift") for nbytes in states]
@@ -355,11 +360,6 @@ BASES: dict[str, tuple[Transform, ...]] = {
 }
 """The versions of a quantised base."""
 
-BYPASSED: dict[str, tuple[Transform, ...]] = {
-    LOKR_BYPASSED: (between_factors, kept_for_more_layers(between_factors=True)),
-    LYCORIS_LORA: (kept_for_more_layers(between_factors=False),),
-}
-
 WHOLE: dict[str, tuple[Transform, ...]] = {
     version: (nothing_between, kept_for_more_layers(between_factors=False), whole_changes(each, lets_go=True))
     for version, each in (
@@ -367,6 +367,23 @@ WHOLE: dict[str, tuple[Transform, ...]] = {
         (LOHA, HADAMARD_IN_16_BITS),
         (LOCON, PRODUCT_IN_16_BITS),
     )
+}
+
+
+def lycoris_in_half(run: Run) -> None:
+    """LyCORIS' adapters are cast to the mixed precision's format over a quantised base too, where fp32 is recorded
+    (helpers/training/trainer.py ``move_models``: ``_lycoris_wrapped_network.to(dtype=weight_dtype)``)."""
+    if run.strategy.weights_dtype in QUANTISED and run.strategy.adapter_dtype == "fp32":
+        adapters_in_half(run)
+        _add_shift(run)
+
+
+BYPASSED: dict[str, tuple[Transform, ...]] = {
+    LOKR_BYPASSED: (lycoris_in_half, between_factors, kept_for_more_layers(between_factors=True)),
+    LYCORIS_LORA: (
+        lycoris_in_half,
+        kept_for_more_layers(between_factors=False),
+    ),
 }
 
 
