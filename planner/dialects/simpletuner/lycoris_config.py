@@ -20,8 +20,9 @@ from planner.dialects.base.values import as_list, integer
 from planner.dialects.simpletuner.models import family_of, is_on, model_of, of
 from planner.dialects.simpletuner.module_classes import ALL, EVERY_CLASS, MODULE_CLASSES, Parts, lies_in
 from planner.errors import VplanError, quoted
-from planner.layout.adapters import LinearLayer, is_named, layers_of
-from planner.layout.trainer_terms.simpletuner import BYPASSED, LOCON, LOHA, LOKR, LOKR_BYPASSED, LYCORIS_LORA
+from planner.layout.adapters import LinearLayer, layers_of
+from planner.layout.trainer_terms.lycoris.whole_changes import LENGTHS, LOCON, LOHA, LOKR
+from planner.layout.trainer_terms.simpletuner import BYPASSED, LOKR_BYPASSED, LYCORIS_LORA
 
 FILE = "lycoris:config"
 """What the file says."""
@@ -53,6 +54,8 @@ class Adapters(NamedTuple):
     factors: tuple[int, ...]
     """of LoKr, one for each choice of layers"""
     bypassed: bool
+    lengths: bool
+    """whether they train the lengths of a weight's rows too"""
 
 
 def is_lycoris(settings: Settings) -> bool:
@@ -94,38 +97,30 @@ def adapters_of(settings: Settings) -> Adapters:
     algo = algos.pop()
     layers = {name: layer for each in chosen.values() for name, layer in each.items()}
     numbers = sum(_numbers(algo, layer, choices[name]) for name, each in chosen.items() for layer in each.values())
+    lengths = lycoris.is_true(config.get("dora_wd"))
+    numbers += sum(layer.rows for layer in layers.values()) if lengths else 0
     rank = max(1, round(numbers / sum(layer.numbers for layer in layers.values())))
     factors = tuple(dict.fromkeys(_factor(choice) for choice in choices.values()))
-    return Adapters(algo, layers, rank, factors, _is_bypassed(settings, config))
+    return Adapters(algo, layers, rank, factors, _is_bypassed(settings, config), lengths)
 
 
 def version_of(settings: Settings) -> str:
     """The version of memory terms of the adapters."""
     adapters = adapters_of(settings)
     if not adapters.bypassed or KINDS[adapters.algo] == LOHA:
-        return KINDS[adapters.algo]
+        return KINDS[adapters.algo] + (LENGTHS if adapters.lengths else "")
     return LOKR_BYPASSED if KINDS[adapters.algo] == LOKR else LYCORIS_LORA
 
 
 def targets_of(settings: Settings) -> tuple[str, ...]:
-    """`lora_targets`: the shortest ends of names that are the layers' alone, or a recorded choice of them."""
-    profile = lookup.model(model_of(settings)["model"])
-    every, wanted = layers_of(profile), adapters_of(settings).layers.keys()
-    for usual in filter(None, (profile.lora.targets, profile.lora.wide)):
-        if {name for name in every if is_named(name, usual)} == wanted:
-            return usual
-    unwanted = {end for name in every.keys() - wanted for end in _ends(name)}
-    return tuple(dict.fromkeys(next((end for end in _ends(name) if end not in unwanted), name) for name in wanted))
+    """`lora_targets` of the layers."""
+    return lycoris.ends_of(lookup.model(model_of(settings)["model"]), adapters_of(settings).layers.keys())
 
 
 def note(settings: Settings) -> str:
     """How the adapters are priced, in words."""
     adapters = adapters_of(settings)
-    kind = KINDS[adapters.algo]
-    if kind == LOKR:
-        adapter = " and ".join(lycoris.lokr_of(factor) for factor in adapters.factors)
-    else:
-        adapter = "LoHa" if kind == LOHA else "LoCon"
+    adapter = lycoris.adapter_in_words(adapters.algo, adapters.factors)
     whole = version_of(settings) not in BYPASSED
     return lycoris.priced_as(adapter, adapters.rank, SOURCE, whole)
 
@@ -140,6 +135,8 @@ def _refuse_unpriced(settings: Settings, config: Mapping[str, Any]) -> None:
         raise VplanError("lora_type lycoris with RamTorch is not priced", "leave one of both out")
     if is_on(of(settings, "init_lora")):
         raise VplanError("lora_type lycoris with init_lora is not priced: the file says its layers", "leave it out")
+    if lycoris.is_true(config.get("dora_wd")) and _is_bypassed(settings, config):
+        raise VplanError("dora_wd trains nothing with LyCORIS' bypass_mode, and is not priced", "leave one of both out")
     base = str(of(settings, "base_model_precision") or "no_change")
     if base == "no_change":
         return
@@ -151,16 +148,9 @@ def _refuse_unpriced(settings: Settings, config: Mapping[str, Any]) -> None:
 
 
 def _is_bypassed(settings: Settings, config: Mapping[str, Any]) -> bool:
-    """Whether a layer's input goes through the factors. DoRA's is not told apart: it is refused where it counts."""
-    bypassed = _is_true(config.get("bypass_mode")) or str(of(settings, "base_model_precision")).endswith("-quanto")
-    if _is_true(config.get("dora_wd")):
-        what = "trains nothing with bypass_mode" if bypassed else "makes its weights whole in several more formats"
-        raise VplanError(f"LyCORIS' dora_wd is not priced: it {what}", "leave dora_wd out")
-    return bypassed
-
-
-def _is_true(value: object) -> bool:
-    return str(value).lower() in ("true", "1", "yes", "y", "t", "on")
+    """Whether a layer's input goes through the factors, without the change of its weight."""
+    given = config.get("bypass_mode")
+    return lycoris.is_true(given) or str(of(settings, "base_model_precision")).endswith("-quanto")
 
 
 def _layers(settings: Settings, preset: Mapping[str, Any]) -> dict[str, dict[str, LinearLayer]]:
@@ -229,15 +219,7 @@ def _factor(choice: Mapping[str, Any]) -> int:
 
 def _numbers(algo: str, layer: LinearLayer, choice: Mapping[str, Any]) -> int:
     dim = integer(choice["dim"] or 4, "lycoris_config's linear_dim")
-    if KINDS[algo] != LOKR:
-        return dim * layer.numbers * (2 if KINDS[algo] == LOHA else 1)
-    return lycoris.numbers_of(layer, _factor(choice), 0 if _is_true(choice["full_matrix"]) else dim)
-
-
-def _ends(layer: str) -> Iterator[str]:
-    """The ends of a layer's name, the shortest first; none begins with a number."""
-    names = layer.split(".")
-    return (".".join(names[at:]) for at in range(len(names) - 1, -1, -1) if not names[at].isdecimal())
+    return lycoris.numbers_by(algo, layer, dim, _factor(choice), lycoris.is_true(choice["full_matrix"]))
 
 
 def unused(settings: Settings) -> Iterator[str]:

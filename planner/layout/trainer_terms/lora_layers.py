@@ -55,9 +55,9 @@ IN_THEIR_FORMAT = ("adamw", "lion", "prodigy")
 
 
 def adapters_in_half(run: Run) -> None:
-    """Adapters of 16 bits, of which a recording over a quantised base has 32: their weights, gradients and states, as of
-    diffusion-pipe's (train.py ``p.data = p.data.to(adapter_config['dtype'])``; optimi ``AdamW`` makes states like its
-    parameters). 8-bit states stay."""
+    """Over a quantised base adapters are recorded in fp32. diffusion-pipe's are ``adapter.dtype``, and their
+    optimizer's states and gradients are in that format too (models/base.py ``configure_adapter``: ``p.data =
+    p.data.to(adapter_config['dtype'])``; optimi ``AdamW`` makes states like its parameters). 8-bit states stay."""
     trained = run.named("gradient")
     weights = run.named("weight")
     buffers = [*trained.values(), *(weights[name] for name in trained if name in weights)]

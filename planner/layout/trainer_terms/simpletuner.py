@@ -16,8 +16,11 @@ from planner.layout.trainer_terms.lycoris.more_layers import kept_for_more_layer
 from planner.layout.trainer_terms.lycoris.whole_changes import (
     HADAMARD_IN_16_BITS,
     KRONECKER_IN_16_BITS,
+    LOCON,
+    LOHA,
+    LOKR,
     PRODUCT_IN_16_BITS,
-    whole_changes,
+    versions_of,
 )
 from planner.layout.trainer_terms.shared import (
     cache_kept_while_sampling,
@@ -346,9 +349,6 @@ def padding_taken_out(run: Run) -> None:
     work.backward_launches += UNPADDED_BACKWARD_LAUNCHES * model.blocks
 
 
-LOKR, LOHA, LOCON = "lokr", "loha", "locon"
-"""The versions with LyCORIS' adapters that make the changes of weights whole."""
-
 LOKR_BYPASSED, LYCORIS_LORA = "lokr-bypassed", "lycoris-lora"
 """Those with ``bypass_mode``; a LoRA's is the recorded one."""
 
@@ -360,14 +360,10 @@ BASES: dict[str, tuple[Transform, ...]] = {
 }
 """The versions of a quantised base."""
 
-WHOLE: dict[str, tuple[Transform, ...]] = {
-    version: (nothing_between, kept_for_more_layers(between_factors=False), whole_changes(each, lets_go=True))
-    for version, each in (
-        (LOKR, KRONECKER_IN_16_BITS),
-        (LOHA, HADAMARD_IN_16_BITS),
-        (LOCON, PRODUCT_IN_16_BITS),
-    )
-}
+WHOLE = versions_of(
+    {LOKR: KRONECKER_IN_16_BITS, LOHA: HADAMARD_IN_16_BITS, LOCON: PRODUCT_IN_16_BITS},
+    (nothing_between, kept_for_more_layers(between_factors=False)),
+)
 
 
 def lycoris_in_half(run: Run) -> None:

@@ -7,6 +7,7 @@ until the factors' own sums are made.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -57,6 +58,17 @@ and the same scaled; one product of factors and its gradient."""
 PRODUCT_IN_16_BITS = WholeChange(HALF, 2 * HALF - HALF, 2 * HALF)
 """The same of a LoRA's two matrices (lycoris/modules/locon.py ``forward``): the gradient and the same scaled."""
 
+KRONECKER_OF_FP32 = KRONECKER._replace(made=2 * HALF)
+HADAMARD_OF_FP32 = HADAMARD._replace(made=2 * HALF)
+"""Of factors in fp32, in lycoris-lora's ``forward``, which rounds their product to the format of the base's weight."""
+
+
+def with_lengths(each: WholeChange) -> WholeChange:
+    """The same where an adapter trains the lengths of a weight's rows too (``dora_wd``): the changed weight stays for
+    its length, in 16 bits; what it is made of its length and what of that is the change come in fp32, as autocast has
+    norms (lycoris/modules/*.py ``apply_weight_decompose``), and their gradients with them."""
+    return WholeChange(each.kept + HALF, max(each.passing, 3 * FP32 - HALF), HALF + 2 * FP32)
+
 
 def whole_changes(
     each: WholeChange, layers: Callable[[Run], Mapping[str, LinearLayer]] | None = None, lets_go: bool = False
@@ -68,19 +80,38 @@ def whole_changes(
         """What a block keeps of its weights' changes, and what one takes in forward and backward."""
         if run.job.method != "lora":
             return
-        adapted = {name: layer for name, layer in (layers or _adapted)(run).items() if layer.block is not None}
+        adapted = dict((layers or _adapted)(run))
         inputs = _without_gradient(run)
-        kept = _by_block({name: each.kept * _numbers(adapted[name]) for name in adapted.keys() - inputs}, adapted, sum)
+        changes = {name: each.kept * _numbers(adapted[name]) for name in adapted.keys() - inputs}
+        recomputed = run.strategy.gradient_checkpointing != "none"
+        kept = _by_unit(changes, adapted) if recomputed else _by_block(changes, adapted, sum)
+        apart = 0 if recomputed else sum(size for name, size in changes.items() if adapted[name].block is None)
         passing = {name: each.passing * _numbers(layer) for name, layer in adapted.items()}
         made = _by_block({name: each.made * _numbers(layer) for name, layer in adapted.items()}, adapted, max)
-        recomputed = run.strategy.gradient_checkpointing != "none"
         for stage in filter(None, (run.first_step, run.step, run.accumulate)):
             keep_by_block(run, stage, kept, "changes of weights", recomputed)
+            _keep_throughout(run, stage, apart)
             _pass_in_backward(run, stage, passing, adapted)
             if lets_go:
                 _let_go_of_outputs(run, stage, made)
 
     return term
+
+
+LOKR, LOHA, LOCON = "lokr", "loha", "locon"
+"""Versions of memory terms with LyCORIS' adapters."""
+
+LENGTHS = "-dora"
+"""Behind these, where they train the lengths of rows too."""
+
+
+def versions_of(changes: Mapping[str, WholeChange], before: tuple[Transform, ...]) -> dict[str, tuple[Transform, ...]]:
+    """The terms of each version, with and without lengths. ``before``: what comes before those of whole changes."""
+    return {
+        f"{version}{lengths}": (*before, whole_changes(with_lengths(each) if lengths else each, lets_go=True))
+        for version, each in changes.items()
+        for lengths in ("", LENGTHS)
+    }
 
 
 def _numbers(layer: LinearLayer) -> int:
@@ -97,6 +128,30 @@ def _by_block(
         if block is not None:
             found.setdefault(block, []).append(size)
     return {block: of_all(each) for block, each in found.items()}
+
+
+UNIT = re.compile(r"(.*\.(?:transformer_blocks|resnets)\.\d+)\.")
+"""What a U-Net checkpoints at once, inside of its blocks, by the names of its layers."""
+
+
+def _by_unit(sizes: Mapping[str, int], layers: Mapping[str, LinearLayer]) -> dict[Block, int]:
+    """Of each block what its fullest part takes that is checkpointed at once: a transformer's is all of it."""
+    found: dict[Block, dict[str, int]] = {}
+    for name, size in sizes.items():
+        block, unit = layers[name].block, UNIT.match(name)
+        if block is not None:
+            units = found.setdefault(block, {})
+            part = unit[1] if unit else ""
+            units[part] = units.get(part, 0) + size
+    return {block: max(units.values()) for block, units in found.items()}
+
+
+def _keep_throughout(run: Run, stage: Stage, nbytes: int) -> None:
+    """What layers outside of blocks keep, as a U-Net's middle, stays for the whole step."""
+    if nbytes:
+        buffer = run.new(nbytes, "activation", "changes of weights")
+        run.place(stage, [buffer], "changes of weights", at=0)
+        run.free(stage, [buffer])
 
 
 def _layer_of(gradients: Mapping[str, int]) -> dict[int, str]:

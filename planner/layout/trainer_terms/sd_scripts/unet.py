@@ -14,6 +14,16 @@ from planner.layout.adapters import adapted_layers, of_recordings
 from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
+from planner.layout.trainer_terms.lycoris.factors_in_turn import nothing_between
+from planner.layout.trainer_terms.lycoris.whole_changes import (
+    HADAMARD_OF_FP32,
+    KRONECKER_OF_FP32,
+    LOCON,
+    LOHA,
+    LOKR,
+    PRODUCT_IN_16_BITS,
+    versions_of,
+)
 from planner.layout.trainer_terms.sd_scripts.whole_scores import whole_scores
 from planner.layout.trainer_terms.trained_text_encoders import (
     adapters_on_text_encoders,
@@ -113,12 +123,15 @@ def _kept_by_block(configuration: Configuration, shape: tuple[tuple[str, int], .
 
 UNET: tuple[Transform, ...] = (whole_scores, checkpoints_reentrant, latents_with_gradient)
 
+LYCORIS = versions_of({LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS}, (nothing_between,))
+
 VERSIONS: dict[str, tuple[Transform, ...]] = {
     "unet": UNET,
     "unet@te": (*UNET, adapters_on_text_encoders),
     "unet@fp8": (base_in_fp8, *UNET),
     "unet@te-fp8": (base_in_fp8, *UNET, adapters_on_text_encoders),
     "unet@whole-te": (*UNET, text_encoders_whole),
+    **{f"unet@{version}": (*UNET, *terms) for version, terms in LYCORIS.items()},
 }
-"""What sd-scripts' terms are added to: for LoRA alone, with the text encoders, over a base in fp8; and full training
-with the text encoders."""
+"""What sd-scripts' terms are added to: for LoRA alone, with the text encoders, over a base in fp8; full training with
+the text encoders; and LyCORIS' adapters."""

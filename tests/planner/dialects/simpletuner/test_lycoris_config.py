@@ -115,6 +115,7 @@ def test_the_preset_chooses_layers(classes: list[str] | None, keys: dict[str, An
         ({"algo": "loha", "linear_dim": 8, "bypass_mode": False}, 16, "loha"),
         ({"algo": "locon", "linear_dim": 8, "bypass_mode": False}, 8, "locon"),
         ({"algo": "lora", "linear_dim": 8}, 8, "lycoris-lora"),
+        ({"bypass_mode": False, "dora_wd": True}, 96, "lokr-dora"),
         ({"full_matrix": False, "linear_dim": 8}, 2, "lokr-bypassed"),
     ],
 )
@@ -132,8 +133,7 @@ def test_quanto_bypasses_and_is_quantised_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "changes", "why"),
     [
-        ({"dora_wd": True}, {}, "dora_wd is not priced: it trains nothing with bypass_mode"),
-        ({"dora_wd": True, "bypass_mode": False}, {}, "dora_wd is not priced: it makes its weights whole"),
+        ({"dora_wd": True}, {}, "dora_wd trains nothing with LyCORIS' bypass_mode"),
         ({"train_norm": True}, {}, "train_norm is not priced"),
         ({"decompose_both": True}, {}, "decompose_both is not priced"),
         ({"algo": "full"}, {}, "algo 'full' is not priced"),
