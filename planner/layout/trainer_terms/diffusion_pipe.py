@@ -14,6 +14,14 @@ from planner.layout.trainer_terms.lora_layers import (
     adapters_on_modulation,
     wider_adapters,
 )
+from planner.layout.trainer_terms.lycoris.factors_in_turn import nothing_between
+from planner.layout.trainer_terms.lycoris.whole_changes import (
+    HALF,
+    KRONECKER,
+    KRONECKER_IN_16_BITS,
+    LOKR,
+    whole_changes,
+)
 from planner.layout.trainer_terms.shared import (
     checkpoints_saved_on_cpu,
     modulation_in_8_bits,
@@ -85,9 +93,20 @@ TERMS: tuple[Transform, ...] = (
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers."""
 
+LOKR_IN_FP32 = f"{LOKR}-fp32"
+"""The version with ``adapter.type`` lokr in fp32."""
+
+LOKRS: dict[str, tuple[Transform, ...]] = {
+    LOKR: (nothing_between, whole_changes(KRONECKER_IN_16_BITS._replace(made=HALF), lets_go=True)),
+    LOKR_IN_FP32: (nothing_between, whole_changes(KRONECKER, lets_go=True)),
+}
+"""peft's forward holds the product until it was multiplied (tuners/lokr/layer.py ``_get_delta_activations``)."""
+
 OLDER: dict[str, tuple[Transform, ...]] = {
     HALF_ADAPTERS: (adapters_in_half,),
     LLAMA_IN_4_BITS: (),
     f"{HALF_ADAPTERS}-{LLAMA_IN_4_BITS}": (adapters_in_half,),
+    **LOKRS,
+    f"{HALF_ADAPTERS}-{LOKR}": (adapters_in_half, *LOKRS[LOKR]),
 }
 """Not older: what no field of a plan says."""

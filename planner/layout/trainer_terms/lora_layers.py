@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
@@ -18,6 +18,7 @@ from planner.layout.adapters import (
     linear_layers,
     of_recordings,
 )
+from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
@@ -212,6 +213,38 @@ def adapters_on_linear_layers(of_blocks: bool) -> Transform:
         compute_adapters(run, [layers[name] for name in layers.keys() - adapted_layers(run)])
 
     return term
+
+
+CONVOLUTION = "convolution"
+"""Operator of a convolution's forward."""
+
+
+def inputs_of_convolutions(run: Run) -> None:
+    """An adapter of a convolution casts the layer's fp32 input to 16 bits for itself, and keeps that copy beside the
+    layer's (OneTrainer modules/module/LoRAModule.py ``delta_forward``, lycoris-lora lycoris/modules/*.py ``forward``).
+    Those of checkpointed blocks are gone before backward."""
+    if run.job.method != "lora" or run.strategy.autocast == "none":
+        return
+    op, category = run.program.op, run.program.category
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        copies: dict[int, int] = {}
+        for _, events in stage.stretches:
+            for event, following in itertools.pairwise(events):
+                cast = event >= 0 and op[event] == CAST and category[event] == "activation"
+                if cast and following >= 0 and op[following] == CONVOLUTION:
+                    copies[event] = run.new(run.sizes[event], "activation", "input of an adapter")
+        for at, (moment, events) in enumerate(stage.stretches):
+            if copies.keys() & {event if event >= 0 else ~event for event in events}:
+                stage.stretches[at] = (moment, list(_beside(events, copies)))
+
+
+def _beside(events: Sequence[int], copies: Mapping[int, int]) -> Iterator[int]:
+    """The events with a copy made and freed with each of some buffers."""
+    for event in events:
+        yield event
+        own = copies.get(event if event >= 0 else ~event)
+        if own is not None:
+            yield own if event >= 0 else ~own
 
 
 def width_of(run: Run) -> int:

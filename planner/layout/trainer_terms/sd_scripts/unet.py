@@ -15,6 +15,7 @@ from planner.layout.inputs import load_facts
 from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lycoris.factors_in_turn import nothing_between
+from planner.layout.trainer_terms.lycoris.more_layers import kept_for_more_layers
 from planner.layout.trainer_terms.lycoris.whole_changes import (
     HADAMARD_OF_FP32,
     KRONECKER_OF_FP32,
@@ -123,7 +124,10 @@ def _kept_by_block(configuration: Configuration, shape: tuple[tuple[str, int], .
 
 UNET: tuple[Transform, ...] = (whole_scores, checkpoints_reentrant, latents_with_gradient)
 
-LYCORIS = versions_of({LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS}, (nothing_between,))
+LYCORIS = versions_of(
+    {LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS},
+    (nothing_between, kept_for_more_layers(between_factors=False)),
+)
 
 VERSIONS: dict[str, tuple[Transform, ...]] = {
     "unet": UNET,
