@@ -18,6 +18,7 @@ from planner.dialects.sd_scripts.network_module import arguments, refuse_unknown
 from planner.errors import VplanError, quoted
 from planner.layout.adapters import LinearLayer, layers_of
 from planner.layout.trainer_terms.lycoris.whole_changes import LENGTHS, LOCON, LOHA, LOKR
+from planner.layout.trainer_terms.trained_text_encoders import encoder_layers
 
 MODULE = "lycoris.kohya"
 SOURCE = "lycoris-lora 3.4.0, lycoris/modules"
@@ -55,6 +56,9 @@ PRESETS: Mapping[str, Preset] = {
     "attn-only": Preset(ATTENTION),
     "unet-convblock-only": Preset((*RESNETS, *SAMPLERS), ENDS),
 }
+
+ON_ENCODERS = ("full", "full-lin", "attn-mlp")
+"""Presets with text encoders' attention and MLPs (``CLIPAttention``, ``CLIPMLP``)."""
 
 WINDOW = 9
 """Positions that a filter of 3x3 reads."""
@@ -99,14 +103,20 @@ def network_of(settings: Settings, profile: ModelProfile) -> Network:
         raise VplanError(f"LyCORIS' algo {quoted(algo)} is not priced", f"{', '.join(KINDS)} are")
     if name not in PRESETS:
         raise VplanError(f"LyCORIS' preset {quoted(name)} is not priced", f"{', '.join(PRESETS)} are")
+    encoders = not settings.get("--network_train_unet_only")
+    if encoders and name not in ON_ENCODERS:
+        fault = f"LyCORIS' preset {name} is not priced where text encoders are trained"
+        raise VplanError(fault, "add --network_train_unet_only")
     layers = _layers(profile, PRESETS[name])
     lengths = lycoris.is_true(given.get("dora_wd"))
-    numbers = sum(_numbers(settings, given, layer, _window(each)) for each, layer in layers.items())
-    numbers += sum(layer.rows for layer in layers.values()) if lengths else 0
-    rank = max(1, round(numbers / sum(layer.numbers for layer in layers.values())))
+    every = [(layer, _window(each)) for each, layer in layers.items()]
+    every += [(layer, 1) for one in profile.text_encoders for layer in encoder_layers(one)] if encoders else []
+    numbers = sum(_numbers(settings, given, layer, window) for layer, window in every)
+    numbers += sum(layer.rows for layer, _ in every) if lengths else 0
+    rank = max(1, round(numbers / sum(layer.numbers for layer, _ in every)))
     factor = lycoris.factor_of(given.get("factor"), "--network_args factor")
-    version = KINDS[algo] + (LENGTHS if lengths else "")
-    return Network(algo, rank, factor, _targets(profile, layers), version)
+    version = ("te-" if encoders else "") + KINDS[algo] + (LENGTHS if lengths else "")
+    return Network(algo, rank, factor, lycoris.ends_of(profile, layers.keys()), version)
 
 
 def notes(settings: Settings, profile: ModelProfile) -> Iterator[str]:
@@ -117,9 +127,6 @@ def notes(settings: Settings, profile: ModelProfile) -> Iterator[str]:
 
 def _refuse_unpriced(settings: Settings, given: Mapping[str, str]) -> None:
     refuse_unknown_rank(settings)
-    if not settings.get("--network_train_unet_only"):
-        fault = "LyCORIS' adapters on text encoders are not priced"
-        raise VplanError(fault, "add --network_train_unet_only, or check it with --network_module networks.lora")
     if settings.get("--fp8_base") or settings.get("--fp8_base_unet"):
         raise VplanError("LyCORIS over --fp8_base is not priced", "leave --fp8_base out")
     if str(settings.get("--mixed_precision") or "no") == "no":
@@ -152,8 +159,3 @@ def _numbers(settings: Settings, given: Mapping[str, str], layer: LinearLayer, w
     factor = lycoris.factor_of(given.get("factor"), "--network_args factor")
     algo = given.get("algo", "lora").lower()
     return lycoris.numbers_by(algo, layer, dim, factor, lycoris.is_true(given.get("full_matrix")), window)
-
-
-def _targets(profile: ModelProfile, layers: Mapping[str, LinearLayer]) -> tuple[str, ...]:
-    """The shortest ends of names that are the layers' alone, or a recorded choice of them."""
-    return lycoris.ends_of(profile, layers.keys())

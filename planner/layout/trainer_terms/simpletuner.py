@@ -20,7 +20,8 @@ from planner.layout.trainer_terms.lycoris.whole_changes import (
     LOHA,
     LOKR,
     PRODUCT_IN_16_BITS,
-    versions_of,
+    whole_changes,
+    with_and_without_lengths,
 )
 from planner.layout.trainer_terms.shared import (
     cache_kept_while_sampling,
@@ -360,10 +361,12 @@ BASES: dict[str, tuple[Transform, ...]] = {
 }
 """The versions of a quantised base."""
 
-WHOLE = versions_of(
-    {LOKR: KRONECKER_IN_16_BITS, LOHA: HADAMARD_IN_16_BITS, LOCON: PRODUCT_IN_16_BITS},
-    (nothing_between, kept_for_more_layers(between_factors=False)),
-)
+WHOLE: dict[str, tuple[Transform, ...]] = {
+    version: (nothing_between, kept_for_more_layers(between_factors=False), whole_changes(each, lets_go=True))
+    for version, each in with_and_without_lengths(
+        {LOKR: KRONECKER_IN_16_BITS, LOHA: HADAMARD_IN_16_BITS, LOCON: PRODUCT_IN_16_BITS}
+    ).items()
+}
 
 
 def lycoris_in_half(run: Run) -> None:

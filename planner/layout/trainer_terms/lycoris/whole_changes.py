@@ -71,17 +71,21 @@ def with_lengths(each: WholeChange) -> WholeChange:
 
 
 def whole_changes(
-    each: WholeChange, layers: Callable[[Run], Mapping[str, LinearLayer]] | None = None, lets_go: bool = False
+    each: WholeChange,
+    layers: Callable[[Run], Mapping[str, LinearLayer]] | None = None,
+    lets_go: bool = False,
+    prompts_trained: bool = False,
 ) -> Transform:
     """The term of such adapters. ``layers``: those with an adapter; else those that the run says. ``lets_go``: whether
-    an adapter's output goes once it is multiplied, where the recorded LoRA holds it until its forward ends."""
+    an adapter's output goes once it is multiplied, where the recorded LoRA holds it until its forward ends.
+    ``prompts_trained``: whether a prompt's states have a gradient too, as where its encoder has adapters."""
 
     def term(run: Run) -> None:
         """What a block keeps of its weights' changes, and what one takes in forward and backward."""
         if run.job.method != "lora":
             return
         adapted = dict((layers or _adapted)(run))
-        inputs = _without_gradient(run)
+        inputs = set() if prompts_trained else _without_gradient(run)
         changes = {name: each.kept * _numbers(adapted[name]) for name in adapted.keys() - inputs}
         recomputed = run.strategy.gradient_checkpointing != "none"
         kept = _by_unit(changes, adapted) if recomputed else _by_block(changes, adapted, sum)
@@ -105,10 +109,10 @@ LENGTHS = "-dora"
 """Behind these, where they train the lengths of rows too."""
 
 
-def versions_of(changes: Mapping[str, WholeChange], before: tuple[Transform, ...]) -> dict[str, tuple[Transform, ...]]:
-    """The terms of each version, with and without lengths. ``before``: what comes before those of whole changes."""
+def with_and_without_lengths(changes: Mapping[str, WholeChange]) -> dict[str, WholeChange]:
+    """What the changes take of each version, with and without the lengths of rows."""
     return {
-        f"{version}{lengths}": (*before, whole_changes(with_lengths(each) if lengths else each, lets_go=True))
+        f"{version}{lengths}": with_lengths(each) if lengths else each
         for version, each in changes.items()
         for lengths in ("", LENGTHS)
     }

@@ -23,11 +23,14 @@ from planner.layout.trainer_terms.lycoris.whole_changes import (
     LOHA,
     LOKR,
     PRODUCT_IN_16_BITS,
-    versions_of,
+    WholeChange,
+    whole_changes,
+    with_and_without_lengths,
 )
 from planner.layout.trainer_terms.sd_scripts.whole_scores import whole_scores
 from planner.layout.trainer_terms.trained_text_encoders import (
     adapters_on_text_encoders,
+    changes_on_text_encoders,
     keep_beside,
     text_encoders_whole,
 )
@@ -124,10 +127,16 @@ def _kept_by_block(configuration: Configuration, shape: tuple[tuple[str, int], .
 
 UNET: tuple[Transform, ...] = (whole_scores, checkpoints_reentrant, latents_with_gradient)
 
-LYCORIS = versions_of(
-    {LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS},
-    (nothing_between, kept_for_more_layers(between_factors=False)),
-)
+LYCORIS = with_and_without_lengths({LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS})
+"""The version of LyCORIS' adapters -> what their changes take."""
+
+
+def lycoris(each: WholeChange, text_encoders: bool) -> tuple[Transform, ...]:
+    """The terms of such adapters; ``text_encoders``: on these too."""
+    whole = whole_changes(each, lets_go=True, prompts_trained=text_encoders)
+    unet = (*UNET, nothing_between, kept_for_more_layers(between_factors=False), whole)
+    return (*unet, adapters_on_text_encoders, changes_on_text_encoders(each.kept)) if text_encoders else unet
+
 
 VERSIONS: dict[str, tuple[Transform, ...]] = {
     "unet": UNET,
@@ -135,7 +144,8 @@ VERSIONS: dict[str, tuple[Transform, ...]] = {
     "unet@fp8": (base_in_fp8, *UNET),
     "unet@te-fp8": (base_in_fp8, *UNET, adapters_on_text_encoders),
     "unet@whole-te": (*UNET, text_encoders_whole),
-    **{f"unet@{version}": (*UNET, *terms) for version, terms in LYCORIS.items()},
+    **{f"unet@{version}": lycoris(each, text_encoders=False) for version, each in LYCORIS.items()},
+    **{f"unet@te-{version}": lycoris(each, text_encoders=True) for version, each in LYCORIS.items()},
 }
 """What sd-scripts' terms are added to: for LoRA alone, with the text encoders, over a base in fp8; full training with
 the text encoders; and LyCORIS' adapters."""

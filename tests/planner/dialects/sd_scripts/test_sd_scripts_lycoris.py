@@ -91,6 +91,19 @@ def test_adapters_are_priced_as_the_lora_with_as_many_numbers(
     assert any(f"priced as a LoRA of rank {rank}," in note for note in told.notes)
 
 
+def test_text_encoders_have_adapters_too_unless_told_otherwise(tmp_path: Path) -> None:
+    both = SDXL.replace("--network_train_unet_only ", "").replace("--cache_text_encoder_outputs ", "")
+    told = translated(f"{LOKR} preset=attn-mlp", tmp_path, both)
+    numbers = elements = 0
+    for name, layer in layers_of(lookup.model("sdxl")).items():
+        if name in adapted(told):
+            numbers, elements = numbers + 64 + layer.rows * layer.columns // 64, elements + layer.rows + layer.columns
+    for width, inner, depth in ((768, 3072, 12), (1280, 5120, 32)):
+        numbers += depth * (6 * 64 + (4 * width * width + 2 * width * inner) // 64)
+        elements += depth * (4 * 2 * width + 2 * (width + inner))
+    assert (told.version, told.job["lora_rank"]) == ("te-lokr", round(numbers / elements))
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

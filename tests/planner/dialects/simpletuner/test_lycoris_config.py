@@ -115,7 +115,7 @@ def test_the_preset_chooses_layers(classes: list[str] | None, keys: dict[str, An
         ({"algo": "loha", "linear_dim": 8, "bypass_mode": False}, 16, "loha"),
         ({"algo": "locon", "linear_dim": 8, "bypass_mode": False}, 8, "locon"),
         ({"algo": "lora", "linear_dim": 8}, 8, "lycoris-lora"),
-        ({"bypass_mode": False, "dora_wd": True}, 96, "lokr-dora"),
+        ({"bypass_mode": False, "dora_wd": True}, 97, "lokr-dora"),
         ({"full_matrix": False, "linear_dim": 8}, 2, "lokr-bypassed"),
     ],
 )
