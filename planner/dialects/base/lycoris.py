@@ -91,7 +91,10 @@ def adapter_in_words(algo: str, factors: Iterable[int]) -> str:
     """An adapter by ``algo``, and the factors of a LoKr's layers."""
     if algo in LORAS:
         return "LyCORIS LoRA"
-    return "LoHa" if algo == "loha" else " and ".join(lokr_of(factor) for factor in factors)
+    if algo == "loha":
+        return "LoHa"
+    first, *more = factors
+    return " and ".join((lokr_of(first), *(lokr_of(factor).removeprefix("LoKr of ") for factor in more)))
 
 
 def is_true(value: Any) -> bool:

@@ -21,7 +21,7 @@ from planner.layout.trainer_terms.lycoris.whole_changes import LENGTHS, LOCON, L
 from planner.layout.trainer_terms.trained_text_encoders import encoder_layers
 
 MODULE = "lycoris.kohya"
-SOURCE = "lycoris-lora 3.4.0, lycoris/modules"
+SOURCE = "lycoris-lora 3.4.0; 4.x, whose kernels are fused, was not run"
 KINDS = {"lokr": LOKR, "loha": LOHA, "lora": LOCON, "locon": LOCON}
 """``algo`` -> the version of memory terms."""
 

@@ -27,7 +27,7 @@ from planner.layout.trainer_terms.simpletuner import BYPASSED, LOKR_BYPASSED, LY
 FILE = "lycoris:config"
 """What the file says."""
 
-SOURCE = "lycoris-lora 3.4.0, lycoris/modules"
+SOURCE = "lycoris-lora 3.4.0; 4.x, whose kernels are fused, was not run"
 KINDS = {"lokr": LOKR, "loha": LOHA, "lora": LOCON, "locon": LOCON}
 """``algo`` -> the memory terms of adapters that make changes whole."""
 

@@ -304,6 +304,14 @@ def keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int], name: str, 
     ]
 
 
+def keep_where_not_recomputed(run: Run, stage: Stage, kept: Mapping[Block, int], name: str) -> None:
+    """Keeps something from each block's forward, or from the recomputation of one that is checkpointed."""
+    whole = run.strategy.gradient_checkpointing
+    again = {block for block in kept if whole != "none" and (whole != "partial" or block in run.checkpointed)}
+    keep_by_block(run, stage, {block: kept[block] for block in kept.keys() - again}, name)
+    keep_by_block(run, stage, {block: kept[block] for block in again}, name, recomputed=True)
+
+
 @recording_cache(maxsize=64)
 def _step(configuration: Configuration, shape: tuple[tuple[str, int], ...]) -> _Step:
     recordings = load_facts(configuration)

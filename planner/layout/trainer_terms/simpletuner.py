@@ -13,16 +13,7 @@ from planner.layout.single_gpu import onto_gradients
 from planner.layout.trainer_terms.lora_layers import adapters_in_half, keep_by_block
 from planner.layout.trainer_terms.lycoris.factors_in_turn import between_factors, nothing_between
 from planner.layout.trainer_terms.lycoris.more_layers import kept_for_more_layers
-from planner.layout.trainer_terms.lycoris.whole_changes import (
-    HADAMARD_IN_16_BITS,
-    KRONECKER_IN_16_BITS,
-    LOCON,
-    LOHA,
-    LOKR,
-    PRODUCT_IN_16_BITS,
-    whole_changes,
-    with_and_without_lengths,
-)
+from planner.layout.trainer_terms.lycoris.whole_changes import CHANGES_IN_16_BITS, whole_changes
 from planner.layout.trainer_terms.shared import (
     cache_kept_while_sampling,
     last_encoder_in_model,
@@ -363,9 +354,7 @@ BASES: dict[str, tuple[Transform, ...]] = {
 
 WHOLE: dict[str, tuple[Transform, ...]] = {
     version: (nothing_between, kept_for_more_layers(between_factors=False), whole_changes(each, lets_go=True))
-    for version, each in with_and_without_lengths(
-        {LOKR: KRONECKER_IN_16_BITS, LOHA: HADAMARD_IN_16_BITS, LOCON: PRODUCT_IN_16_BITS}
-    ).items()
+    for version, each in CHANGES_IN_16_BITS.items()
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.layout.adapters import adapted_layers, is_named, linear_layers
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.lora_layers import inputs_of_convolutions, keep_by_block, tokens_of
+from planner.layout.trainer_terms.lora_layers import inputs_of_convolutions, keep_where_not_recomputed, tokens_of
 from planner.tape.program import Block
 
 HALF = 2
@@ -30,8 +30,7 @@ def kept_for_more_layers(between_factors: bool) -> Transform:
             if layer.block is not None and is_named(name, targets):
                 width = layer.columns + (layer.rows if between_factors else 0)
                 kept[layer.block] = kept.get(layer.block, 0) + HALF * width * tokens_of(run, name)
-        recomputed = run.strategy.gradient_checkpointing != "none"
         for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-            keep_by_block(run, stage, kept, "inputs of more adapters", recomputed)
+            keep_where_not_recomputed(run, stage, kept, "inputs of more adapters")
 
     return term

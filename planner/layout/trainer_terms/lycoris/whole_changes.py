@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from planner.layout.adapters import ADAPTER, PRODUCT, LinearLayer, adapted_layers, is_named, linear_layers
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.lora_layers import keep_by_block
+from planner.layout.trainer_terms.lora_layers import keep_by_block, keep_where_not_recomputed
 from planner.spec.job import QUANTISED
 from planner.tape.program import Block, Stage
 
@@ -93,7 +93,7 @@ def whole_changes(
         passing = {name: each.passing * _numbers(layer) for name, layer in adapted.items()}
         made = _by_block({name: each.made * _numbers(layer) for name, layer in adapted.items()}, adapted, max)
         for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-            keep_by_block(run, stage, kept, "changes of weights", recomputed)
+            keep_where_not_recomputed(run, stage, kept, "changes of weights")
             _keep_throughout(run, stage, apart)
             _pass_in_backward(run, stage, passing, adapted)
             if lets_go:
@@ -116,6 +116,13 @@ def with_and_without_lengths(changes: Mapping[str, WholeChange]) -> dict[str, Wh
         for version, each in changes.items()
         for lengths in ("", LENGTHS)
     }
+
+
+CHANGES_IN_16_BITS = with_and_without_lengths(
+    {LOKR: KRONECKER_IN_16_BITS, LOHA: HADAMARD_IN_16_BITS, LOCON: PRODUCT_IN_16_BITS}
+)
+CHANGES_OF_FP32 = with_and_without_lengths({LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS})
+"""Version -> what its changes take, of adapters in 16 bits, and of those in fp32 under autocast."""
 
 
 def _numbers(layer: LinearLayer) -> int:

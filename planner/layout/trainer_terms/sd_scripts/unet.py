@@ -16,17 +16,7 @@ from planner.layout.recorded_run import recorded_step
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lycoris.factors_in_turn import nothing_between
 from planner.layout.trainer_terms.lycoris.more_layers import kept_for_more_layers
-from planner.layout.trainer_terms.lycoris.whole_changes import (
-    HADAMARD_OF_FP32,
-    KRONECKER_OF_FP32,
-    LOCON,
-    LOHA,
-    LOKR,
-    PRODUCT_IN_16_BITS,
-    WholeChange,
-    whole_changes,
-    with_and_without_lengths,
-)
+from planner.layout.trainer_terms.lycoris.whole_changes import CHANGES_OF_FP32, WholeChange, whole_changes
 from planner.layout.trainer_terms.sd_scripts.whole_scores import whole_scores
 from planner.layout.trainer_terms.trained_text_encoders import (
     adapters_on_text_encoders,
@@ -127,9 +117,6 @@ def _kept_by_block(configuration: Configuration, shape: tuple[tuple[str, int], .
 
 UNET: tuple[Transform, ...] = (whole_scores, checkpoints_reentrant, latents_with_gradient)
 
-LYCORIS = with_and_without_lengths({LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS})
-"""The version of LyCORIS' adapters -> what their changes take."""
-
 
 def lycoris(each: WholeChange, text_encoders: bool) -> tuple[Transform, ...]:
     """The terms of such adapters; ``text_encoders``: on these too."""
@@ -144,8 +131,8 @@ VERSIONS: dict[str, tuple[Transform, ...]] = {
     "unet@fp8": (base_in_fp8, *UNET),
     "unet@te-fp8": (base_in_fp8, *UNET, adapters_on_text_encoders),
     "unet@whole-te": (*UNET, text_encoders_whole),
-    **{f"unet@{version}": lycoris(each, text_encoders=False) for version, each in LYCORIS.items()},
-    **{f"unet@te-{version}": lycoris(each, text_encoders=True) for version, each in LYCORIS.items()},
+    **{f"unet@{version}": lycoris(each, text_encoders=False) for version, each in CHANGES_OF_FP32.items()},
+    **{f"unet@te-{version}": lycoris(each, text_encoders=True) for version, each in CHANGES_OF_FP32.items()},
 }
 """What sd-scripts' terms are added to: for LoRA alone, with the text encoders, over a base in fp8; full training with
 the text encoders; and LyCORIS' adapters."""

@@ -73,10 +73,7 @@ def test_sd_2_without_the_velocity_is_a_base_of_512_pixels(tmp_path: Path) -> No
     ("words", "why"),
     [
         (SDXL + "--network_args conv_dim=4", "conv_dim is not priced"),
-        (
-            SDXL.replace("networks.lora", "lycoris.kohya") + "--network_args preset=unet-only",
-            "add --network_train_unet_o",
-        ),
+        (SDXL.replace("networks.lora", "lycoris.kohya"), "LyCORIS without --mixed_precision is not priced"),
         (SDXL + "--network_train_text_encoder_only", "text_encoder_only is not priced"),
         (SDXL + "--cpu_offload_checkpointing", "stops sdxl_train_network.py"),
         (SDXL + "--cache_text_encoder_outputs", "while the text encoders are trained"),
