@@ -131,6 +131,8 @@ def _refuse_unpriced(settings: Settings, config: Mapping[str, Any]) -> None:
             raise VplanError(f"lycoris_config's {key} is not priced", f"leave {key} out")
     if config.get("preset") not in (None, "full"):
         raise VplanError("lycoris_config's preset is not priced", "apply_preset is")
+    if str(of(settings, "mixed_precision") or "bf16") not in ("bf16", "fp16"):
+        raise VplanError("lora_type lycoris without mixed_precision is not priced", "use mixed_precision bf16")
     if is_on(of(settings, "ramtorch")):
         raise VplanError("lora_type lycoris with RamTorch is not priced", "leave one of both out")
     if is_on(of(settings, "init_lora")):

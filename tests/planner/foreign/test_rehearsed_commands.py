@@ -28,8 +28,8 @@ LoKr keeps one input for all layers that share it, in 16 bits, where it is price
 own (toolkit/models/lokr.py). musubi-tuner's LoHa of rank 16 is priced as a LoRA of rank 32, of whose tensors some are
 larger than 1 MiB: those the allocator rounds up further, by 96 MiB in all. sd-scripts' LoHa of SDXL holds the gradients
 of its largest convolution's change for that convolution alone, where they are priced for a block's whole backward.
-SimpleTuner's LoKr with DoRA (of the device) makes each layer's change by its own size, where a block's largest is priced;
-and over torchao's integers its steps take less than is recorded, with LoRA too (docs/other-trainers.md)."""
+SimpleTuner's LoKr with DoRA (of the device) makes each layer's change by its own size, where a block's largest is
+priced; and over torchao's integers its steps take less than is recorded, with LoRA too (docs/other-trainers.md)."""
 
 ROWS = covering(rows(), lambda row: {*facts(row), *({row["id"]} & KEPT_ONCE.keys())})
 

@@ -9,12 +9,15 @@ import pytest
 
 from planner import dialects
 from planner.catalog import lookup
+from planner.catalog.shapes import grid
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 from planner.foreign.case import settle
 from planner.foreign.pricing import Pricing
 from planner.layout.adapters import is_named, layers_of
+from planner.layout.inputs import load_facts
+from planner.layout.pipeline import lay_out
 from planner.units import GIB
 
 SDXL = (
@@ -139,3 +142,14 @@ def test_a_block_alone_keeps_its_changes_with_checkpoints(tmp_path: Path) -> Non
     whole = 2 * sum(layers[name].rows * layers[name].columns for name in names)
     plain = allocated(words, tmp_path) - allocated(f"{words} --gradient_checkpointing", tmp_path)
     assert plain > whole
+
+
+@pytest.mark.parametrize(("words", "each"), [("", 3 * 4 - 2), ("--full_bf16", 3 * 2 - 2)])
+def test_gradients_of_a_change_are_in_the_adapters_format(words: str, each: int, tmp_path: Path) -> None:
+    """Three of the largest convolution's, beside what it kept."""
+    (tmp_path / "train.sh").write_text(f"{SDXL}{LOKR} preset=unet-convblock-only {words}")
+    case = settle(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "h200", "host_ram": 64 * GIB})
+    facts = load_facts(case.configuration, case.model, case.gpu)
+    run = lay_out(case.configuration, facts, grid(case.model, case.job), case.trainer)
+    passing = [size for size, op in zip(run.sizes, run.program.op, strict=True) if op == "gradients of a change"]
+    assert max(passing) == each * 1280 * 9 * 2560

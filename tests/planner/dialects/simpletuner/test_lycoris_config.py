@@ -150,6 +150,7 @@ def test_quanto_bypasses_and_is_quantised_on_the_gpu(tmp_path: Path) -> None:
         ),
         ({"bypass_mode": False}, {"base_model_precision": "int8-torchao"}, "without bypass_mode over"),
         ({"algo": "loha"}, {"base_model_precision": "int8-quanto"}, "LoHa over a quantised base"),
+        ({}, {"mixed_precision": "no"}, "lycoris without mixed_precision is not priced"),
         ({}, {"ramtorch": True}, "lycoris with RamTorch is not priced"),
         ({}, {"init_lora": "a.safetensors"}, "with init_lora is not priced"),
     ],
