@@ -72,7 +72,9 @@ NO_MATTER = (
     *("block_size", "constraint", "rescaled", "train_t5xxl", "train_llm_adapter", "neuron_dropout"),
     *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio", "wd_on_output"),
 )
-"""Keys that change no number and no tensor of these adapters, whose own dropout drops nothing (loha.py, lokr.py)."""
+"""Keys that change no number and no tensor of these adapters, whose own dropout drops nothing (loha.py, lokr.py).
+``rank_dropout`` changes none either, but of LoKr, which multiplies by a mask on the CPU and stops (lokr.py
+``get_weight``)."""
 
 NONE = ("0", "0.0", "")
 """Values that switch a rate off."""
@@ -131,8 +133,10 @@ def _refuse_unpriced(settings: Settings, given: Mapping[str, str]) -> None:
         raise VplanError("LyCORIS over --fp8_base is not priced", "leave --fp8_base out")
     if str(settings.get("--mixed_precision") or "no") == "no":
         raise VplanError("LyCORIS without --mixed_precision is not priced", "add --mixed_precision bf16")
+    of_lokr = given.get("algo", "").lower() == "lokr"
     for key, value in given.items():
-        if key not in (*READ, *NO_MATTER) and value not in NONE:
+        known = key in (*READ, *NO_MATTER) or (key == "rank_dropout" and not of_lokr)
+        if not known and value not in NONE:
             raise VplanError(f"--network_args {key} of LyCORIS is not priced", f"leave {key} out")
 
 

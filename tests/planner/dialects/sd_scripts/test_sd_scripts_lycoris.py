@@ -83,7 +83,7 @@ def test_a_convolution_has_its_window_in_the_second_matrix(tmp_path: Path) -> No
         ("--network_dim 8 --network_args preset=attn-mlp", 8, "locon"),
         ("--network_dim 8 --network_args algo=loha preset=attn-mlp dora_wd=True", 17, "loha-dora"),
         ("--network_dim 16 --network_args algo=lokr full_matrix=True factor=16 preset=attn-mlp", 3, "lokr"),
-        ("--network_dim 8 --network_args conv_dim=8 dropout=0.1 rank_dropout=0", 8, "locon"),
+        ("--network_dim 8 --network_args conv_dim=8 dropout=0.1 rank_dropout=0.1", 8, "locon"),
     ],
 )
 def test_adapters_are_priced_as_the_lora_with_as_many_numbers(
