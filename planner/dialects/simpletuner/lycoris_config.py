@@ -65,24 +65,22 @@ def is_lycoris(settings: Settings) -> bool:
 
 
 def read_file(script: Script, settings: Settings) -> Settings:
-    """What the file says that a config names. Raises a VplanError where it is not here."""
+    """What the file says that a config names, or why it is not known."""
     if not is_lycoris(settings):
         return {}
     path = of(settings, "lycoris_config")
     if not isinstance(path, str) or not path:
-        fix = "add lycoris_config, which SimpleTuner asks for, or use lora_type standard"
-        raise VplanError("lora_type lycoris names no lycoris_config", fix)
+        return {FILE: "is not given, which SimpleTuner asks for"}
     document = script.document(path)
-    if document is None:
-        raise VplanError(f"SimpleTuner's lycoris_config {script.missing(path)}", "its adapters are in that file alone")
-    return {FILE: document}
+    return {FILE: script.missing(path) if document is None else document}
 
 
 def adapters_of(settings: Settings) -> Adapters:
     """The adapters of a config. Raises a VplanError for those that are not priced."""
     config = settings.get(FILE)
     if not isinstance(config, dict):
-        raise VplanError("lora_type lycoris is not priced without its file", "pass the file of lycoris_config too")
+        fault = f"SimpleTuner's lycoris_config {config or 'is not here'}"
+        raise VplanError(fault, "its adapters are in that file alone; lora_type standard needs none")
     _refuse_unpriced(settings, config)
     preset = config.get("apply_preset") or {}
     if not isinstance(preset, dict) or (unknown := sorted(map(str, preset.keys() - PRESET))):
