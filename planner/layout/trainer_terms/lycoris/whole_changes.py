@@ -24,11 +24,13 @@ class WholeChange(NamedTuple):
     """What the change of a weight takes under autocast, in bytes for each of the weight's numbers."""
 
     kept: int
-    """from its layer's forward to its backward"""
+    """from its layer's forward to its backward, where the layer's input has a gradient"""
     passing: int
     """in its layer's backward, beside the changes that are kept for the others"""
     made: int = 0
     """in its layer's forward, beside what is kept"""
+    always: int = 0
+    """as `kept`, and beside it, where the layer's input has no gradient too"""
 
 
 KRONECKER = WholeChange(HALF, 3 * FP32 - HALF, FP32)
@@ -63,11 +65,11 @@ HADAMARD_OF_FP32 = HADAMARD._replace(made=2 * HALF)
 """Of factors in fp32, in lycoris-lora's ``forward``, which rounds their product to the format of the base's weight."""
 
 
-def with_lengths(each: WholeChange) -> WholeChange:
+def with_lengths(each: WholeChange, width: int) -> WholeChange:
     """The same where an adapter trains the lengths of a weight's rows too (``dora_wd``): the changed weight stays for
-    its length, in 16 bits; what it is made of its length and what of that is the change come in fp32, as autocast has
-    norms (lycoris/modules/*.py ``apply_weight_decompose``), and their gradients with them."""
-    return WholeChange(each.kept + HALF, max(each.passing, 3 * FP32 - HALF), HALF + 2 * FP32)
+    its length, in the adapter's format of ``width`` bytes; what it is made of its length and what of that is the change
+    come in fp32, as autocast has norms (lycoris/modules/*.py ``apply_weight_decompose``), and their gradients."""
+    return WholeChange(each.kept, max(each.passing, 3 * FP32 - HALF), HALF + 2 * FP32, width)
 
 
 def whole_changes(
@@ -86,7 +88,10 @@ def whole_changes(
             return
         adapted = dict((layers or _adapted)(run))
         inputs = set() if prompts_trained else _without_gradient(run)
-        changes = {name: each.kept * _numbers(adapted[name]) for name in adapted.keys() - inputs}
+        changes = {
+            name: (each.always + (0 if name in inputs else each.kept)) * _numbers(layer)
+            for name, layer in adapted.items()
+        }
         recomputed = run.strategy.gradient_checkpointing != "none"
         kept = _by_unit(changes, adapted) if recomputed else _by_block(changes, adapted, sum)
         apart = 0 if recomputed else sum(size for name, size in changes.items() if adapted[name].block is None)
@@ -109,19 +114,21 @@ LENGTHS = "-dora"
 """Behind these, where they train the lengths of rows too."""
 
 
-def with_and_without_lengths(changes: Mapping[str, WholeChange]) -> dict[str, WholeChange]:
+def with_and_without_lengths(changes: Mapping[str, WholeChange], width: int) -> dict[str, WholeChange]:
     """What the changes take of each version, with and without the lengths of rows."""
     return {
-        f"{version}{lengths}": with_lengths(each) if lengths else each
+        f"{version}{lengths}": with_lengths(each, width) if lengths else each
         for version, each in changes.items()
         for lengths in ("", LENGTHS)
     }
 
 
 CHANGES_IN_16_BITS = with_and_without_lengths(
-    {LOKR: KRONECKER_IN_16_BITS, LOHA: HADAMARD_IN_16_BITS, LOCON: PRODUCT_IN_16_BITS}
+    {LOKR: KRONECKER_IN_16_BITS, LOHA: HADAMARD_IN_16_BITS, LOCON: PRODUCT_IN_16_BITS}, HALF
 )
-CHANGES_OF_FP32 = with_and_without_lengths({LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS})
+CHANGES_OF_FP32 = with_and_without_lengths(
+    {LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS}, FP32
+)
 """Version -> what its changes take, of adapters in 16 bits, and of those in fp32 under autocast."""
 
 
@@ -203,8 +210,30 @@ def _pass_in_backward(run: Run, stage: Stage, sizes: Mapping[str, int], layers: 
                     passing = buffers[sizes[layer_of[event]]]
                     changed += [passing, ~passing]
             stage.stretches[at] = (moment, changed)
-    others = {name: size for name, size in sizes.items() if name not in recorded}
-    keep_by_block(run, stage, _by_block(others, layers, max), "gradients of a change", recomputed=True)
+    others = _by_block({name: size for name, size in sizes.items() if name not in recorded}, layers, max)
+    keep_by_block(run, stage, _pass_by_convolutions(run, stage, others), "gradients of a change", recomputed=True)
+
+
+CONVOLUTION = "convolution_backward"
+
+
+def _pass_by_convolutions(run: Run, stage: Stage, sizes: Mapping[Block, int]) -> dict[Block, int]:
+    """What a block's largest takes comes and goes where the recorded gradients of its convolutions' inputs do. Returns
+    the sizes of the blocks that have none."""
+    buffers = {block: run.new(size, "activation", "gradients of a change") for block, size in sizes.items()}
+    passed: set[Block] = set()
+    for at, (moment, events) in enumerate(stage.stretches):
+        block = moment.module_list, moment.block
+        if block not in buffers or moment.passes != "backward":
+            continue
+        changed: list[int] = []
+        for event in events:
+            changed.append(event)
+            if event >= 0 and run.program.op[event] == CONVOLUTION:
+                passed.add(block)
+                changed += [buffers[block], ~buffers[block]]
+        stage.stretches[at] = (moment, changed)
+    return {block: size for block, size in sizes.items() if block not in passed}
 
 
 SCALED, SUM = "mul", "add"
