@@ -27,9 +27,10 @@ KEPT_ONCE = {
 keep them in 16 bits too, which is three tensors of each block (library/anima_models.py ``RMSNorm``); and ai-toolkit's
 LoKr keeps one input for all layers that share it, in 16 bits, where it is priced as a LoRA in fp32 that keeps each its
 own (toolkit/models/lokr.py). musubi-tuner's LoHa of rank 16 is priced as a LoRA of rank 32, of whose tensors some are
-larger than 1 MiB: those the allocator rounds up further, by 96 MiB in all. sd-scripts' LyCORIS of SD 1.5 makes
-each convolution's change by its own size, where a block's largest is priced for all of them. So does
-SimpleTuner's LoKr with DoRA, of the device; and over torchao's integers its steps take less than is recorded, with LoRA too (docs/other-trainers.md)."""
+larger than 1 MiB: those the allocator rounds up further, by 96 MiB in all. sd-scripts' LyCORIS of SD 1.5 makes each
+convolution's change by its own size, where a block's largest is priced for all of them. So does SimpleTuner's LoKr with
+DoRA, of the device; and over torchao's integers its steps take less than is recorded, with LoRA too
+(docs/other-trainers.md)."""
 
 ROWS = covering(rows(), lambda row: {*facts(row), *({row["id"]} & KEPT_ONCE.keys())})
 
