@@ -40,6 +40,9 @@ PRODUCT = "mm"
 OUTPUTS = frozenset({"addmm", "mm", "convolution", "bitsandbytes.gemm_4bit"})
 """Those of its forward."""
 
+OUTPUT, SCALED_OUTPUT = "adapter's output", "scaled output"
+"""Operators of what `compute_adapters` adds to a layer's forward."""
+
 ADAPTER = ".lora_"
 """Between a layer's name and an adapter's own part (peft)."""
 
@@ -217,7 +220,7 @@ class _Passing:
         for event in events:
             changed.append(event)
             if event >= 0 and sizes[event] in outputs and op[event] in OUTPUTS:
-                own, scaled = self._pair(sizes[event], "adapter's output", "scaled output")
+                own, scaled = self._pair(sizes[event], OUTPUT, SCALED_OUTPUT)
                 changed += [own, scaled, ~own, ~scaled]
         return changed
 

@@ -173,14 +173,14 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _is_encoder_of(model: Any, module: Any) -> bool:
-    """Whether a frozen module is neither a part of the model itself nor one of its lists', and has layers of layers."""
-    listed = (part for child in model.children() for part in (child, *child.children()) if _is_list(child))
-    own = (*model.children(), *listed)
-    return not any(module is part for part in own) and _depth(module, 3) == 3 and not _is_trained(module)
+    """Whether a frozen module is no part of the model itself, and has layers of layers: neither one of its children nor
+    in one of its lists, whose blocks a model may run part by part (SimpleTuner's Stable Diffusion 3)."""
+    own = (part for child in model.children() for part in (child.modules() if _is_list(child) else (child,)))
+    return _depth(module, 3) == 3 and not _is_trained(module) and not any(module is part for part in own)
 
 
 def _is_list(module: Any) -> bool:
-    return type(module).__name__ in ("ModuleList", "ModuleDict")
+    return any(base.__name__ in ("ModuleList", "ModuleDict") for base in type(module).__mro__)
 
 
 def _depth(module: Any, most: int) -> int:

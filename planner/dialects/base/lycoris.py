@@ -1,9 +1,10 @@
-"""LyCORIS' LoKr, which several trainers have rewritten: how many numbers it trains, and which LoRA has as many."""
+"""LyCORIS' adapters, of which several trainers have rewritten LoKr: how many numbers they train, and which LoRA has as
+many."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Set
 from typing import Any
 
 from planner.catalog.profiles import ModelProfile
@@ -26,7 +27,7 @@ def lokr_of(factor: int) -> str:
 
 def priced_as(adapter: str, rank: int, source: str, builds_deltas: bool) -> str:
     """How an adapter that is no LoRA is priced, in words. ``builds_deltas``: whether it makes the change of each weight
-    whole (`planner.layout.trainer_terms.whole_changes`)."""
+    whole (`planner.layout.trainer_terms.lycoris.whole_changes`)."""
     deltas = ", plus the full weight deltas that it builds" if builds_deltas else ""
     return f"a {adapter} is priced as a LoRA of rank {rank}, which has about as many parameters{deltas} ({source})"
 
@@ -41,6 +42,23 @@ def layers_named(profile: ModelProfile, targets: Iterable[str] | None) -> list[L
     ]
 
 
+def ends_of(profile: ModelProfile, wanted: Set[str]) -> tuple[str, ...]:
+    """`lora_targets` of these layers: a recorded choice where it is theirs, else the shortest ends of names that are
+    theirs alone."""
+    every = layers_of(profile)
+    for usual in filter(None, (profile.lora.targets, profile.lora.wide)):
+        if {name for name in every if is_named(name, usual)} == wanted:
+            return usual
+    unwanted = {end for name in every.keys() - wanted for end in _ends(name)}
+    return tuple(dict.fromkeys(next((end for end in _ends(name) if end not in unwanted), name) for name in wanted))
+
+
+def _ends(layer: str) -> Iterator[str]:
+    """The ends of a layer's name, the shortest first; none begins with a number."""
+    names = layer.split(".")
+    return (".".join(names[at:]) for at in range(len(names) - 1, -1, -1) if not names[at].isdecimal())
+
+
 def rank_of_lokr(layers: Collection[LinearLayer], factor: int, rank: int) -> int:
     """The rank of the LoRA that has as many numbers as a LoKr on the same layers. ``rank``: of the second matrices, as
     for `numbers_of`."""
@@ -48,13 +66,40 @@ def rank_of_lokr(layers: Collection[LinearLayer], factor: int, rank: int) -> int
     return max(1, round(numbers / sum(layer.numbers for layer in layers)))
 
 
-def numbers_of(layer: LinearLayer, factor: int, rank: int) -> int:
+def numbers_of(layer: LinearLayer, factor: int, rank: int, window: int = 1) -> int:
     """Those of a layer's LoKr: the first matrix has the smaller sides and is whole; so is the second, unless a product
-    of two of ``rank`` (0: never) has less than half of its longer side."""
-    (rows, more_rows), (columns, more_columns) = sides(layer.rows, factor), sides(layer.columns, factor)
+    of two of ``rank`` (0: never) has less than half of its longer side. ``window``: of a convolution, the positions
+    that a filter reads, which the second matrix has for each of its columns."""
+    (rows, more_rows), (columns, more_columns) = sides(layer.rows, factor), sides(layer.columns // window, factor)
     if rank and rank < max(more_rows, more_columns) / 2:
-        return rows * columns + rank * (more_rows + more_columns)
-    return rows * columns + more_rows * more_columns
+        return rows * columns + rank * (more_rows + window * more_columns)
+    return rows * columns + window * more_rows * more_columns
+
+
+LORAS = ("lora", "locon")
+"""LyCORIS' words for a LoRA, ``algo``."""
+
+
+def numbers_by(algo: str, layer: LinearLayer, dim: int, factor: int, whole: bool, window: int = 1) -> int:
+    """Those of a layer's adapter: a LoKr's, whose matrices may be ``whole``, a LoHa's of two products, or a LoRA's."""
+    if algo in LORAS:
+        return dim * layer.numbers
+    return 2 * dim * layer.numbers if algo == "loha" else numbers_of(layer, factor, 0 if whole else dim, window)
+
+
+def adapter_in_words(algo: str, factors: Iterable[int]) -> str:
+    """An adapter by ``algo``, and the factors of a LoKr's layers."""
+    if algo in LORAS:
+        return "LyCORIS LoRA"
+    if algo == "loha":
+        return "LoHa"
+    first, *more = factors
+    return " and ".join((lokr_of(first), *(lokr_of(factor).removeprefix("LoKr of ") for factor in more)))
+
+
+def is_true(value: Any) -> bool:
+    """Whether a switch is on: any word but false is (lycoris/utils/__init__.py ``str_bool``)."""
+    return value is not None and str(value).lower() != "false"
 
 
 def sides(length: int, factor: int) -> tuple[int, int]:

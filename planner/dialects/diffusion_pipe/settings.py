@@ -28,7 +28,7 @@ from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.padded_prompts import padded_prompts
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number
-from planner.dialects.diffusion_pipe import evaluation
+from planner.dialects.diffusion_pipe import evaluation, kronecker_adapter
 from planner.dialects.diffusion_pipe.models import (
     AT,
     BATCH,
@@ -121,8 +121,12 @@ def _write_formats(fields: Fields) -> Settings:
 
 def _method_of(settings: Settings) -> Fields:
     kind = settings.get("config:adapter.type")
-    if kind not in (None, "lora"):
-        raise VplanError(f"adapter.type {quoted(kind)} is not supported here", "supported: lora, and no adapter at all")
+    if kind not in (None, "lora", "lokr"):
+        fault = f"adapter.type {quoted(kind)} is not supported here"
+        raise VplanError(fault, "supported: lora, lokr read only, and no adapter at all")
+    if kind == "lokr":
+        rank = kronecker_adapter.rank_of(settings, _targets_of(settings))
+        return {"method": "lora", "lora_rank": rank, "lora_dropout": 0.0}
     return {
         "method": "lora" if kind else "full",
         "lora_rank": integer(settings.get("config:adapter.rank", 16), "adapter.rank"),
@@ -391,6 +395,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if rows_of(settings, "dataset:resolutions") and not rows_of(settings, BUCKETS):
         yield "resolutions are areas: estimated as squares, and buckets of other sides have as many pixels"
     yield from evaluation.notes(settings, fields)
+    if kronecker_adapter.is_lokr(settings):
+        yield kronecker_adapter.note(settings, fields)
 
 
 def _version(settings: Settings, fields: Fields) -> str:
@@ -400,7 +406,8 @@ def _version(settings: Settings, fields: Fields) -> str:
     over = fields["method"] == "lora" and fields["weights_dtype"] in QUANTISED
     stays = lookup.model(fields["model"]).trained_with("diffusion-pipe", "last-encoder-stays")
     llama = LLAMA_IN_4_BITS if stays and settings.get("config:model.llama3_4bit") else ""
-    return "-".join(filter(None, [HALF_ADAPTERS if over and dtype != "fp32" else "", llama]))
+    half = HALF_ADAPTERS if over and dtype != "fp32" else ""
+    return "-".join(filter(None, [half, llama, kronecker_adapter.version_of(settings, dtype)]))
 
 
 def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:

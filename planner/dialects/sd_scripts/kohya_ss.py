@@ -33,6 +33,13 @@ BLOCKS = ("block_dims", "down_lr_weight", "mid_lr_weight", "up_lr_weight")
 FLUX = (*KINDS_OF_LAYERS, "single_mod_dim", "in_dims", *PARTS, "split_qkv", "train_t5xxl")
 """What the GUI gives FLUX's adapters of itself."""
 
+LYCORIS = (
+    *("conv_dim", "conv_alpha", "use_tucker", "rank_dropout", "module_dropout", "rank_dropout_scale"),
+    *("bypass_mode", "dora_wd", "use_scalar", "train_norm"),
+)
+LOKR = ("factor", "use_cp", "decompose_both")
+"""What it gives LyCORIS' adapters, and LoKr's alone (kohya_gui/lora_gui.py ``train_model``)."""
+
 RENAMED = {"optimizer": "optimizer_type", "max_resolution": "resolution", "sdxl_no_half_vae": "no_half_vae"}
 """The GUI's names where sd-scripts' are others."""
 
@@ -103,7 +110,10 @@ def _network(config: Mapping[str, Any]) -> Settings:
     if kind == "Kohya LoCon":
         arguments.append(f"conv_dim={config.get('conv_dim', 1)}")
     if kind.startswith(("LyCORIS", "LoCon")):
-        arguments.append(f"algo={kind.partition('/')[2].lower() or 'locon'}")
+        algo = kind.partition("/")[2].lower() or "locon"
+        keys = (*LYCORIS, *(LOKR if algo == "lokr" else ()))
+        preset = [f"preset={config['LyCORIS_preset']}"] if config.get("LyCORIS_preset") else []
+        arguments += [f"algo={algo}", *preset, *(f"{key}={config[key]}" for key in keys if config.get(key))]
     if arguments:
         settings["--network_args"] = arguments
     encoder, unet = (float(config.get(name) or 0) for name in ("text_encoder_lr", "unet_lr"))

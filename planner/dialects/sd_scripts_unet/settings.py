@@ -21,14 +21,14 @@ from planner.dialects.base.bindings import (
     Remark,
     Settings,
     UnsupportedValue,
-    Value,
     When,
 )
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import half_precision
 from planner.dialects.base.script import Script
-from planner.dialects.sd_scripts import kohya_ss, network_module
+from planner.dialects.base.values import integer, number
+from planner.dialects.sd_scripts import kohya_ss, lycoris_network, network_module
 from planner.dialects.sd_scripts.common import (
     cached,
     inside,
@@ -162,6 +162,9 @@ def _refuse(settings: Settings) -> None:
             raise VplanError("--fused_optimizer_groups is not priced", "use --fused_backward_pass with Adafactor")
         return
     module = str(settings.get("--network_module") or "networks.lora")
+    if lycoris_network.is_lycoris(settings):
+        lycoris_network.network_of(settings, lookup.model(_model(settings)["model"]))
+        return
     if module != "networks.lora":
         fix = "check it with --network_module networks.lora, whose adapters are on linear layers"
         raise VplanError(f"--network_module {quoted(module)} is not priced", fix)
@@ -186,7 +189,26 @@ def trains_text_encoders(settings: Settings) -> bool:
 
 def _targets(settings: Settings) -> Fields:
     model = lookup.model(_model(settings)["model"])
+    if lycoris_network.is_lycoris(settings):
+        return {"lora_targets": lycoris_network.network_of(settings, model).targets}
     return {"lora_targets": model.lora.wide or None}
+
+
+def _rank(settings: Settings) -> Fields:
+    """Of LyCORIS' adapters that of the LoRA with as many numbers."""
+    if lycoris_network.is_lycoris(settings):
+        network = lycoris_network.network_of(settings, lookup.model(_model(settings)["model"]))
+        return {"lora_rank": network.rank, "lora_dropout": 0.0}
+    return {
+        "lora_rank": integer(settings.get("--network_dim") or 4, "--network_dim"),
+        "lora_dropout": number(settings.get("--network_dropout") or 0.0, "--network_dropout"),
+    }
+
+
+def _write_rank(fields: Fields) -> Settings:
+    """Of a LoRA."""
+    settings: Settings = {"--network_dim": fields["lora_rank"]}
+    return settings | ({"--network_dropout": fields["lora_dropout"]} if fields["lora_dropout"] else {})
 
 
 def _write_targets(fields: Fields) -> Settings:
@@ -240,6 +262,8 @@ def _version(settings: Settings, fields: Fields) -> str:
     """Of the terms in `planner.layout.trainer_terms.sd_scripts.unet`."""
     if _script(settings) == SDXL_FULL:
         return "whole-te" if trains_text_encoders(settings) else ""
+    if lycoris_network.is_lycoris(settings):
+        return lycoris_network.network_of(settings, lookup.model(fields["model"])).version
     return "-".join(filter(None, ["te" if trains_text_encoders(settings) else "", "fp8" if _fp8(settings) else ""]))
 
 
@@ -360,6 +384,8 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    if fields["method"] == "lora" and lycoris_network.is_lycoris(settings):
+        yield from lycoris_network.notes(settings, lookup.model(fields["model"]))
     one = fields["model"] in SD
     encoders, verb, stays = ("the text encoder", "is", "stays") if one else ("both text encoders", "are", "stay")
     if trains_text_encoders(settings):
@@ -405,8 +431,17 @@ DIALECT = Dialect(
             {"model": "SDXL, SD 1.5 by script; SD 2.1 by --v2"},
         ),
         FunctionPair(("method",), ("script",), _method, _write_method, {"method": "lora; full for SDXL"}),
-        When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4)),
-        When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
+        When(
+            "method",
+            ONLY_LORA,
+            FunctionPair(
+                ("lora_rank", "lora_dropout"),
+                ("--network_dim", "--network_dropout"),
+                _rank,
+                _write_rank,
+                {"lora_rank": "--network_dim; LyCORIS read only, by its numbers", "lora_dropout": "--network_dropout"},
+            ),
+        ),
         When(
             "method",
             ONLY_LORA,

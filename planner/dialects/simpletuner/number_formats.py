@@ -22,7 +22,8 @@ LOOPS = "adamw_bf16"
 """Steps one parameter after another (helpers/training/optimizers/adamw_bfloat16)."""
 
 FP32_ADAPTERS = ("optimi-", "torch-")
-"""Beginnings of the optimizers that train adapters of a quantised base in fp32 (helpers/training/trainer.py)."""
+"""Beginnings of the optimizers that train adapters of a quantised base in fp32 (helpers/training/trainer.py); LyCORIS'
+are cast behind that (``move_models``)."""
 
 BASES = {
     "no_change": "",
@@ -55,7 +56,8 @@ def formats_of(settings: Settings) -> Fields:
         raise VplanError(f"base_model_precision {quoted(base)} is not priced", f"priced: {', '.join(BASES)}")
     which = family_of(settings), str(of(settings, "model_flavour") or "")
     stored = "" if BASES[base] or is_on(of(settings, "ideogram_fp8_base_upcast", False)) else STORED.get(which, "")
-    sixteen = "fp32" if str(of(settings, "optimizer")).startswith(FP32_ADAPTERS) and BASES[base] else half
+    wide = str(of(settings, "optimizer")).startswith(FP32_ADAPTERS) and str(of(settings, "lora_type")) != "lycoris"
+    sixteen = "fp32" if wide and BASES[base] else half
     return {
         "weights_dtype": BASES[base] or stored or half,
         "adapter_dtype": sixteen,

@@ -32,6 +32,7 @@ from planner.dialects.base.launchers import launch_settings
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number
+from planner.dialects.simpletuner import lycoris_config
 from planner.dialects.simpletuner.aspect_buckets import (
     ALIGNMENT,
     BUCKETS,
@@ -70,11 +71,14 @@ from planner.dialects.simpletuner.number_formats import (
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.simpletuner import (
+    BYPASSED,
     QUANTISED_WHOLE,
     QUANTO,
     QUANTO_WHOLE,
     RAMTORCH,
     TORCHAO_WHOLE,
+    WHOLE,
+    with_base,
 )
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
@@ -107,7 +111,7 @@ def read_script(script: Script) -> Invocation | None:
         return None
     parsed = flags.script("simpletuner", "config.json").parse_config(config)
     settings = {f"{CONFIG}{name}": value for name, value in flat(config, script.name).items()}
-    settings |= samples(script, settings)
+    settings |= samples(script, settings) | lycoris_config.read_file(script, settings)
     world = _world(*(of(settings, f"num_{name}") for name in WORLD)) | launch
     given = {"script": "config.json", **world, **settings}
     return Invocation("simpletuner", given, parsed.unknown, notes=tuple(notes))
@@ -142,8 +146,9 @@ def _method(settings: Settings) -> Fields:
     kind = str(of(settings, "model_type", "full"))  # the default of field_registry/sections/model.py
     if kind not in ("lora", "full"):
         raise VplanError(f"SimpleTuner's model_type {quoted(kind)} is not priced", "lora and full are")
-    if kind == "lora" and (adapter := str(of(settings, "lora_type") or "standard").lower()) != "standard":
-        raise VplanError(f"SimpleTuner's lora_type {quoted(adapter)} is not priced", "lora_type standard is")
+    adapter = str(of(settings, "lora_type") or "standard").lower()
+    if kind == "lora" and adapter not in ("standard", "lycoris"):
+        raise VplanError(f"SimpleTuner's lora_type {quoted(adapter)} is not priced", "standard and lycoris are")
     model = lookup.model(model_of(settings)["model"])
     if kind == "full" and model.trained_with("simpletuner", "nothing-in-fp32"):
         fault = f"SimpleTuner trains {model.title} whole in 16 bits, its modulation too, which is not priced"
@@ -169,7 +174,7 @@ OTHER_LAYERS: tuple[TrainerTrait, ...] = ("feed-forward-not-adapted", "attention
 def _adapter(settings: Settings) -> Fields:
     """peft's own DoRA (helpers/models/common.py:1102). It is turned off over Quanto's layers
     (helpers/configuration/cmd_args.py:1196), and RamTorch's have a kind of adapter of their own."""
-    if not of(settings, "use_dora"):
+    if not of(settings, "use_dora") or lycoris_config.is_lycoris(settings):
         return {"adapter": "lora"}
     if _ramtorch(settings):
         raise VplanError("use_dora with RamTorch is not priced: its layers take adapters of its own", "leave one out")
@@ -189,6 +194,9 @@ def _write_adapter(fields: Fields) -> Settings:
 
 
 def _rank(settings: Settings) -> Fields:
+    """Of LyCORIS' adapters that of the LoRA with as many numbers."""
+    if lycoris_config.is_lycoris(settings):
+        return {"lora_rank": lycoris_config.adapters_of(settings).rank, "lora_dropout": 0.0}
     return {
         "lora_rank": integer(of(settings, "lora_rank", 16), "lora_rank"),
         "lora_dropout": number(of(settings, "lora_dropout", 0.1), "lora_dropout"),
@@ -204,9 +212,14 @@ def _version(settings: Settings, fields: Fields) -> str:
     loads. `TORCHAO_WHOLE` when torchao does so to 8-bit integers. `QUANTO` where Quanto leaves layers of the family in
     16 bits."""
     base = str(of(settings, "base_model_precision") or "no_change")
-    on_gpu = str(of(settings, "quantize_via") or "accelerator") == "accelerator"
+    adapters = lycoris_config.version_of(settings) if lycoris_config.is_lycoris(settings) else ""
     if _ramtorch(settings):
         return RAMTORCH
+    return with_base(_version_of_base(settings, base), adapters)
+
+
+def _version_of_base(settings: Settings, base: str) -> str:
+    on_gpu = str(of(settings, "quantize_via") or "accelerator") == "accelerator"
     if base.endswith("-quanto") and of(settings, "model_family") in LEAVES_LAYERS:
         return QUANTO_WHOLE if on_gpu else QUANTO
     if on_gpu and base == "int8-torchao":
@@ -267,7 +280,9 @@ of SANA what goes out of attention too (``DEFAULT_LORA_TARGET`` in helpers/model
 
 
 def _layers(settings: Settings) -> Fields:
-    """Over a quantised base the model's usual layers are taken: no others are recorded."""
+    """Over a quantised base the model's usual layers are taken: no others are recorded. LyCORIS' file names its own."""
+    if lycoris_config.is_lycoris(settings):
+        return {"lora_targets": lycoris_config.targets_of(settings)}
     usual = _usual_layers(_method(settings)["method"], family_of(settings), formats_of(settings)["weights_dtype"])
     return {"lora_targets": None if usual else lookup.model(model_of(settings)["model"]).lora.wide or None}
 
@@ -391,6 +406,8 @@ def _write_ema(fields: Fields) -> Settings:
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
+    if lycoris_config.is_lycoris(settings):
+        yield from (Remark(name, "the file of lycoris_config says it") for name in lycoris_config.unused(settings))
     if integer(of(settings, INTERVAL) or 1, INTERVAL) > 1 and fields["gradient_checkpointing"] == "full":
         yield Remark(INTERVAL, "this family has none, and checkpoints every block")
     if of(settings, "musubi_blocks_to_swap") and family_of(settings) in NO_SWAP:
@@ -414,7 +431,9 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from own_model_notes("simpletuner", fields)
     if masks := unpriced_masks_note("simpletuner", fields):
         yield masks
-    if fields["method"] == "lora" and fields["lora_targets"] is None:
+    if lycoris_config.is_lycoris(settings):
+        yield lycoris_config.note(settings)
+    elif fields["method"] == "lora" and fields["lora_targets"] is None:
         yield "LoRA estimated on the model's usual layers"
     if fields["gradient_checkpointing"] == "partial":
         together = (interval := interval_of(settings)) is not None and interval.together
@@ -442,7 +461,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     for precision in TEXT_ENCODERS:
         if is_on(of(settings, precision)) and of(settings, precision) != "no_change":
             yield f"{precision}{MAY_NEED_LESS}"
-    if _version(settings, fields) in (QUANTISED_WHOLE, QUANTO_WHOLE, TORCHAO_WHOLE):
+    base = str(of(settings, "base_model_precision") or "no_change")
+    if not _ramtorch(settings) and _version_of_base(settings, base) in (QUANTISED_WHOLE, QUANTO_WHOLE, TORCHAO_WHOLE):
         yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
 
 
@@ -600,9 +620,11 @@ DIALECT: Dialect = Dialect(
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"gradient_checkpointing": "offload"}, "checkpoints go to host RAM and come back"),
         Move({"vae_tiling": True}, "the VAE's tiles are blended where they meet"),
-        _in_host_ram(QUANTISED_WHOLE, ""),
-        _in_host_ram(TORCHAO_WHOLE, ""),
-        _in_host_ram(QUANTO_WHOLE, QUANTO),
+        *(
+            _in_host_ram(with_base(whole, adapters), with_base(then, adapters))
+            for adapters in ("", *BYPASSED)
+            for whole, then in ((QUANTISED_WHOLE, ""), (TORCHAO_WHOLE, ""), (QUANTO_WHOLE, QUANTO))
+        ),
         Move(
             {"version": ""},
             "torchao rounds the layers that Quanto leaves",
@@ -615,7 +637,7 @@ DIALECT: Dialect = Dialect(
             {"weights_dtype": "int8"},
             "the frozen base is rounded to 8 bits",
             words_for=lambda settings: ["base_model_precision: int8-torchao", "quantize_via: cpu"],
-            when=lambda fields: fields["method"] == "lora",
+            when=lambda fields: fields["method"] == "lora" and fields["version"] not in WHOLE,
         ),
     ),
     files=_files,

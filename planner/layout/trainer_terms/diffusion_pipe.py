@@ -8,7 +8,20 @@ from __future__ import annotations
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.attention_masks import masks_by_head
-from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, adapters_on_modulation, wider_adapters
+from planner.layout.trainer_terms.lora_layers import (
+    HALF_ADAPTERS,
+    adapters_in_half,
+    adapters_on_modulation,
+    wider_adapters,
+)
+from planner.layout.trainer_terms.lycoris.factors_in_turn import nothing_between
+from planner.layout.trainer_terms.lycoris.whole_changes import (
+    HALF,
+    KRONECKER,
+    KRONECKER_IN_16_BITS,
+    LOKR,
+    whole_changes,
+)
 from planner.layout.trainer_terms.shared import (
     checkpoints_saved_on_cpu,
     modulation_in_8_bits,
@@ -17,23 +30,6 @@ from planner.layout.trainer_terms.shared import (
 )
 from planner.layout.trainer_terms.trained_text_encoders import adapters_on_text_encoders, text_encoders_whole
 from planner.tape.variants import trained_storage
-
-
-def adapters_in_half(run: Run) -> None:
-    """Over a quantised base adapters are recorded in fp32; its own are ``adapter.dtype``, and their optimizer's states
-    and gradients are in that format too (models/base.py ``configure_adapter``: ``p.data =
-    p.data.to(adapter_config['dtype'])``; optimi ``AdamW`` makes states like its parameters). 8-bit states stay."""
-    trained = run.named("gradient")
-    weights = run.named("weight")
-    buffers = [*trained.values(), *(weights[name] for name in trained if name in weights)]
-    if run.strategy.optimizer in IN_THEIR_FORMAT:
-        buffers += run.named("optimizer").values()
-    for buffer in buffers:
-        run.resize(buffer, run.sizes[buffer] // 2)
-
-
-IN_THEIR_FORMAT = ("adamw", "lion", "prodigy")
-"""Optimizers whose states are made like the parameters."""
 
 
 def kahan_buffer(run: Run) -> None:
@@ -97,9 +93,20 @@ TERMS: tuple[Transform, ...] = (
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers."""
 
+LOKR_IN_FP32 = f"{LOKR}-fp32"
+"""The version with ``adapter.type`` lokr in fp32."""
+
+LOKRS: dict[str, tuple[Transform, ...]] = {
+    LOKR: (nothing_between, whole_changes(KRONECKER_IN_16_BITS._replace(made=HALF), lets_go=True)),
+    LOKR_IN_FP32: (nothing_between, whole_changes(KRONECKER, lets_go=True)),
+}
+"""peft's forward holds the product until it was multiplied (tuners/lokr/layer.py ``_get_delta_activations``)."""
+
 BY_VERSION: dict[str, tuple[Transform, ...]] = {
     HALF_ADAPTERS: (adapters_in_half,),
     LLAMA_IN_4_BITS: (),
     f"{HALF_ADAPTERS}-{LLAMA_IN_4_BITS}": (adapters_in_half,),
+    **LOKRS,
+    f"{HALF_ADAPTERS}-{LOKR}": (adapters_in_half, *LOKRS[LOKR]),
 }
 """Not older: what no field of a plan says."""

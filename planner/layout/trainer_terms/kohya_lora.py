@@ -12,12 +12,14 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from planner.garbage_collection import recording_cache
+from planner.layout.adapters import OUTPUT, SCALED_OUTPUT
 from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.run import Run
 from planner.tape.program import Moment, Stage
 
-COMPUTED = frozenset({"addmm", "mm", "add", "mul"})
-"""Operators of a layer and its adapter: their results are no input of the adapter."""
+COMPUTED = frozenset({"addmm", "mm", "add", "mul", OUTPUT, SCALED_OUTPUT})
+"""Operators of a layer and its adapter, and what is added for adapters that are not recorded: their results are no
+input of the adapter."""
 
 Stretches = list[tuple[Moment, list[int]]]
 Place = tuple[int, int]

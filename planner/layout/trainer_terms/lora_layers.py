@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.catalog.profiles import ModelProfile
@@ -18,6 +18,7 @@ from planner.layout.adapters import (
     linear_layers,
     of_recordings,
 )
+from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.recorded_run import recorded_step
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run, Transform
@@ -48,6 +49,23 @@ def unpriced_layers_note(profile: ModelProfile, targets: object) -> str | None:
 
 HALF_ADAPTERS = "half-adapters"
 """The version of memory terms with adapters in 16 bits over a quantised base, where fp32 is recorded."""
+
+
+IN_THEIR_FORMAT = ("adamw", "lion", "prodigy")
+"""Optimizers whose states are made like the parameters."""
+
+
+def adapters_in_half(run: Run) -> None:
+    """Over a quantised base adapters are recorded in fp32. diffusion-pipe's are ``adapter.dtype``, and their
+    optimizer's states and gradients are in that format too (models/base.py ``configure_adapter``: ``p.data =
+    p.data.to(adapter_config['dtype'])``; optimi ``AdamW`` makes states like its parameters). 8-bit states stay."""
+    trained = run.named("gradient")
+    weights = run.named("weight")
+    buffers = [*trained.values(), *(weights[name] for name in trained if name in weights)]
+    if run.strategy.optimizer in IN_THEIR_FORMAT:
+        buffers += run.named("optimizer").values()
+    for buffer in buffers:
+        run.resize(buffer, run.sizes[buffer] // 2)
 
 
 WITHOUT_EXPERTS = "without-experts"
@@ -164,12 +182,12 @@ def inputs_of_more_adapters(run: Run) -> None:
     for name in layers.keys() - adapted_layers(run):
         layer = layers[name]
         if layer.block is not None and not MODULATION.search(f"{name}.weight"):
-            kept[layer.block] = kept.get(layer.block, 0) + width * layer.columns * _tokens(run, name)
+            kept[layer.block] = kept.get(layer.block, 0) + width * layer.columns * tokens_of(run, name)
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
         keep_by_block(run, stage, kept, "inputs of more adapters", recomputed)
 
 
-def _tokens(run: Run, layer: str) -> int:
+def tokens_of(run: Run, layer: str) -> int:
     """Tokens of a batch that a layer of a block runs on: the text's, the clip's, or both in a single-stream block."""
     grid = run.grid
     clip, text = grid["B"] * grid["F"] * grid["H"] * grid["W"], grid["B"] * grid["T"]
@@ -195,6 +213,38 @@ def adapters_on_linear_layers(of_blocks: bool) -> Transform:
         compute_adapters(run, [layers[name] for name in layers.keys() - adapted_layers(run)])
 
     return term
+
+
+CONVOLUTION = "convolution"
+"""Operator of a convolution's forward."""
+
+
+def inputs_of_convolutions(run: Run) -> None:
+    """An adapter of a convolution casts the layer's fp32 input to 16 bits for itself, and keeps that copy beside the
+    layer's (OneTrainer modules/module/LoRAModule.py ``delta_forward``, lycoris-lora lycoris/modules/*.py ``forward``).
+    Those of checkpointed blocks are gone before backward."""
+    if run.job.method != "lora" or run.strategy.autocast == "none":
+        return
+    op, category = run.program.op, run.program.category
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        copies: dict[int, int] = {}
+        for _, events in stage.stretches:
+            for event, following in itertools.pairwise(events):
+                cast = event >= 0 and op[event] == CAST and category[event] == "activation"
+                if cast and following >= 0 and op[following] == CONVOLUTION:
+                    copies[event] = run.new(run.sizes[event], "activation", "input of an adapter")
+        for at, (moment, events) in enumerate(stage.stretches):
+            if copies.keys() & {event if event >= 0 else ~event for event in events}:
+                stage.stretches[at] = (moment, list(_beside(events, copies)))
+
+
+def _beside(events: Sequence[int], copies: Mapping[int, int]) -> Iterator[int]:
+    """The events with a copy made and freed with each of some buffers."""
+    for event in events:
+        yield event
+        own = copies.get(event if event >= 0 else ~event)
+        if own is not None:
+            yield own if event >= 0 else ~own
 
 
 def width_of(run: Run) -> int:
@@ -252,6 +302,14 @@ def keep_by_block(run: Run, stage: Stage, kept: Mapping[Block, int], name: str, 
         (moment, [*begins.get(at, ()), *events, *ends.get(at, ())])
         for at, (moment, events) in enumerate(stage.stretches)
     ]
+
+
+def keep_where_not_recomputed(run: Run, stage: Stage, kept: Mapping[Block, int], name: str) -> None:
+    """Keeps something from each block's forward, or from the recomputation of one that is checkpointed."""
+    whole = run.strategy.gradient_checkpointing
+    again = {block for block in kept if whole != "none" and (whole != "partial" or block in run.checkpointed)}
+    keep_by_block(run, stage, {block: kept[block] for block in kept.keys() - again}, name)
+    keep_by_block(run, stage, {block: kept[block] for block in again}, name, recomputed=True)
 
 
 @recording_cache(maxsize=64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import adapters_on_modulation, wider_adapters
+from planner.layout.trainer_terms.lycoris.whole_changes import HADAMARD, KRONECKER, whole_changes
 from planner.layout.trainer_terms.shared import (
     HeldTensor,
     cache_kept_while_sampling,
@@ -21,7 +22,6 @@ from planner.layout.trainer_terms.shared import (
     stretches_of_blocks,
     swap_in_place,
 )
-from planner.layout.trainer_terms.whole_changes import HADAMARD, KRONECKER, whole_changes
 from planner.tape.program import Stage
 
 

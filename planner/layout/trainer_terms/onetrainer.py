@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from planner.layout.adapters import linear_layers
-from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.cublas import kept_workspaces, workspace_bytes
 from planner.layout.encoders_vae import ComponentPass, encoders, load_component
 from planner.layout.phases import take_sizes
@@ -20,17 +19,15 @@ from planner.layout.single_gpu import weights_made_anew
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import (
     adapters_on_linear_layers,
+    inputs_of_convolutions,
     keep_by_block,
     width_of,
 )
+from planner.layout.trainer_terms.lycoris.whole_changes import HADAMARD_KEPT, KRONECKER, whole_changes
 from planner.layout.trainer_terms.shared import layers_of_encoders_offloaded, modulation_in_8_bits
-from planner.layout.trainer_terms.whole_changes import HADAMARD_KEPT, KRONECKER, whole_changes
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
 """The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""
-
-CONVOLUTION = "convolution"
-"""As recorded."""
 
 NF4_BLOCK, SCALES_BLOCK, NF4_VALUES, FP32 = 64, 256, 16, 4
 """Numbers with one scale, scales with one scale of their own, values of the format, bytes."""
@@ -121,33 +118,6 @@ def workspace_of_caching(run: Run) -> None:
     thread keeps cuBLAS's workspace. Of ``dataloader_threads`` one is counted."""
     if "cached" in (run.strategy.text_encoder, run.strategy.vae) and kept_workspaces(run.facts.gpu, run.machine.torch):
         run.add(run.load, workspace_bytes(run.facts.gpu), "workspace", "cublas of caching", at=0)
-
-
-def inputs_of_convolutions(run: Run) -> None:
-    """An adapter of a convolution casts the layer's fp32 input to 16 bits for itself, and keeps that copy beside the
-    layer's (module/LoRAModule.py ``delta_forward``). Those of checkpointed blocks are gone before backward."""
-    if run.job.method != "lora" or run.strategy.autocast == "none":
-        return
-    op, category = run.program.op, run.program.category
-    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-        copies: dict[int, int] = {}
-        for _, events in stage.stretches:
-            for event, following in itertools.pairwise(events):
-                cast = event >= 0 and op[event] == CAST and category[event] == "activation"
-                if cast and following >= 0 and op[following] == CONVOLUTION:
-                    copies[event] = run.new(run.sizes[event], "activation", "input of an adapter")
-        for at, (moment, events) in enumerate(stage.stretches):
-            if copies.keys() & {event if event >= 0 else ~event for event in events}:
-                stage.stretches[at] = (moment, list(_beside(events, copies)))
-
-
-def _beside(events: Sequence[int], copies: Mapping[int, int]) -> Iterator[int]:
-    """The events with a copy made and freed with each of some buffers."""
-    for event in events:
-        yield event
-        own = copies.get(event if event >= 0 else ~event)
-        if own is not None:
-            yield own if event >= 0 else ~own
 
 
 def joint_tensor_kept(run: Run) -> None:

@@ -10,7 +10,10 @@ from planner.layout.recordings import parameters
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import HALF
 from planner.layout.single_gpu import onto_gradients
-from planner.layout.trainer_terms.lora_layers import keep_by_block
+from planner.layout.trainer_terms.lora_layers import adapters_in_half, keep_by_block
+from planner.layout.trainer_terms.lycoris.factors_in_turn import between_factors, nothing_between
+from planner.layout.trainer_terms.lycoris.more_layers import kept_for_more_layers
+from planner.layout.trainer_terms.lycoris.whole_changes import CHANGES_IN_16_BITS, whole_changes
 from planner.layout.trainer_terms.shared import (
     cache_kept_while_sampling,
     last_encoder_in_model,
@@ -18,6 +21,7 @@ from planner.layout.trainer_terms.shared import (
     steps_by_itself,
     swap_in_place,
 )
+from planner.spec.job import QUANTISED
 from planner.tape.program import Block
 from planner.tape.variants import trained_storage
 
@@ -43,8 +47,12 @@ they read and write of each of its numbers: 46 bytes a rounding, 48 the one that
 def shift(run: Run) -> None:
     """Its AdamW for 16-bit parameters has a third state, what rounding has withheld from each parameter, and steps one
     parameter after another (simpletuner/helpers/training/optimizers/adamw_bfloat16 ``AdamWBF16``)."""
-    strategy = run.strategy
-    if strategy.optimizer != "adamw" or trained_storage(run.job, strategy) != "half" or not steps_by_itself(run):
+    if trained_storage(run.job, run.strategy) == "half":
+        _add_shift(run)
+
+
+def _add_shift(run: Run) -> None:
+    if run.strategy.optimizer != "adamw" or not steps_by_itself(run):
         return
     states = [run.sizes[buffer] for name, buffer in run.named("optimizer").items() if name.endswith(":exp_avg")]
     made = [run.new(nbytes, "optimizer", "shift") for nbytes in states]
@@ -167,7 +175,7 @@ def attention_adapted(run: Run) -> None:
     """Adapters of FLUX.1 are on attention alone, where the recorded ones are on feed-forward too
     (simpletuner/helpers/models/flux/model.py ``get_lora_target_layers``, ``flux_lora_target`` "all"); those of HiDream
     on what goes into attention: it has no ``to_out.0`` (helpers/models/hidream/model.py DEFAULT_LORA_TARGET)."""
-    if run.job.method != "lora":
+    if run.job.method != "lora" or run.job.lora_targets is not None:
         return
     without: tuple[tuple[TrainerTrait, re.Pattern[str]], ...] = (
         ("feed-forward-not-adapted", FEED_FORWARD_ADAPTER),
@@ -333,11 +341,54 @@ def padding_taken_out(run: Run) -> None:
     work.backward_launches += UNPADDED_BACKWARD_LAUNCHES * model.blocks
 
 
-BY_VERSION: dict[str, tuple[Transform, ...]] = {
-    UNPADDED: (padding_taken_out,),
+LOKR_BYPASSED, LYCORIS_LORA = "lokr-bypassed", "lycoris-lora"
+"""Those with ``bypass_mode``; a LoRA's is the recorded one."""
+
+BASES: dict[str, tuple[Transform, ...]] = {
     QUANTISED_WHOLE: (quantised_whole,),
     TORCHAO_WHOLE: (rounded_by_torchao,),
     QUANTO: (left_in_16_bits,),
     QUANTO_WHOLE: (left_in_16_bits, quantised_whole),
+}
+"""The versions of a quantised base."""
+
+WHOLE: dict[str, tuple[Transform, ...]] = {
+    version: (nothing_between, kept_for_more_layers(between_factors=False), whole_changes(each, lets_go=True))
+    for version, each in CHANGES_IN_16_BITS.items()
+}
+
+
+def lycoris_in_half(run: Run) -> None:
+    """LyCORIS' adapters are cast to the mixed precision's format over a quantised base too, where fp32 is recorded
+    (helpers/training/trainer.py ``move_models``: ``_lycoris_wrapped_network.to(dtype=weight_dtype)``)."""
+    if run.strategy.weights_dtype in QUANTISED and run.strategy.adapter_dtype == "fp32":
+        adapters_in_half(run)
+        _add_shift(run)
+
+
+BYPASSED: dict[str, tuple[Transform, ...]] = {
+    LOKR_BYPASSED: (lycoris_in_half, between_factors, kept_for_more_layers(between_factors=True)),
+    LYCORIS_LORA: (
+        lycoris_in_half,
+        kept_for_more_layers(between_factors=False),
+    ),
+}
+
+
+def with_base(base: str, adapters: str) -> str:
+    """The version of both: of `BASES`, or empty; and of `BYPASSED`, or empty."""
+    return "-".join(filter(None, (base, adapters)))
+
+
+BY_VERSION: dict[str, tuple[Transform, ...]] = {
+    UNPADDED: (padding_taken_out,),
+    **BASES,
     RAMTORCH: (layers_in_turn, inputs_kept),
+    **WHOLE,
+    **BYPASSED,
+    **{
+        with_base(base, adapters): (*terms, *more)
+        for base, terms in BASES.items()
+        for adapters, more in BYPASSED.items()
+    },
 }

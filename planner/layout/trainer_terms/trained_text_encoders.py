@@ -6,7 +6,8 @@ Adapters are held to rehearsals of sd-scripts (`profiles/rehearsals/commands/sd-
 from __future__ import annotations
 
 from planner.catalog.profiles import TextEncoder
-from planner.layout.run import Run
+from planner.layout.adapters import LinearLayer
+from planner.layout.run import Run, Transform
 
 HALF, SINGLE = 2, 4
 
@@ -32,6 +33,20 @@ def adapters_on_text_encoders(run: Run) -> None:
         run.add(run.optimizer_first, tables, "gradient", "gradients of the embeddings", at=0)
     kept = sum(_kept_per_layer(encoder, checkpointed, HALF) * _used(encoder, run) for encoder in encoders)
     keep_beside(run, prompts * kept, "kept of the text encoders")
+
+
+def changes_on_text_encoders(each: int) -> Transform:
+    """The term of adapters there that make the changes of weights whole, of which autograd keeps ``each`` bytes a
+    number. With checkpointing a layer's are made again when all of the model's are gone."""
+
+    def term(run: Run) -> None:
+        """Changes of the text encoders' weights."""
+        if run.strategy.gradient_checkpointing == "none":
+            encoders = run.facts.model.text_encoders
+            numbers = sum(_layer_matrices(encoder) * _used(encoder, run) for encoder in encoders)
+            keep_beside(run, each * numbers, "changes of the text encoders' weights")
+
+    return term
 
 
 def text_encoders_whole(run: Run) -> None:
@@ -87,6 +102,19 @@ def _layer_elements(encoder: TextEncoder) -> int:
     """Of a layer's adapters for each rank: queries, keys, values and output, and the two layers of its MLP."""
     width, inner = encoder.config["hidden_size"], encoder.config["intermediate_size"]
     return int(4 * (width + width) + 2 * (width + inner))
+
+
+def _layer_matrices(encoder: TextEncoder) -> int:
+    """Numbers of the six matrices of a layer."""
+    width, inner = encoder.config["hidden_size"], encoder.config["intermediate_size"]
+    return int(4 * width * width + 2 * width * inner)
+
+
+def encoder_layers(encoder: TextEncoder) -> list[LinearLayer]:
+    """All linear layers of an encoder's blocks."""
+    width, inner = encoder.config["hidden_size"], encoder.config["intermediate_size"]
+    sides = [(width, width)] * 4 + [(inner, width), (width, inner)]
+    return [LinearLayer(rows, columns, None) for rows, columns in sides] * _layers(encoder)
 
 
 def _layer_parameters(encoder: TextEncoder) -> int:

@@ -177,7 +177,7 @@ def test_what_people_have(files: dict[str, str], wanted: dict[str, object], tmp_
     [
         ("config.toml", PIPE.replace("blocks_to_swap = 32", "pipeline_stages = 2"), "pipeline_stages 2"),
         ("config.toml", PIPE.replace('type = "wan"', 'type = "cosmos"'), "not supported here"),
-        ("config.toml", PIPE.replace('"lora"', '"lokr"'), "adapter.type"),
+        ("config.toml", PIPE.replace('"lora"', '"loha"'), "adapter.type"),
         ("config.yaml", TOOLKIT.replace("adamw8bit", "automagic"), "train.optimizer"),
         ("config.yaml", TOOLKIT.replace("type: lora", "type: locon"), "network.type"),
         ("train.sh", MUSUBI.replace("t2v-14B", "t2v-14B-FC"), "t2v-14B-FC"),

@@ -366,7 +366,7 @@ def test_ramtorch_swaps_without_checkpoints(tmp_path: Path) -> None:
         (ONETRAINER, {"resolution": "large"}, "resolution 'large' is not a size"),
         (ONETRAINER, {"train_dtype": "GGUF"}, "train_dtype 'GGUF' is not priced"),
         (SIMPLETUNER, {"--model_family": "chroma"}, "'model_family chroma kontext' is not known"),
-        (SIMPLETUNER, {"--lora_type": "lycoris"}, "lora_type 'lycoris' is not priced"),
+        (SIMPLETUNER, {"--lora_type": "lycoris"}, "lycoris_config is not given"),
         (SIMPLETUNER, {"--controlnet": True}, "controlnet is not priced"),
         (SIMPLETUNER, {"--tread_config": {"routes": [1]}}, "tread_config is not priced"),
         (SIMPLETUNER, {"--base_model_precision": "int8-sdnq"}, "'int8-sdnq' is not priced"),

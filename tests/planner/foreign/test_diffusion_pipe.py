@@ -102,3 +102,40 @@ def test_evaluation_of_no_more_than_trains_takes_no_more(batch: str, more: bool,
 def test_an_evaluation_set_that_is_not_here_is_said(tmp_path: Path) -> None:
     (note,) = [note for note in read(tmp_path, NAMED).notes if note.startswith("eval_datasets")]
     assert "eval.toml is not here" in note and "may take more" in note
+
+
+LOKR = CONFIG.replace('type = "lora"\nrank = 32', 'type = "lokr"\nrank = 1e6\ndecompose_factor = 8')
+
+
+def lokr(folder: Path, model: str = "", adapter: str = "") -> Translation:
+    (folder / "config.toml").write_text(LOKR.format("", model).replace("decompose_factor = 8", f"{adapter}\n"))
+    (folder / "dataset.toml").write_text("resolutions = [512]")
+    return translate(*dialects.read_script(from_file(folder / "config.toml")))
+
+
+def test_pefts_lokr_is_the_lora_with_as_many_numbers(tmp_path: Path) -> None:
+    side, inner, factor = 5120, 13824, 8  # of Wan 2.1 14B: eight square layers of a block, and two between these sides
+    numbers = 10 * factor**2 + 8 * (side // factor) ** 2 + 2 * (side // factor) * (inner // factor)
+    found = lokr(tmp_path, adapter="decompose_factor = 8")
+    assert found.job["lora_rank"] == round(numbers / (8 * 2 * side + 2 * (side + inner)))
+    assert (found.version, found.job["lora_dropout"]) == ("lokr", 0.0)
+    assert any("plus the full weight deltas that it builds" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "version"),
+    [
+        ("", 'dtype = "float32"', "lokr-fp32"),
+        ('transformer_dtype = "float8"', "", "half-adapters-lokr"),
+        ('transformer_dtype = "float8"', 'dtype = "float32"', "lokr-fp32"),
+    ],
+)
+def test_its_changes_are_in_the_adapters_format(model: str, adapter: str, version: str, tmp_path: Path) -> None:
+    assert lokr(tmp_path, model, adapter).version == version
+
+
+def test_a_lokr_that_is_not_priced_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match="rank_dropout is not priced"):
+        lokr(tmp_path, adapter="rank_dropout = 0.1")
+    with pytest.raises(VplanError, match="over nf4 is not priced"):
+        lokr(tmp_path, 'transformer_dtype = "nf4"')

@@ -18,12 +18,19 @@ KEPT_ONCE = {
     "sd-scripts-anima-none": 0.08,
     "ai-toolkit-flux1-lokr8-none": 0.05,
     "musubi-tuner-wan1.3b-loha16": 0.03,
+    "sd-scripts-sd15-lokr8-unet": 0.03,
+    "sd-scripts-sd15-loha16-te-none": 0.03,
+    "simpletuner-flux1-lokr16-dora-1024": 0.07,
+    "simpletuner-flux1-lokr4-bypassed-int8-torchao": 0.14,
 }
 """Too much is said of these: the norms of sd-scripts' own code keep queries and keys once, in fp32, where diffusers'
 keep them in 16 bits too, which is three tensors of each block (library/anima_models.py ``RMSNorm``); and ai-toolkit's
 LoKr keeps one input for all layers that share it, in 16 bits, where it is priced as a LoRA in fp32 that keeps each its
 own (toolkit/models/lokr.py). musubi-tuner's LoHa of rank 16 is priced as a LoRA of rank 32, of whose tensors some are
-larger than 1 MiB: those the allocator rounds up further, by 96 MiB in all."""
+larger than 1 MiB: those the allocator rounds up further, by 96 MiB in all. sd-scripts' LyCORIS of SD 1.5 makes each
+convolution's change by its own size, where a block's largest is priced for all of them. So does SimpleTuner's LoKr with
+DoRA, of the device; and over torchao's integers its steps take less than is recorded, with LoRA too
+(docs/other-trainers.md)."""
 
 ROWS = covering(rows(), lambda row: {*facts(row), *({row["id"]} & KEPT_ONCE.keys())})
 

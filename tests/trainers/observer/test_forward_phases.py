@@ -133,6 +133,40 @@ print(*seen)
 """
 )
 
+BY_PARTS = (
+    PROGRAM.partition("class Model")[0]
+    + """
+class Blocks(torch.nn.ModuleList):
+    pass
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.Linear(4, 4)
+        layer = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+        self.feed_forward = torch.nn.Sequential(layer).requires_grad_(False)
+
+class Model(torch.nn.Module):
+    # It calls its blocks' parts itself, as SimpleTuner's Stable Diffusion 3.
+    def __init__(self):
+        super().__init__()
+        self.blocks = Blocks([Block(), Block()])
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.feed_forward(block.attention(x))
+        return x
+
+model = Model()
+optimizer = torch.optim.SGD((each for each in model.parameters() if each.requires_grad), lr=0.1)
+for _ in range(2):
+    model(torch.ones(1, 4)).sum().backward()
+    phases.step_begins()
+    optimizer.step()
+    phases.step_ended()
+print(*seen)
+"""
+)
+
 
 TWICE = "encode first_step optimizer train encode train optimizer train"
 """Two steps, each behind an encoding."""
@@ -150,6 +184,10 @@ def test_without_a_module_in_training_mode_the_first_step_goes_unseen() -> None:
 
 def test_parts_of_a_pipeline_that_is_not_called_encode_with_gradients_on() -> None:
     assert _shown(PIPELINE) == "load first_step encode first_step optimizer train encode train optimizer train"
+
+
+def test_frozen_parts_of_blocks_encode_nothing_where_a_model_calls_them_itself() -> None:
+    assert _shown(BY_PARTS) == "load first_step optimizer train optimizer train"
 
 
 def test_steps_inside_backward_end_the_first_step_at_the_next_forward() -> None:

@@ -14,9 +14,13 @@ from planner.layout.adapters import adapted_layers, of_recordings
 from planner.layout.recorded_run import recorded_step
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run, Transform
+from planner.layout.trainer_terms.lycoris.factors_in_turn import nothing_between
+from planner.layout.trainer_terms.lycoris.more_layers import kept_for_more_layers
+from planner.layout.trainer_terms.lycoris.whole_changes import CHANGES_IN_16_BITS, CHANGES_OF_FP32, whole_changes
 from planner.layout.trainer_terms.sd_scripts.whole_scores import whole_scores
 from planner.layout.trainer_terms.trained_text_encoders import (
     adapters_on_text_encoders,
+    changes_on_text_encoders,
     keep_beside,
     text_encoders_whole,
 )
@@ -113,12 +117,31 @@ def _kept_by_block(configuration: Configuration, shape: tuple[tuple[str, int], .
 
 UNET: tuple[Transform, ...] = (whole_scores, checkpoints_reentrant, latents_with_gradient)
 
+
+def lycoris(version: str, text_encoders: bool) -> tuple[Transform, ...]:
+    """The terms of LyCORIS' adapters; ``text_encoders``: on these too."""
+    wide, half = (
+        whole_changes(changes[version], lets_go=True, prompts_trained=text_encoders)
+        for changes in (CHANGES_OF_FP32, CHANGES_IN_16_BITS)
+    )
+
+    def in_their_format(run: Run) -> None:
+        """Adapters are in fp32, or with ``--full_bf16`` and ``--full_fp16`` in 16 bits (train_network.py)."""
+        (wide if run.strategy.adapter_dtype == "fp32" else half)(run)
+
+    unet = (*UNET, nothing_between, kept_for_more_layers(between_factors=False), in_their_format)
+    kept = CHANGES_OF_FP32[version].kept + CHANGES_OF_FP32[version].always
+    return (*unet, adapters_on_text_encoders, changes_on_text_encoders(kept)) if text_encoders else unet
+
+
 VERSIONS: dict[str, tuple[Transform, ...]] = {
     "unet": UNET,
     "unet@te": (*UNET, adapters_on_text_encoders),
     "unet@fp8": (base_in_fp8, *UNET),
     "unet@te-fp8": (base_in_fp8, *UNET, adapters_on_text_encoders),
     "unet@whole-te": (*UNET, text_encoders_whole),
+    **{f"unet@{version}": lycoris(version, text_encoders=False) for version in CHANGES_OF_FP32},
+    **{f"unet@te-{version}": lycoris(version, text_encoders=True) for version in CHANGES_OF_FP32},
 }
-"""What sd-scripts' terms are added to: for LoRA alone, with the text encoders, over a base in fp8; and full training
-with the text encoders."""
+"""What sd-scripts' terms are added to: for LoRA alone, with the text encoders, over a base in fp8; full training with
+the text encoders; and LyCORIS' adapters."""

@@ -73,7 +73,7 @@ def test_sd_2_without_the_velocity_is_a_base_of_512_pixels(tmp_path: Path) -> No
     ("words", "why"),
     [
         (SDXL + "--network_args conv_dim=4", "conv_dim is not priced"),
-        (SDXL.replace("networks.lora", "lycoris.kohya"), "'lycoris.kohya' is not priced"),
+        (SDXL.replace("networks.lora", "lycoris.kohya"), "LyCORIS without --mixed_precision is not priced"),
         (SDXL + "--network_train_text_encoder_only", "text_encoder_only is not priced"),
         (SDXL + "--cpu_offload_checkpointing", "stops sdxl_train_network.py"),
         (SDXL + "--cache_text_encoder_outputs", "while the text encoders are trained"),
@@ -118,7 +118,8 @@ def test_settings_of_kohya_ss_are_those_of_the_command_that_it_starts(tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"LoRA_type": "LyCORIS/LoHa"}, "'lycoris.kohya' is not priced"),
+        ({"LoRA_type": "LyCORIS/GLoRA"}, "LyCORIS' algo 'glora' is not priced"),
+        ({"LoRA_type": "LyCORIS/LoKr", "use_tucker": True}, "use_tucker of LyCORIS is not priced"),
         ({"LoRA_type": "Kohya LoCon", "conv_dim": 8}, "conv_dim is not priced"),
         ({"sdxl": False, "flux1_checkbox": True, "LoRA_type": "Flux1", "train_t5xxl": True}, "T5-XXL is trained"),
         ({"sdxl": False, "flux1_checkbox": True, "LoRA_type": "Flux1 OFT"}, "'networks.oft_flux' is not priced"),

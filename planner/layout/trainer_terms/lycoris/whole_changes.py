@@ -7,12 +7,13 @@ until the factors' own sums are made.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from planner.layout.adapters import ADAPTER, PRODUCT, LinearLayer, adapted_layers, is_named, linear_layers
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.lora_layers import keep_by_block
+from planner.layout.trainer_terms.lora_layers import keep_by_block, keep_where_not_recomputed
 from planner.spec.job import QUANTISED
 from planner.tape.program import Block, Stage
 
@@ -23,11 +24,13 @@ class WholeChange(NamedTuple):
     """What the change of a weight takes under autocast, in bytes for each of the weight's numbers."""
 
     kept: int
-    """from its layer's forward to its backward"""
+    """from its layer's forward to its backward, where the layer's input has a gradient"""
     passing: int
     """in its layer's backward, beside the changes that are kept for the others"""
     made: int = 0
     """in its layer's forward, beside what is kept"""
+    always: int = 0
+    """as `kept`, and beside it, where the layer's input has no gradient too"""
 
 
 KRONECKER = WholeChange(HALF, 3 * FP32 - HALF, FP32)
@@ -44,30 +47,89 @@ HADAMARD_KEPT = WholeChange(3 * HALF, 4 * HALF)
 """The same by autograd alone, whose products autocast makes in 16 bits: both of them and the change are kept. In
 backward: the gradient, the same scaled, and both of the products' gradients."""
 
+KRONECKER_IN_16_BITS = WholeChange(HALF, 2 * HALF, 2 * HALF)
+"""A Kronecker product of factors in 16 bits, as lycoris-lora 3.4.0 makes it in the format of the base's weight
+(lycoris/modules/lokr.py ``forward``): the product and its sum with the weight stay until the layer's forward ends,
+their difference for the gradient of the input. In backward: the gradient, and those of the product's two views; what
+was kept is gone."""
+
+HADAMARD_IN_16_BITS = WholeChange(HALF, 4 * HALF - HALF, 2 * HALF)
+"""The same of a Hadamard product (lycoris/modules/loha.py, functional/loha.py ``HadaWeight.backward``): the gradient
+and the same scaled; one product of factors and its gradient."""
+
+PRODUCT_IN_16_BITS = WholeChange(HALF, 2 * HALF - HALF, 2 * HALF)
+"""The same of a LoRA's two matrices (lycoris/modules/locon.py ``forward``): the gradient and the same scaled."""
+
+KRONECKER_OF_FP32 = KRONECKER._replace(made=2 * HALF)
+HADAMARD_OF_FP32 = HADAMARD._replace(made=2 * HALF)
+"""Of factors in fp32, in lycoris-lora's ``forward``, which rounds their product to the format of the base's weight."""
+
+
+def with_lengths(each: WholeChange, width: int) -> WholeChange:
+    """The same where an adapter trains the lengths of a weight's rows too (``dora_wd``): the changed weight stays for
+    its length, in the adapter's format of ``width`` bytes; what it is made of its length and what of that is the change
+    come in fp32, as autocast has norms (lycoris/modules/*.py ``apply_weight_decompose``), and their gradients."""
+    return WholeChange(each.kept, max(each.passing, 3 * FP32 - HALF), HALF + 2 * FP32, width)
+
 
 def whole_changes(
-    each: WholeChange, layers: Callable[[Run], Mapping[str, LinearLayer]] | None = None, lets_go: bool = False
+    each: WholeChange,
+    layers: Callable[[Run], Mapping[str, LinearLayer]] | None = None,
+    lets_go: bool = False,
+    prompts_trained: bool = False,
 ) -> Transform:
     """The term of such adapters. ``layers``: those with an adapter; else those that the run says. ``lets_go``: whether
-    an adapter's output goes once it is multiplied, where the recorded LoRA holds it until its forward ends."""
+    an adapter's output goes once it is multiplied, where the recorded LoRA holds it until its forward ends.
+    ``prompts_trained``: whether a prompt's states have a gradient too, as where its encoder has adapters."""
 
     def term(run: Run) -> None:
         """What a block keeps of its weights' changes, and what one takes in forward and backward."""
         if run.job.method != "lora":
             return
-        adapted = {name: layer for name, layer in (layers or _adapted)(run).items() if layer.block is not None}
-        inputs = _without_gradient(run)
-        kept = _by_block({name: each.kept * _numbers(adapted[name]) for name in adapted.keys() - inputs}, adapted, sum)
+        adapted = dict((layers or _adapted)(run))
+        inputs = set() if prompts_trained else _without_gradient(run)
+        changes = {
+            name: (each.always + (0 if name in inputs else each.kept)) * _numbers(layer)
+            for name, layer in adapted.items()
+        }
+        recomputed = run.strategy.gradient_checkpointing != "none"
+        kept = _by_unit(changes, adapted) if recomputed else _by_block(changes, adapted, sum)
+        apart = 0 if recomputed else sum(size for name, size in changes.items() if adapted[name].block is None)
         passing = {name: each.passing * _numbers(layer) for name, layer in adapted.items()}
         made = _by_block({name: each.made * _numbers(layer) for name, layer in adapted.items()}, adapted, max)
-        recomputed = run.strategy.gradient_checkpointing != "none"
         for stage in filter(None, (run.first_step, run.step, run.accumulate)):
-            keep_by_block(run, stage, kept, "changes of weights", recomputed)
+            keep_where_not_recomputed(run, stage, kept, "changes of weights")
+            _keep_throughout(run, stage, apart)
             _pass_in_backward(run, stage, passing, adapted)
             if lets_go:
                 _let_go_of_outputs(run, stage, made)
 
     return term
+
+
+LOKR, LOHA, LOCON = "lokr", "loha", "locon"
+"""Versions of memory terms with LyCORIS' adapters."""
+
+LENGTHS = "-dora"
+"""Behind these, where they train the lengths of rows too."""
+
+
+def with_and_without_lengths(changes: Mapping[str, WholeChange], width: int) -> dict[str, WholeChange]:
+    """What the changes take of each version, with and without the lengths of rows."""
+    return {
+        f"{version}{lengths}": with_lengths(each, width) if lengths else each
+        for version, each in changes.items()
+        for lengths in ("", LENGTHS)
+    }
+
+
+CHANGES_IN_16_BITS = with_and_without_lengths(
+    {LOKR: KRONECKER_IN_16_BITS, LOHA: HADAMARD_IN_16_BITS, LOCON: PRODUCT_IN_16_BITS}, HALF
+)
+CHANGES_OF_FP32 = with_and_without_lengths(
+    {LOKR: KRONECKER_OF_FP32, LOHA: HADAMARD_OF_FP32, LOCON: PRODUCT_IN_16_BITS}, FP32
+)
+"""Version -> what its changes take, of adapters in 16 bits, and of those in fp32 under autocast."""
 
 
 def _numbers(layer: LinearLayer) -> int:
@@ -84,6 +146,30 @@ def _by_block(
         if block is not None:
             found.setdefault(block, []).append(size)
     return {block: of_all(each) for block, each in found.items()}
+
+
+UNIT = re.compile(r"(.*\.(?:transformer_blocks|resnets)\.\d+)\.")
+"""What a U-Net checkpoints at once, inside of its blocks, by the names of its layers."""
+
+
+def _by_unit(sizes: Mapping[str, int], layers: Mapping[str, LinearLayer]) -> dict[Block, int]:
+    """Of each block what its fullest part takes that is checkpointed at once: a transformer's is all of it."""
+    found: dict[Block, dict[str, int]] = {}
+    for name, size in sizes.items():
+        block, unit = layers[name].block, UNIT.match(name)
+        if block is not None:
+            units = found.setdefault(block, {})
+            part = unit[1] if unit else ""
+            units[part] = units.get(part, 0) + size
+    return {block: max(units.values()) for block, units in found.items()}
+
+
+def _keep_throughout(run: Run, stage: Stage, nbytes: int) -> None:
+    """What layers outside of blocks keep, as a U-Net's middle, stays for the whole step."""
+    if nbytes:
+        buffer = run.new(nbytes, "activation", "changes of weights")
+        run.place(stage, [buffer], "changes of weights", at=0)
+        run.free(stage, [buffer])
 
 
 def _layer_of(gradients: Mapping[str, int]) -> dict[int, str]:
@@ -124,8 +210,30 @@ def _pass_in_backward(run: Run, stage: Stage, sizes: Mapping[str, int], layers: 
                     passing = buffers[sizes[layer_of[event]]]
                     changed += [passing, ~passing]
             stage.stretches[at] = (moment, changed)
-    others = {name: size for name, size in sizes.items() if name not in recorded}
-    keep_by_block(run, stage, _by_block(others, layers, max), "gradients of a change", recomputed=True)
+    others = _by_block({name: size for name, size in sizes.items() if name not in recorded}, layers, max)
+    keep_by_block(run, stage, _pass_by_convolutions(run, stage, others), "gradients of a change", recomputed=True)
+
+
+CONVOLUTION = "convolution_backward"
+
+
+def _pass_by_convolutions(run: Run, stage: Stage, sizes: Mapping[Block, int]) -> dict[Block, int]:
+    """What a block's largest takes comes and goes where the recorded gradients of its convolutions' inputs do. Returns
+    the sizes of the blocks that have none."""
+    buffers = {block: run.new(size, "activation", "gradients of a change") for block, size in sizes.items()}
+    passed: set[Block] = set()
+    for at, (moment, events) in enumerate(stage.stretches):
+        block = moment.module_list, moment.block
+        if block not in buffers or moment.passes != "backward":
+            continue
+        changed: list[int] = []
+        for event in events:
+            changed.append(event)
+            if event >= 0 and run.program.op[event] == CONVOLUTION:
+                passed.add(block)
+                changed += [buffers[block], ~buffers[block]]
+        stage.stretches[at] = (moment, changed)
+    return {block: size for block, size in sizes.items() if block not in passed}
 
 
 SCALED, SUM = "mul", "add"

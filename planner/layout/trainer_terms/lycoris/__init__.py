@@ -1,0 +1,1 @@
+"""LyCORIS' adapters, LoKr and LoHa, where a recording has LoRA's two products."""
