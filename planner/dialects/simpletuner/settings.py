@@ -72,6 +72,7 @@ from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.simpletuner import (
     BYPASSED,
+    FUSED,
     QUANTISED_WHOLE,
     QUANTO,
     QUANTO_WHOLE,
@@ -215,7 +216,18 @@ def _version(settings: Settings, fields: Fields) -> str:
     adapters = lycoris_config.version_of(settings) if lycoris_config.is_lycoris(settings) else ""
     if _ramtorch(settings):
         return RAMTORCH
-    return with_base(_version_of_base(settings, base), adapters)
+    version = with_base(_version_of_base(settings, base), adapters)
+    return version or (FUSED if _fuses(settings) else "")
+
+
+FUSING = ("chroma", "flux", "flux2", "krea2", "lumina2", "sd3")
+"""Families whose model in helpers/models/ fuses projections where it is asked to; in others that is a warning
+(helpers/models/common.py ``fuse_qkv_projections``), and of LTX-2 it is not priced."""
+
+
+def _fuses(settings: Settings) -> bool:
+    asked = any(is_on(of(settings, name)) for name in ("fuse_qkv_projections", "fused_qkv_projections"))
+    return asked and family_of(settings) in FUSING
 
 
 def _version_of_base(settings: Settings, base: str) -> str:
@@ -274,9 +286,10 @@ def _ramtorch(settings: Settings) -> bool:
     return of(settings, "ramtorch") in (True, "true")
 
 
-SECOND_CHOICE = ("sd3", "sana")
+SECOND_CHOICE = ("sd3", "sana", "krea2")
 """Families whose usual adapters are on our model's second choice of layers: of SD 3 the image stream's attention alone,
-of SANA what goes out of attention too (``DEFAULT_LORA_TARGET`` in helpers/models/{sd3,sana}/model.py)."""
+of SANA what goes out of attention too, of Krea 2 attention alone (``DEFAULT_LORA_TARGET`` in
+helpers/models/{sd3,sana,krea2}/model.py)."""
 
 
 def _layers(settings: Settings) -> Fields:
@@ -435,6 +448,10 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield lycoris_config.note(settings)
     elif fields["method"] == "lora" and fields["lora_targets"] is None:
         yield "LoRA estimated on the model's usual layers"
+    if _fuses(settings):
+        priced = _version(settings, fields) == FUSED
+        more = "; adapters are estimated on the three" if fields["method"] == "lora" else ""
+        yield "fused projections: q, k and v are there twice" + (more if priced else ", which is not estimated")
     if fields["gradient_checkpointing"] == "partial":
         together = (interval := interval_of(settings)) is not None and interval.together
         more = "; the blocks of a segment are recomputed together, which may take one more" if together else ""
