@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -155,6 +156,19 @@ def test_a_signal_before_the_time_limit_leaves_a_checkpoint(place: runs.Place, t
     whole = run(place, tmp_path / "whole", "--steps", steps, plan="two.toml")
     assert whole.returncode == 0, whole.stderr
     assert runs.losses(output) == runs.losses(tmp_path / "whole")
+
+
+def test_ctrl_c_leaves_a_checkpoint(place: runs.Place, tmp_path: Path) -> None:
+    said = words(place, tmp_path / "out", "--steps", "9999", "--checkpoint-every", "9999")
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's &
+    process = subprocess.Popen(said, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    wait_for(lambda: lines(tmp_path / "out") >= 3, process)  # type: ignore[arg-type]
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 138, stderr
+    assert "Ctrl-C again ends at once" in stderr and "run the same command again" in stdout
+    newest, _ = checkpoints.newest(tmp_path / "out", checkpoints.run_id(tmp_path / "out"))
+    assert newest is not None and int(newest.name[5:]) >= 3
 
 
 def test_a_rank_that_dies_takes_the_others_with_it(place: runs.Place, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from planner.launch import (
 from planner.launch.fallback import difference, next_plan
 from planner.launch.multinode import Peers
 from planner.launch.resume import Resume
-from planner.launch.stop import STOPPED
+from planner.launch.stop import STOPPED, first_interrupt_stops
 from planner.preflight import preflight
 from planner.preflight.checks import FAILED
 from planner.spec.plan import RAN_OUT, Plan, read_plan, write_plan
@@ -246,9 +246,10 @@ class TrainingSupervisor:
                 page.tick()
 
         try:
-            if peers:
-                return peers.run(attempt, request, self.nodes, tick)
-            return launch.run(request, self.nodes, tick)
+            with first_interrupt_stops(self.output):
+                if peers:
+                    return peers.run(attempt, request, self.nodes, tick)
+                return launch.run(request, self.nodes, tick)
         finally:
             if first:
                 page.write()
