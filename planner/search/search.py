@@ -12,7 +12,7 @@ import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from planner.catalog.shapes import grid
 from planner.errors import NotEstimatedError
@@ -349,14 +349,22 @@ class Search:
         return self.tightest(job, False)
 
     def switches(self, plan: Estimate) -> tuple[Switch, ...]:
-        """What each step from the baseline to the plan saved and cost, in an order in which each is allowed.
+        """What each step from the baseline to the plan saved and cost, in an order in which each is allowed. What costs
+        time and saves nothing where it stands, because the peak is elsewhere still, comes last.
 
         By quick estimates: what fragmentation takes or gives on the way is left out.
         """
+        order = switched(self.space.baseline(plan.job), plan.strategy)
+        found = self._switches(plan, order)
+        late = [each.field for each in found if each.device_bytes >= 0 and each.step_seconds > 0]
+        again = [*(field for field in order if field not in late), *(field for field in order if field in late)]
+        return found if again == list(order) else self._switches(plan, again)
+
+    def _switches(self, plan: Estimate, order: Sequence[str]) -> tuple[Switch, ...]:
         job, state, count = plan.job, self.space.baseline(plan.job), plan.configuration.strategy.checkpointed_blocks
         last = self._try_quick_estimate(job, state) or self._quick_estimate_of(plan)
         switches = []
-        for field in switched(state, plan.strategy):
+        for field in order:
             before, after = getattr(state, field), getattr(plan.strategy, field)
             changes = {field: after}
             if field == "gradient_checkpointing":  # which is how many blocks, if not all
