@@ -25,6 +25,11 @@ BUCKETS = f"{DATASET}crop_aspect_buckets"
 SAMPLES = "data:samples"
 """[resolution, resolution_type, frames, aspects] of each set of ``data_backend_config``, None where it does not say."""
 
+NOT_FOUND = "data:not-found"
+"""That the data file which the config names is not here, and how to pass it."""
+
+VALIDATED_FRAMES = "validation_num_video_frames"
+
 ALIGNMENT = "aspect_bucket_alignment"
 USUAL_ALIGNMENT = 64
 FORCED = {
@@ -54,10 +59,10 @@ def size_of(settings: Settings) -> Fields:
     own = [settings.get(DATASET + name) for name in ("resolution", "resolution_type", "video.num_frames")]
     sizes = []
     for resolution, kind, frames, aspects in settings.get(SAMPLES) or [[*own, settings.get(BUCKETS)]]:
-        edge = _edge(resolution or of(settings, "resolution") or 1024, kind or of(settings, "resolution_type"))
+        edge = _edge(resolution or of(settings, "resolution"), kind or of(settings, "resolution_type"))
         clip = 1
         if model.kind == "video":
-            frames = frames or of(settings, "validation_num_video_frames") or 0
+            frames = frames or of(settings, VALIDATED_FRAMES) or 0
             clip = _frames(integer(frames, "num_frames"), family_of(settings), model.vae.temporal)
         for aspect in as_list(aspects or 1.0):
             value = aspect.get("aspect") if isinstance(aspect, dict) else aspect
@@ -69,6 +74,21 @@ def size_of(settings: Settings) -> Fields:
 def cropped(settings: Settings) -> bool:
     """Whether a set is cropped to aspects of its own."""
     return any(aspects for *_, aspects in settings.get(SAMPLES) or [])
+
+
+def size_notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    """Whose sizes are taken, in words."""
+    if cropped(settings):
+        yield f"samples are cropped to {fields['width']}x{fields['height']} (crop_aspect_buckets)"
+    else:
+        whose = "the largest set's" if SAMPLES in settings else "the config's"
+        yield f"a square of {whose} resolution: buckets have its pixels"
+    if missing := settings.get(NOT_FOUND):
+        assumed = "the config's resolution is assumed"
+        if lookup.model(fields["model"]).kind == "video":
+            frames = of(settings, VALIDATED_FRAMES)
+            assumed += f", and {VALIDATED_FRAMES} {frames}" if frames else ", and the model's usual frames"
+        yield f"data_backend_config {missing}: {assumed}"
 
 
 def _alignment(family: str, flavour: str, given: Any) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.values import integer
+from planner.dialects.simpletuner.defaults import is_true
 from planner.dialects.simpletuner.models import CONFIG, family_of, model_of, of
 from planner.errors import VplanError, quoted
 
@@ -33,9 +34,9 @@ offloaded_gradient_checkpointer.py)."""
 def checkpointing_of(settings: Settings) -> Fields:
     """The fields `gradient_checkpointing` and `checkpointed_blocks`. Of segments, whose blocks are recomputed together,
     all but one are priced as if they were not checkpointed."""
-    if of(settings, "gradient_checkpointing") not in (True, "true"):
+    if not is_true(of(settings, "gradient_checkpointing")):
         return {"gradient_checkpointing": "none", "checkpointed_blocks": None}
-    backend = str(of(settings, "gradient_checkpointing_backend") or "torch").lower()
+    backend = str(of(settings, "gradient_checkpointing_backend")).lower()
     if backend not in BACKENDS:
         raise VplanError(f"gradient_checkpointing_backend {quoted(backend)} is not priced", "torch and unsloth are")
     interval = interval_of(settings)

@@ -9,8 +9,10 @@ from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import as_list, integer
-from planner.dialects.simpletuner.aspect_buckets import DATASET, SAMPLES
-from planner.dialects.simpletuner.models import CONFIG, is_on, model_of, of
+from planner.dialects.simpletuner import example_paths
+from planner.dialects.simpletuner.aspect_buckets import DATASET, NOT_FOUND, SAMPLES
+from planner.dialects.simpletuner.defaults import is_true
+from planner.dialects.simpletuner.models import CONFIG, family_of, model_of, of
 from planner.errors import VplanError, quoted
 from planner.untrusted import parse, read_text
 
@@ -33,32 +35,53 @@ MASKS = ("mask", "segmentation", "grounding")
 def samples(script: Script, settings: Settings) -> Settings:
     """The sets of the data file that the config names, where the file is here."""
     path = of(settings, "data_backend_config")
-    file = script.find(path) if isinstance(path, str) else None
-    if file is None:
+    if not isinstance(path, str):
         return {}
+    file = example_paths.find(script, path)
+    if file is None:
+        return {NOT_FOUND: script.missing(path)}
     sets = parse(read_text(file), "json", file.name)
     if not isinstance(sets, list) or not all(isinstance(entry, dict) for entry in sets):
         raise VplanError(f"{quoted(file.name)} is no list of data sets", "name SimpleTuner's multidatabackend file")
     sets = [entry for entry in sets if entry.get("disabled") is not True]
     found: Settings = {}
     for part, words in ENCODES.items():
-        if any(is_on(entry.get(word)) for entry in sets for word in words):
+        if any(is_true(entry.get(word)) for entry in sets for word in words):
             found[UNCACHED[part]] = True
     trained = [entry for entry in sets if str(entry.get("dataset_type", "image")) in TRAINED_KINDS]
     if sizes := [entry["train_batch_size"] for entry in trained if entry.get("train_batch_size")]:
-        usual = of(settings, "train_batch_size") or 1
+        usual = of(settings, "train_batch_size")
         sizes += [usual] if len(sizes) < len(trained) else []
         found[BATCH] = max(integer(size, "train_batch_size") for size in sizes)
     if count := _conditioning(sets, trained):
         found[REFERENCES] = count
     rows = []
     for entry in trained:
-        video = entry.get("video")
-        frames = video.get("num_frames") if isinstance(video, dict) else None
+        frames = _clip_length(entry, settings)
         cropped = entry.get("crop") is True and entry.get("crop_aspect") in ("closest", "random")
         aspects = entry.get("crop_aspect_buckets") if cropped else None
         rows.append([entry.get("resolution"), entry.get("resolution_type"), frames, aspects])
     return {**found, SAMPLES: rows} if rows else found
+
+
+CLIP_SECONDS = 5
+FRAME_RATES = {"wan": 15, "sanavideo": 16, "kandinsky5_video": 24, "ltxvideo": 25, "ltxvideo2": 25}
+"""``model_family`` -> ``framerate`` that a config leaves out (helpers/models/*/model.py ``check_user_config``)."""
+
+USUAL_RATE = 30
+
+
+def _clip_length(entry: dict[str, Any], settings: Settings) -> int:
+    """Frames of a set's clips, five seconds of them where it does not say (helpers/data_backend/factory.py,
+    ``num_frames``); 1 of images."""
+    if entry.get("dataset_type") != "video":
+        return 1
+    video = entry.get("video")
+    frames = video.get("num_frames") if isinstance(video, dict) else None
+    if frames is None:
+        rate = of(settings, "framerate") or FRAME_RATES.get(family_of(settings), USUAL_RATE)
+        frames = CLIP_SECONDS * integer(rate, "framerate")
+    return integer(frames, "num_frames")
 
 
 def _conditioning(sets: list[Any], trained: list[Any]) -> int:
@@ -84,7 +107,7 @@ def encoders_of(settings: Settings) -> Fields:
     """The fields `text_encoder` and `vae`: what encodes while it trains stays on the GPU."""
 
     def stays(part: str, *more: str) -> bool:
-        return UNCACHED[part] in settings or any(is_on(of(settings, word)) for word in (*ENCODES[part], *more))
+        return UNCACHED[part] in settings or any(is_true(of(settings, word)) for word in (*ENCODES[part], *more))
 
     return {
         "text_encoder": "resident" if stays("text_encoder") else "cached",
@@ -127,5 +150,5 @@ def write_references(fields: Fields) -> Settings:
 
 def batch_of(settings: Settings) -> Fields:
     """The field `batch_size`: the largest of the config's and its sets'."""
-    size = settings.get(BATCH) or of(settings, "train_batch_size", 1)
+    size = settings.get(BATCH) or of(settings, "train_batch_size")
     return {"batch_size": integer(size, "train_batch_size")}

@@ -17,12 +17,15 @@ from planner.dialects.base import lycoris
 from planner.dialects.base.bindings import Settings
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import as_list, integer
+from planner.dialects.simpletuner import example_paths
+from planner.dialects.simpletuner.defaults import is_true
 from planner.dialects.simpletuner.models import family_of, is_on, model_of, of
 from planner.dialects.simpletuner.module_classes import ALL, EVERY_CLASS, MODULE_CLASSES, Parts, lies_in
 from planner.errors import VplanError, quoted
 from planner.layout.adapters import LinearLayer, layers_of
 from planner.layout.trainer_terms.lycoris.whole_changes import LENGTHS, LOCON, LOHA, LOKR
 from planner.layout.trainer_terms.simpletuner import BYPASSED, LOKR_BYPASSED, LYCORIS_LORA
+from planner.untrusted import read_document
 
 FILE = "lycoris:config"
 """What the file says."""
@@ -60,7 +63,7 @@ class Adapters(NamedTuple):
 
 def is_lycoris(settings: Settings) -> bool:
     """Whether the adapters are LyCORIS'."""
-    kind = str(of(settings, "model_type", "full")), str(of(settings, "lora_type") or "standard").lower()
+    kind = str(of(settings, "model_type")), str(of(settings, "lora_type")).lower()
     return kind == ("lora", "lycoris")
 
 
@@ -68,11 +71,9 @@ def read_file(script: Script, settings: Settings) -> Settings:
     """What the file says that a config names, or why it is not known."""
     if not is_lycoris(settings):
         return {}
-    path = of(settings, "lycoris_config")
-    if not isinstance(path, str) or not path:
-        return {FILE: "is not given, which SimpleTuner asks for"}
-    document = script.document(path)
-    return {FILE: script.missing(path) if document is None else document}
+    path = str(of(settings, "lycoris_config"))
+    file = example_paths.find(script, path)
+    return {FILE: script.missing(path) if file is None else read_document(file)}
 
 
 def adapters_of(settings: Settings) -> Adapters:
@@ -131,13 +132,13 @@ def _refuse_unpriced(settings: Settings, config: Mapping[str, Any]) -> None:
         raise VplanError("lycoris_config's preset is not priced", "apply_preset is")
     if str(of(settings, "mixed_precision") or "bf16") not in ("bf16", "fp16"):
         raise VplanError("lora_type lycoris without mixed_precision is not priced", "use mixed_precision bf16")
-    if is_on(of(settings, "ramtorch")):
+    if is_true(of(settings, "ramtorch")):
         raise VplanError("lora_type lycoris with RamTorch is not priced", "leave one of both out")
     if is_on(of(settings, "init_lora")):
         raise VplanError("lora_type lycoris with init_lora is not priced: the file says its layers", "leave it out")
     if lycoris.is_true(config.get("dora_wd")) and _is_bypassed(settings, config):
         raise VplanError("dora_wd trains nothing with LyCORIS' bypass_mode, and is not priced", "leave one of both out")
-    base = str(of(settings, "base_model_precision") or "no_change")
+    base = str(of(settings, "base_model_precision"))
     if base == "no_change":
         return
     if not _is_bypassed(settings, config):

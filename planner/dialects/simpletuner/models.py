@@ -7,6 +7,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.common_bindings import find_model
+from planner.dialects.simpletuner.defaults import DEFAULTS
 from planner.errors import VplanError, quoted
 
 CONFIG = "config:"
@@ -86,9 +87,9 @@ STAGES = ("high", "low")
 ``_wan_stage_info``)."""
 
 
-def of(settings: Settings, name: str, default: Any = None) -> Any:
-    """The value of a key of the config."""
-    return settings.get(CONFIG + name, default)
+def of(settings: Settings, name: str) -> Any:
+    """The value of a key of the config, its default where it is left out."""
+    return settings.get(CONFIG + name, DEFAULTS.get(name))
 
 
 def is_on(value: Any) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
-from planner.dialects.simpletuner.models import CONFIG, family_of, is_on, of
+from planner.dialects.simpletuner.defaults import is_true
+from planner.dialects.simpletuner.models import CONFIG, family_of, of
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.simpletuner import QUANTISED_WHOLE, QUANTO, QUANTO_WHOLE, TORCHAO_WHOLE
 from planner.spec.job import QUANTISED
@@ -49,13 +50,13 @@ STORED = {("ideogram", ""): "fp8", ("ideogram", "fp8"): "fp8", ("ideogram", "nf4
 def formats_of(settings: Settings) -> Fields:
     """The fields `weights_dtype`, `adapter_dtype` and `autocast`. Adapters are in the mixed precision's format, and
     their AdamW is made for it (helpers/training/trainer.py)."""
-    precision = str(of(settings, "mixed_precision") or "bf16")
+    precision = str(of(settings, "mixed_precision"))
     half = precision if precision in ("bf16", "fp16") else "fp32"
-    base = str(of(settings, "base_model_precision") or "no_change")
+    base = str(of(settings, "base_model_precision"))
     if base not in BASES:
         raise VplanError(f"base_model_precision {quoted(base)} is not priced", f"priced: {', '.join(BASES)}")
     which = family_of(settings), str(of(settings, "model_flavour") or "")
-    stored = "" if BASES[base] or is_on(of(settings, "ideogram_fp8_base_upcast", False)) else STORED.get(which, "")
+    stored = "" if BASES[base] or is_true(of(settings, "ideogram_fp8_base_upcast")) else STORED.get(which, "")
     wide = str(of(settings, "optimizer")).startswith(FP32_ADAPTERS) and str(of(settings, "lora_type")) != "lycoris"
     sixteen = "fp32" if wide and BASES[base] else half
     return {
@@ -111,7 +112,7 @@ def _is_quantised(fields: Fields) -> bool:
 
 def optimizer_of(settings: Settings) -> Fields:
     """The fields `optimizer` and `optimizer_step`."""
-    name = str(of(settings, "optimizer") or LOOPS)
+    name = str(of(settings, "optimizer"))
     if name not in OPTIMIZERS:
         raise VplanError(f"SimpleTuner's optimizer {quoted(name)} is not priced", f"priced: {', '.join(OPTIMIZERS)}")
     return {"optimizer": OPTIMIZERS[name], "optimizer_step": "loop" if name == LOOPS else "foreach"}

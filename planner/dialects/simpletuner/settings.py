@@ -32,13 +32,12 @@ from planner.dialects.base.launchers import launch_settings
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number
-from planner.dialects.simpletuner import lycoris_config
+from planner.dialects.simpletuner import defaults, lycoris_config
 from planner.dialects.simpletuner.aspect_buckets import (
     ALIGNMENT,
     BUCKETS,
     DATASET,
-    SAMPLES,
-    cropped,
+    size_notes,
     size_of,
     write_size,
 )
@@ -50,6 +49,7 @@ from planner.dialects.simpletuner.block_checkpoints import (
     write_checkpointing,
 )
 from planner.dialects.simpletuner.data_file import (
+    BATCH,
     ENCODES,
     REFERENCE_SETS,
     batch_of,
@@ -59,6 +59,7 @@ from planner.dialects.simpletuner.data_file import (
     write_encoders,
     write_references,
 )
+from planner.dialects.simpletuner.defaults import is_true
 from planner.dialects.simpletuner.files import files
 from planner.dialects.simpletuner.models import ASSISTED, CONFIG, MODELS, family_of, is_on, model_of, of, write_model
 from planner.dialects.simpletuner.number_formats import (
@@ -111,11 +112,12 @@ def read_script(script: Script) -> Invocation | None:
     if "data_backend_config" not in config and not {"model_family", "model_type"} <= config.keys():
         return None
     parsed = flags.script("simpletuner", "config.json").parse_config(config)
-    settings = {f"{CONFIG}{name}": value for name, value in flat(config, script.name).items()}
+    given = {name: value for name, value in flat(config, script.name).items() if not defaults.is_left_out(name, value)}
+    settings = {f"{CONFIG}{name}": value for name, value in given.items()}
     settings |= samples(script, settings) | lycoris_config.read_file(script, settings)
     world = _world(*(of(settings, f"num_{name}") for name in WORLD)) | launch
-    given = {"script": "config.json", **world, **settings}
-    return Invocation("simpletuner", given, parsed.unknown, notes=tuple(notes))
+    own = {"script": "config.json", **world, **settings}
+    return Invocation("simpletuner", own, parsed.unknown, notes=tuple(notes))
 
 
 WORLD = ("processes", "machines")
@@ -133,7 +135,7 @@ def _config(program: PythonCommand, script: Script) -> Settings:
     """The config that a command starts with, under what is typed behind it (simpletuner/cli/common.py
     ``find_config_file``). Raises a VplanError where it is not here."""
     words = [word.removeprefix("--").partition("=") for word in program.arguments]
-    typed: Settings = {name: value for name, _, value in words if value}
+    typed: Settings = {name: defaults.typed(value) for name, _, value in words if value}
     environment = str(typed.pop("env", "") or program.environment.get("ENV", ""))
     folders = [f"config/{environment}/"] if environment else ["", "config/"]
     for folder in folders:
@@ -144,10 +146,10 @@ def _config(program: PythonCommand, script: Script) -> Settings:
 
 
 def _method(settings: Settings) -> Fields:
-    kind = str(of(settings, "model_type", "full"))  # the default of field_registry/sections/model.py
+    kind = str(of(settings, "model_type"))
     if kind not in ("lora", "full"):
         raise VplanError(f"SimpleTuner's model_type {quoted(kind)} is not priced", "lora and full are")
-    adapter = str(of(settings, "lora_type") or "standard").lower()
+    adapter = str(of(settings, "lora_type")).lower()
     if kind == "lora" and adapter not in ("standard", "lycoris"):
         raise VplanError(f"SimpleTuner's lora_type {quoted(adapter)} is not priced", "standard and lycoris are")
     model = lookup.model(model_of(settings)["model"])
@@ -175,7 +177,7 @@ OTHER_LAYERS: tuple[TrainerTrait, ...] = ("feed-forward-not-adapted", "attention
 def _adapter(settings: Settings) -> Fields:
     """peft's own DoRA (helpers/models/common.py:1102). It is turned off over Quanto's layers
     (helpers/configuration/cmd_args.py:1196), and RamTorch's have a kind of adapter of their own."""
-    if not of(settings, "use_dora") or lycoris_config.is_lycoris(settings):
+    if not is_true(of(settings, "use_dora")) or lycoris_config.is_lycoris(settings):
         return {"adapter": "lora"}
     if _ramtorch(settings):
         raise VplanError("use_dora with RamTorch is not priced: its layers take adapters of its own", "leave one out")
@@ -199,8 +201,8 @@ def _rank(settings: Settings) -> Fields:
     if lycoris_config.is_lycoris(settings):
         return {"lora_rank": lycoris_config.adapters_of(settings).rank, "lora_dropout": 0.0}
     return {
-        "lora_rank": integer(of(settings, "lora_rank", 16), "lora_rank"),
-        "lora_dropout": number(of(settings, "lora_dropout", 0.1), "lora_dropout"),
+        "lora_rank": integer(of(settings, "lora_rank"), "lora_rank"),
+        "lora_dropout": number(of(settings, "lora_dropout"), "lora_dropout"),
     }
 
 
@@ -212,7 +214,7 @@ def _version(settings: Settings, fields: Fields) -> str:
     """`QUANTISED_WHOLE` when Quanto or torchao quantise the base on the GPU: bitsandbytes does so block by block as it
     loads. `TORCHAO_WHOLE` when torchao does so to 8-bit integers. `QUANTO` where Quanto leaves layers of the family in
     16 bits."""
-    base = str(of(settings, "base_model_precision") or "no_change")
+    base = str(of(settings, "base_model_precision"))
     adapters = lycoris_config.version_of(settings) if lycoris_config.is_lycoris(settings) else ""
     if _ramtorch(settings):
         return RAMTORCH
@@ -226,12 +228,12 @@ FUSING = ("chroma", "flux", "flux2", "krea2", "lumina2", "sd3")
 
 
 def _fuses(settings: Settings) -> bool:
-    asked = any(is_on(of(settings, name)) for name in ("fuse_qkv_projections", "fused_qkv_projections"))
+    asked = any(is_true(of(settings, name)) for name in ("fuse_qkv_projections", "fused_qkv_projections"))
     return asked and family_of(settings) in FUSING
 
 
 def _version_of_base(settings: Settings, base: str) -> str:
-    on_gpu = str(of(settings, "quantize_via") or "accelerator") == "accelerator"
+    on_gpu = str(of(settings, "quantize_via")) == "accelerator"
     if base.endswith("-quanto") and of(settings, "model_family") in LEAVES_LAYERS:
         return QUANTO_WHOLE if on_gpu else QUANTO
     if on_gpu and base == "int8-torchao":
@@ -262,7 +264,7 @@ def _swap(settings: Settings) -> Fields:
     linear layers of that share of the blocks do."""
     model = lookup.model(model_of(settings)["model"])
     if _ramtorch(settings):
-        percent = number(of(settings, "ramtorch_transformer_percent", 100), "ramtorch_transformer_percent")
+        percent = number(of(settings, "ramtorch_transformer_percent"), "ramtorch_transformer_percent")
         return {"swap_blocks": max(0, min(round(min(percent, 100) / 100 * model.blocks), model.blocks - 1))}
     blocks = integer(of(settings, "musubi_blocks_to_swap") or 0, "musubi_blocks_to_swap")
     return {"swap_blocks": max(0, min(blocks, _most_swapped(model, family_of(settings))))}
@@ -283,7 +285,7 @@ def _write_swap(fields: Fields) -> Settings:
 
 
 def _ramtorch(settings: Settings) -> bool:
-    return of(settings, "ramtorch") in (True, "true")
+    return is_true(of(settings, "ramtorch"))
 
 
 SECOND_CHOICE = ("sd3", "sana", "krea2")
@@ -327,7 +329,7 @@ def _tiling(settings: Settings) -> Fields:
     """Of what it encodes before training, and of each batch where the VAE stays (``load_vae`` in
     helpers/models/common.py and helpers/models/hunyuanvideo/model.py)."""
     family = family_of(settings)
-    return {"vae_tiling": family in TILED or (family not in NO_TILES and of(settings, TILING) in (True, "true"))}
+    return {"vae_tiling": family in TILED or (family not in NO_TILES and is_true(of(settings, TILING)))}
 
 
 def _write_tiling(fields: Fields) -> Settings:
@@ -356,7 +358,7 @@ def _prompt_length(settings: Settings) -> Fields:
         return {"text_tokens": None}
     length = integer(of(settings, "tokenizer_max_length") or most, "tokenizer_max_length")
     return {
-        "text_tokens": CLIP_TOKENS + (length if is_on(of(settings, "i_know_what_i_am_doing")) else min(length, most))
+        "text_tokens": CLIP_TOKENS + (length if is_true(of(settings, "i_know_what_i_am_doing")) else min(length, most))
     }
 
 
@@ -402,7 +404,7 @@ def _write_gradient_buckets(fields: Fields) -> Settings:
 
 def _ema(settings: Settings) -> Fields:
     """``ema_device`` is the CPU unless it says otherwise."""
-    if of(settings, "use_ema") not in (True, "true"):
+    if not is_true(of(settings, "use_ema")):
         return {"ema": "none"}
     return {"ema": "gpu" if str(of(settings, "ema_device")) in ("accelerator", "cuda") else "cpu"}
 
@@ -425,9 +427,6 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
         yield Remark(INTERVAL, "this family has none, and checkpoints every block")
     if of(settings, "musubi_blocks_to_swap") and family_of(settings) in NO_SWAP:
         yield Remark("musubi_blocks_to_swap", "this family swaps no blocks")
-    if of(settings, "data_backend_config") and SAMPLES not in settings:
-        why = "it is not here, so its sizes are not read: pass it behind the config, or --height, --width and --frames"
-        yield Remark("data_backend_config", why)
 
 
 TEXT_ENCODERS = tuple(f"text_encoder_{number}_precision" for number in range(1, 5))
@@ -435,12 +434,15 @@ TEXT_ENCODERS = tuple(f"text_encoder_{number}_precision" for number in range(1, 
 ``preprocessing_models_only``); priced are encoders in 16 bits. Then they are gone, whatever it is."""
 
 
+def _names(settings: Settings) -> set[str]:
+    """The keys of the config, and what the sets have of them."""
+    of_sets = {"train_batch_size"} if BATCH in settings else set()
+    return of_sets | {name.removeprefix(CONFIG) for name in settings if name.startswith(CONFIG)}
+
+
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    if cropped(settings):
-        yield f"samples are cropped to {fields['width']}x{fields['height']} (crop_aspect_buckets)"
-    else:
-        whose = "the largest set's" if SAMPLES in settings else "the config's"
-        yield f"a square of {whose} resolution: buckets have its pixels"
+    yield from defaults.notes(_names(settings))
+    yield from size_notes(settings, fields)
     yield from own_model_notes("simpletuner", fields)
     if masks := unpriced_masks_note("simpletuner", fields):
         yield masks
@@ -456,29 +458,29 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         together = (interval := interval_of(settings)) is not None and interval.together
         more = "; the blocks of a segment are recomputed together, which may take one more" if together else ""
         yield f"{fields['checkpointed_blocks']} checkpointed blocks are priced as the first ones; it takes others{more}"
-    if of(settings, "gradient_checkpointing_offload_attention"):
+    if is_true(of(settings, "gradient_checkpointing_offload_attention")):
         yield f"gradient_checkpointing_offload_attention{MAY_NEED_LESS}"
-    if (layers := of(settings, "flux_lora_target", "all")) != "all":
+    if (layers := of(settings, "flux_lora_target")) != "all":
         yield f"flux_lora_target {layers} is not priced: estimated as all"
-    if is_on(of(settings, "dynamo_backend")) and str(of(settings, "dynamo_backend")).lower() != "no":
+    if str(of(settings, "dynamo_backend")).lower() not in ("no", "none"):
         yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
     if of(settings, "optimizer") == "bnb-lion8bit-paged":
         yield "bnb-lion8bit-paged is priced as 8-bit AdamW, paged too: its one state takes half of those in host RAM"
     family = family_of(settings)
     assisted = str(of(settings, "model_flavour") or "") in ASSISTED.get(family, ())
-    if assisted and fields["method"] == "lora" and not of(settings, "disable_assistant_lora"):
+    if assisted and fields["method"] == "lora" and not is_true(of(settings, "disable_assistant_lora")):
         yield "the flavour's assistant LoRA runs beside the trained one: not estimated, and takes more than this"
     if family not in T5_TOKENS and of(settings, "tokenizer_max_length"):
         yield "tokenizer_max_length is not estimated: the model's usual length of prompts is"
     if family in PADDED_TOKENS and fields["text_tokens"] is None:
         padded = PADDED_TOKENS[family]
         yield f"prompts are padded to {padded} tokens: pass --text-tokens {padded} for their memory and seconds"
-    if fields["ema"] == "cpu" and not is_on(of(settings, "ema_cpu_only")):
+    if fields["ema"] == "cpu" and not is_true(of(settings, "ema_cpu_only")):
         yield "without ema_cpu_only the average goes to the GPU at each update, which is not estimated"
     for precision in TEXT_ENCODERS:
         if is_on(of(settings, precision)) and of(settings, precision) != "no_change":
             yield f"{precision}{MAY_NEED_LESS}"
-    base = str(of(settings, "base_model_precision") or "no_change")
+    base = str(of(settings, "base_model_precision"))
     if not _ramtorch(settings) and _version_of_base(settings, base) in (QUANTISED_WHOLE, QUANTO_WHOLE, TORCHAO_WHOLE):
         yield "without quantize_via cpu the model lies on the GPU whole in 16 bits before it is quantised"
 

@@ -64,7 +64,7 @@ OSTRIS_FLEX = OSTRIS.replace("lodestones/Chroma1-HD, arch: chroma", "ostris/Flex
 ONETRAINER = """{"training_method": "LORA", "model_type": "CHROMA_1", "base_model_name": "lodestones/Chroma1-HD",
  "text_encoder": {"train": false}, "train_dtype": "BFLOAT_16", "transformer": {"weight_dtype": "BFLOAT_16"}}"""
 SIMPLETUNER = """{"model_family": "chroma", "model_flavour": "hd", "model_type": "lora", "train_batch_size": 1,
- "data_backend_config": "x.json", "optimizer": "adamw_bf16"}"""
+ "data_backend_config": "x.json", "optimizer": "adamw_bf16", "gradient_checkpointing": false}"""
 
 
 def notes(folder: Path, name: str, text: str) -> tuple[str, str, tuple[str, ...], str]:

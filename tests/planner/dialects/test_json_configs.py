@@ -271,7 +271,7 @@ def test_sets_of_simpletuner_have_batches_caches_and_references_of_their_own(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").mkdir()
     plain = {"id": "a", "resolution": 512, "resolution_type": "pixel"}
-    named = plain | {"train_batch_size": 4, "vae_cache_disable": True, "conditioning_data": ["b", "c"]}
+    named = plain | {"train_batch_size": 3, "vae_cache_disable": True, "conditioning_data": ["b", "c"]}
     others = [{"id": name, "dataset_type": "conditioning", "conditioning_type": "reference_loose"} for name in "bc"]
     texts = {"id": "t", "dataset_type": "text_embeds", "text_cache_ondemand": True}
 
@@ -280,11 +280,11 @@ def test_sets_of_simpletuner_have_batches_caches_and_references_of_their_own(
         found = read(tmp_path, config)
         return [found[name] for name in ("batch_size", "vae", "text_encoder", "references")]
 
-    assert fields(SIMPLETUNER, plain) == [1, "cached", "cached", None]
-    assert fields(SIMPLETUNER, named, *others) == [4, "resident", "cached", 1]
+    assert fields(SIMPLETUNER, plain) == [4, "cached", "cached", None]
+    assert fields(SIMPLETUNER, named, *others) == [3, "resident", "cached", 1]
     combined = SIMPLETUNER | {"--conditioning_multidataset_sampling": "combined", "--train_batch_size": 6}
     assert fields(combined, plain, named, *others, texts) == [6, "resident", "resident", 2]
-    assert fields(SIMPLETUNER | {"--keep_vae_loaded": True}, plain) == [1, "resident", "cached", None]
+    assert fields(SIMPLETUNER | {"--keep_vae_loaded": True}, plain) == [4, "resident", "cached", None]
     masks = {"id": "b", "dataset_type": "conditioning", "conditioning_type": "mask"}
     assert fields(SIMPLETUNER, named | {"conditioning_data": "b"}, masks)[3] is None
     with pytest.raises(VplanError, match="conditioning sets of this model_family are not priced"):
@@ -331,7 +331,7 @@ def test_ramtorch_keeps_linear_layers_in_host_ram(tmp_path: Path) -> None:
 
 def test_ramtorch_swaps_without_checkpoints(tmp_path: Path) -> None:
     """Its layers come again for backward; musubi's block swap, of which autograd keeps each weight, is refused."""
-    without = WAN | {"--gradient_checkpointing": False, "--base_model_precision": "no_change"}
+    without = WAN | {"--gradient_checkpointing": False, "--base_model_precision": "no_change", "--train_batch_size": 1}
     shape = {"frames": 17, "height": 480, "width": 480}
     for changes in ({"--ramtorch": True}, {"--musubi_blocks_to_swap": 20}):
         (tmp_path / "config.json").write_text(json.dumps(without | changes), encoding="utf-8")
@@ -366,7 +366,7 @@ def test_ramtorch_swaps_without_checkpoints(tmp_path: Path) -> None:
         (ONETRAINER, {"resolution": "large"}, "resolution 'large' is not a size"),
         (ONETRAINER, {"train_dtype": "GGUF"}, "train_dtype 'GGUF' is not priced"),
         (SIMPLETUNER, {"--model_family": "chroma"}, "'model_family chroma kontext' is not known"),
-        (SIMPLETUNER, {"--lora_type": "lycoris"}, "lycoris_config is not given"),
+        (SIMPLETUNER, {"--lora_type": "lycoris"}, "'config/lycoris_config.json' is not here"),
         (SIMPLETUNER, {"--controlnet": True}, "controlnet is not priced"),
         (SIMPLETUNER, {"--tread_config": {"routes": [1]}}, "tread_config is not priced"),
         (SIMPLETUNER, {"--base_model_precision": "int8-sdnq"}, "'int8-sdnq' is not priced"),

@@ -1,0 +1,100 @@
+"""planner/dialects/simpletuner: what a config leaves out has SimpleTuner's default, what is not found is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import dialects
+from planner.dialects.base.dialect import Translation, translate
+from planner.dialects.base.script import from_file, from_words
+
+LORA = {
+    "model_family": "flux",
+    "model_type": "lora",
+    "optimizer": "adamw_bf16",
+    "data_backend_config": "config/data.json",
+}
+CLIPS = {**LORA, "model_family": "ltxvideo2", "validation_num_video_frames": 81, "resolution": 480}
+
+
+def read(config: Path, settings: dict[str, Any]) -> Translation:
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    return translate(*dialects.read_script(from_file(config)))
+
+
+def test_what_is_left_out_has_the_default_of_its_registry(tmp_path: Path) -> None:
+    found = read(tmp_path / "config.json", LORA)
+    assert (found.strategy["gradient_checkpointing"], found.job["batch_size"]) == ("full", 4)
+    assert (found.job["lora_rank"], found.job["lora_dropout"]) == (16, 0.1)
+    assert (found.job["height"], found.strategy["autocast"], found.strategy["weights_dtype"]) == (1024, "bf16", "bf16")
+    assert "left out of the config, so SimpleTuner's defaults: train_batch_size 4, gradient_checkpointing true" in (
+        found.notes
+    )
+    said = read(tmp_path / "config.json", LORA | {"train_batch_size": 1, "gradient_checkpointing": False})
+    assert (said.strategy["gradient_checkpointing"], said.job["batch_size"]) == ("none", 1)
+    assert not any("left out" in note for note in said.notes)
+
+
+@pytest.mark.parametrize(
+    ("value", "checkpoints"),
+    [(None, "full"), ("", "full"), ("false", "full"), (False, "none"), (0, "none"), ("no", "none"), ("1", "full")],
+)
+def test_the_word_false_does_not_come_to_its_parser(value: object, checkpoints: str, tmp_path: Path) -> None:
+    """helpers/configuration/cli_utils.py leaves out what is null, empty or "false", so that the default stands."""
+    found = read(tmp_path / "config.json", LORA | {"gradient_checkpointing": value, "use_ema": value})
+    assert found.strategy["gradient_checkpointing"] == checkpoints
+    assert found.strategy["ema"] == ("cpu" if value == "1" else "none")
+
+
+def test_a_word_that_is_typed_comes_to_its_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    read(tmp_path / "config.json", LORA)
+    typed = from_words(["simpletuner", "train", "--gradient_checkpointing=false"])
+    assert translate(*dialects.read_script(typed)).strategy["gradient_checkpointing"] == "none"
+
+
+def test_what_it_does_not_start_without_is_said(tmp_path: Path) -> None:
+    found = read(tmp_path / "config.json", {**LORA, "optimizer": ""})
+    note = "left out of the config, which SimpleTuner does not start without: optimizer adamw_bf16 assumed"
+    assert note in found.notes and found.strategy["optimizer_step"] == "loop"
+
+
+@pytest.mark.parametrize(
+    ("config", "data"),
+    [
+        ("simpletuner/examples/ltx/config.json", "simpletuner/examples/clips.json"),
+        ("theirs/ltx/config.json", "theirs/clips.json"),
+        ("config/config.json", "config/examples/clips.json"),
+    ],
+)
+def test_its_packaged_examples_are_found_beside_the_config(config: str, data: str, tmp_path: Path) -> None:
+    file = tmp_path / data
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps([{"dataset_type": "video", "resolution": 480, "video": {"num_frames": 48}}]))
+    found = read(tmp_path / config, CLIPS | {"data_backend_config": "config/examples/clips.json"})
+    assert found.job["frames"] == 41  # 48 cut to 8 * n + 1; its validation has 81
+
+
+def test_a_data_file_that_is_not_here_is_said_with_what_is_assumed(tmp_path: Path) -> None:
+    found = read(tmp_path / "config.json", CLIPS)
+    assert found.job["frames"] == 81 and not found.ineffective
+    note = next(note for note in found.notes if note.startswith("data_backend_config 'config/data.json' is not here"))
+    assert note.endswith("the config's resolution is assumed, and validation_num_video_frames 81")
+    image = read(tmp_path / "config.json", LORA)
+    assert any(note.endswith("is assumed") and "data.json" in note for note in image.notes)
+
+
+@pytest.mark.parametrize(
+    ("own", "frames"),
+    [({"dataset_type": "video"}, 121), ({"dataset_type": "video", "video": {}}, 121), ({"dataset_type": "image"}, 1)],
+)
+def test_a_set_that_says_no_frames_has_five_seconds(own: dict[str, Any], frames: int, tmp_path: Path) -> None:
+    """Of 25 frames (helpers/data_backend/factory.py), whatever its validation has; an image has one."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/data.json").write_text(json.dumps([{"resolution": 480, **own}]))
+    assert read(tmp_path / "config.json", CLIPS).job["frames"] == frames
