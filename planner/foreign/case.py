@@ -25,6 +25,10 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
 from planner.spec.rules import ResolvedStrategy
 
+NOT_ESTIMATED, _, NEEDS_LESS = MAY_NEED_LESS.partition(",")
+"""What stands behind an option's name, and at the end of its note: why may stand between
+(`planner.dialects.base.flag_effects`)."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -50,7 +54,7 @@ class Case:
     @property
     def unpriced(self) -> tuple[str, ...]:
         """Its options that are not priced and may need less than the estimate without them."""
-        return tuple(note.removesuffix(MAY_NEED_LESS) for note in self.notes if note.endswith(MAY_NEED_LESS))
+        return tuple(note.partition(NOT_ESTIMATED)[0] for note in self.notes if note.endswith(NEEDS_LESS))
 
     @property
     def fields(self) -> Fields:

@@ -79,5 +79,13 @@ def notes(given: Collection[str]) -> Iterator[str]:
         yield f"left out of the config, so SimpleTuner's defaults: {', '.join(said)}"
 
 
+def encoding_notes(given: Collection[str]) -> Iterator[str]:
+    """What is not priced of images that are cached; of clips one is encoded at once unless their set says otherwise
+    (helpers/data_backend/factory.py:4189)."""
+    if "vae_batch_size" not in given:
+        many = DEFAULTS["vae_batch_size"]
+        yield f"vae_batch_size is left out: {many} images are encoded at once, not one as estimated, and take more"
+
+
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

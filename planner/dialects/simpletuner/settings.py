@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
+from typing import Any
 
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
@@ -108,7 +109,7 @@ def read_script(script: Script) -> Invocation | None:
         launch |= _world(*(programs[-1].environment.get(f"TRAINING_NUM_{name.upper()}") for name in WORLD))
         notes += more
         document = _config(programs[-1], script)
-    config = {str(name).lstrip("-"): value for name, value in document.items()}
+    config = {str(name).lstrip("-"): _whole(value) for name, value in document.items()}
     if "data_backend_config" not in config and not {"model_family", "model_type"} <= config.keys():
         return None
     parsed = flags.script("simpletuner", "config.json").parse_config(config)
@@ -118,6 +119,12 @@ def read_script(script: Script) -> Invocation | None:
     world = _world(*(of(settings, f"num_{name}") for name in WORLD)) | launch
     own = {"script": "config.json", **world, **settings}
     return Invocation("simpletuner", own, parsed.unknown, notes=tuple(notes))
+
+
+def _whole(value: Any) -> Any:
+    """A value of the config: one that is a table or a list is one value all the same
+    (helpers/configuration/cli_utils.py ``mapping_to_cli_args``)."""
+    return str(value) if isinstance(value, dict | list) and value else value
 
 
 WORLD = ("processes", "machines")
@@ -442,6 +449,8 @@ def _names(settings: Settings) -> set[str]:
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from defaults.notes(_names(settings))
+    if lookup.model(fields["model"]).kind == "image" and fields["vae"] == "cached":
+        yield from defaults.encoding_notes(_names(settings))
     yield from size_notes(settings, fields)
     yield from own_model_notes("simpletuner", fields)
     if masks := unpriced_masks_note("simpletuner", fields):

@@ -11,6 +11,7 @@ import pytest
 from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file, from_words
+from planner.foreign.case import settle
 
 LORA = {
     "model_family": "flux",
@@ -98,3 +99,42 @@ def test_a_set_that_says_no_frames_has_five_seconds(own: dict[str, Any], frames:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/data.json").write_text(json.dumps([{"resolution": 480, **own}]))
     assert read(tmp_path / "config.json", CLIPS).job["frames"] == frames
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ltx2_intrinsic_conditioning": [{"type": "first_frame", "probability": 0.5}, {"type": "prefix"}]},
+        {"ltx2_prefix_conditioning_probability": 0.3, "ltx2_prefix_conditioning_frames": 2},
+    ],
+)
+def test_conditions_within_clips_are_said(changes: dict[str, Any], tmp_path: Path) -> None:
+    found = read(tmp_path / "config.json", CLIPS | changes)
+    acts = next(iter(changes))
+    assert f"{acts} is not estimated (clips that condition each sample), and takes more than this" in found.notes
+    off = read(tmp_path / "config.json", CLIPS | dict.fromkeys(changes, 0) | {"ltx2_intrinsic_conditioning": []})
+    assert not any("condition each sample" in note for note in off.notes)
+
+
+def test_every_key_of_its_registry_is_known(tmp_path: Path) -> None:
+    more = {"ltx2_reference_spatial_scale_factor": 2, "ltx2_intrinsic_conditioning": [{"type": "prefix"}]}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CLIPS | more | {"sdnq_use_svd": False, "no_such_key": 1}))
+    _, given = dialects.read_script(from_file(config))
+    assert given.unknown == ("no_such_key",)
+
+
+def test_what_may_need_less_makes_a_verdict_that_is_not_firm(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CLIPS | {"offload_during_startup": True, "train_batch_size": 1}))
+    dialect, given = dialects.read_script(from_file(config))
+    assert settle(dialect, given, {}, {"gpu": "24GB"}).unpriced == ("offload_during_startup",)
+
+
+def test_images_that_are_encoded_at_once_are_said_unless_the_config_says_one(tmp_path: Path) -> None:
+    def said(settings: dict[str, Any]) -> list[str]:
+        return [note for note in read(tmp_path / "config.json", settings).notes if "vae_batch_size" in note]
+
+    (note,) = said(LORA)
+    assert note == "vae_batch_size is left out: 4 images are encoded at once, not one as estimated, and take more"
+    assert said(LORA | {"vae_batch_size": 1}) == said(CLIPS) == said(LORA | {"vae_cache_disable": True}) == []
