@@ -132,12 +132,20 @@ def encoders(run: Run, residence: str, batch: int) -> list[ComponentPass]:
             component = text_component(encoder, tape, strategy, batch)
             cast = encoder.name == run.device.encoder_cast
             component = component._replace(offload=in_turn, stream=strategy.group_offload_stream, cast=cast)
+            if residence == "cached" and run.device.encoders_by_layer and _has_words(component):
+                component = component._replace(offload="layers")
             components.append(_as_trained(run, encoder, component))
     if strategy.vae == residence and not run.samples_only:
         clip = _clip(run, run.grid, batch)
         tape = _vae_tape(run.facts, "encode", clip["F"])
         components.append(vae_component(model.vae, tape, "encode", strategy, clip, run.device.vae_tile))
     return components
+
+
+def _has_words(component: ComponentPass) -> bool:
+    """Whether a component is a stack of layers behind a table of words, as a text encoder is that a trainer loads; what
+    turns its states into the model's prompts has none."""
+    return component.tape is not None and component.piece_of_layers and _table_parameters(component.tape) > 0
 
 
 def _as_trained(run: Run, encoder: TextEncoder, component: ComponentPass) -> ComponentPass:
@@ -459,10 +467,11 @@ def alive_after(*stages: Stage) -> list[int]:
 
 
 def waiting_bytes(program: Program, component: ComponentPass) -> int:
-    """Host RAM, bytes, of the weights of a component that group offload brings to the GPU in turn; 0 without group
-    offload."""
+    """Host RAM, bytes, of the weights of a component that come to the GPU in turn; 0 of one that is there whole."""
     if component.offload == "none" or component.tape is None:
         return 0
+    if component.offload == "layers":
+        return component.weight_bytes
     sizes = {name: program.plain_bytes(buffer) for name, buffer in _weights(program, component).items()}
     lists = {run.module_list for run in component.tape.runs}
     return sum(host_copy_bytes(component.offload, component.stream, sizes, lists))

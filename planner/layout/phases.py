@@ -73,7 +73,6 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     found = []
     for group in filter(None, groups):
-        weights = group[0].weight_bytes
         larger = len(group) == 1 and _is_larger_than_the_card(run, group[0])
         if larger and run.device.prompts_cached_apart:
             continue
@@ -83,7 +82,7 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
         workspaces = workspace_bytes(run.facts.gpu), kept_workspaces(run.facts.gpu, run.machine.torch)
         memory = encoding_memory(group, *workspaces)
         by_layer = group[0].name.partition("-")[0] if layers else ""
-        only = EncodingOnly(memory.peak_bytes, weights if layers else memory.waiting_bytes, by_layer)
+        only = EncodingOnly(memory.peak_bytes, memory.waiting_bytes, by_layer)
         found.append(Encoding(group, *workspaces, only, memory.split_bytes))
     return found
 

@@ -100,6 +100,9 @@ class DeviceTerms:
     encoders_whole: bool = False
     """whether a trainer puts a text encoder on the GPU whole, where ours brings one that is larger layer by layer"""
 
+    encoders_by_layer: bool = False
+    """whether text encoders that are cached wait in host RAM, of which a layer comes to the GPU for its turn"""
+
     prompts_cached_apart: bool = False
     """whether a command of its own caches prompts, so that this one needs no room for the text encoders"""
 

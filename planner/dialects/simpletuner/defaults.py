@@ -14,6 +14,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_backend": "torch",
         "optimizer": "adamw_bf16",
+        "ramtorch_text_encoder_percent": 100,
         "ramtorch_transformer_percent": 100,
         "train_batch_size": 4,
     },

@@ -79,6 +79,7 @@ from planner.layout.trainer_terms.simpletuner import (
     QUANTO,
     QUANTO_WHOLE,
     RAMTORCH,
+    RAMTORCH_ENCODERS,
     TORCHAO_WHOLE,
     WHOLE,
     with_base,
@@ -224,7 +225,7 @@ def _version(settings: Settings, fields: Fields) -> str:
     base = str(of(settings, "base_model_precision"))
     adapters = lycoris_config.version_of(settings) if lycoris_config.is_lycoris(settings) else ""
     if _ramtorch(settings):
-        return RAMTORCH
+        return RAMTORCH_ENCODERS if _encoders_wait(settings) else RAMTORCH
     version = with_base(_version_of_base(settings, base), adapters)
     return version or (FUSED if _fuses(settings) else "")
 
@@ -281,9 +282,11 @@ def _write_swap(fields: Fields) -> Settings:
     blocks, model = int(fields["swap_blocks"]), lookup.model(fields["model"])
     if not blocks:
         return {}
-    if fields.get("version") == RAMTORCH:
+    if (version := fields.get("version")) in BY_RAMTORCH:
         share = round(100 * blocks / model.blocks, 2)
-        return {f"{CONFIG}ramtorch": True, f"{CONFIG}ramtorch_transformer_percent": share}
+        own: Settings = {"ramtorch": True, "ramtorch_transformer_percent": share}
+        own |= {ENCODERS_WAIT: True} if version == RAMTORCH_ENCODERS else {}
+        return {f"{CONFIG}{name}": value for name, value in own.items()}
     family = write_model(fields)[f"{CONFIG}model_family"]
     if blocks > (most := _most_swapped(model, family)):
         why = f"it swaps {most} blocks of {model.title} at most" if most else f"it swaps no blocks of {model.title}"
@@ -293,6 +296,25 @@ def _write_swap(fields: Fields) -> Settings:
 
 def _ramtorch(settings: Settings) -> bool:
     return is_true(of(settings, "ramtorch"))
+
+
+BY_RAMTORCH = (RAMTORCH, RAMTORCH_ENCODERS)
+ENCODERS_WAIT = "ramtorch_text_encoder"
+ENCODERS_STAY = ("anima", "ideogram")
+"""Families whose text encoder RamTorch leaves alone (``load_text_encoder`` in helpers/models/{anima,ideogram}/
+model.py)."""
+
+
+def _may_wait(fields: Fields) -> bool:
+    return write_model(fields)[f"{CONFIG}model_family"] not in ENCODERS_STAY
+
+
+def _encoders_wait(settings: Settings) -> bool:
+    """Whether all linear layers of the text encoders wait in host RAM (helpers/models/common.py
+    ``_ramtorch_text_encoders_requested``)."""
+    percent = number(of(settings, "ramtorch_text_encoder_percent"), "ramtorch_text_encoder_percent")
+    asked = _ramtorch(settings) and is_true(of(settings, ENCODERS_WAIT)) and percent >= 100
+    return asked and family_of(settings) not in ENCODERS_STAY
 
 
 SECOND_CHOICE = ("sd3", "sana", "krea2")
@@ -402,7 +424,7 @@ def _gradient_buckets(settings: Settings) -> Fields:
 
 
 def _write_gradient_buckets(fields: Fields) -> Settings:
-    expected = "view" if fields["swap_blocks"] and fields.get("version") != RAMTORCH else "copy"
+    expected = "view" if fields["swap_blocks"] and fields.get("version") not in BY_RAMTORCH else "copy"
     if fields["grad_buckets"] != expected:
         why = "DDP copies gradients into its buckets, unless blocks are swapped"
         raise InexpressibleError(UnsupportedValue("grad_buckets", fields["grad_buckets"], expected, why))
@@ -432,6 +454,10 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
         yield from (Remark(name, "the file of lycoris_config says it") for name in lycoris_config.unused(settings))
     if integer(of(settings, INTERVAL) or 1, INTERVAL) > 1 and fields["gradient_checkpointing"] == "full":
         yield Remark(INTERVAL, "this family has none, and checkpoints every block")
+    if is_true(of(settings, ENCODERS_WAIT)) and family_of(settings) in ENCODERS_STAY:
+        yield Remark(ENCODERS_WAIT, "RamTorch leaves this family's text encoder alone")
+    elif is_true(of(settings, ENCODERS_WAIT)) and not _ramtorch(settings):
+        yield Remark(ENCODERS_WAIT, "without ramtorch it does nothing")
     if of(settings, "musubi_blocks_to_swap") and family_of(settings) in NO_SWAP:
         yield Remark("musubi_blocks_to_swap", "this family swaps no blocks")
 
@@ -469,6 +495,9 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{fields['checkpointed_blocks']} checkpointed blocks are priced as the first ones; it takes others{more}"
     if is_true(of(settings, "gradient_checkpointing_offload_attention")):
         yield f"gradient_checkpointing_offload_attention{MAY_NEED_LESS}"
+    asked = _ramtorch(settings) and is_true(of(settings, ENCODERS_WAIT)) and family_of(settings) not in ENCODERS_STAY
+    if asked and (fields["text_encoder"] == "resident" or not _encoders_wait(settings)):
+        yield f"{ENCODERS_WAIT}{MAY_NEED_LESS}"
     if (layers := of(settings, "flux_lora_target")) != "all":
         yield f"flux_lora_target {layers} is not priced: estimated as all"
     if str(of(settings, "dynamo_backend")).lower() not in ("no", "none"):
@@ -659,6 +688,12 @@ DIALECT: Dialect = Dialect(
             words_for=lambda settings: [f"base_model_precision: {_by_torchao(settings)}", "quantize_via: cpu"],
             when=lambda fields: fields["version"] in (QUANTO, QUANTO_WHOLE),
             lossy=True,
+        ),
+        Move(
+            {"version": RAMTORCH_ENCODERS},
+            "the text encoder's layers come over PCIe as prompts are encoded",
+            words_for=lambda settings: [f"{ENCODERS_WAIT}: true"],
+            when=lambda fields: fields["version"] == RAMTORCH and _may_wait(fields),
         ),
         Move({"optimizer": "adamw-8bit", "optimizer_step": "foreach"}, "8-bit optimizer states"),
         Move(

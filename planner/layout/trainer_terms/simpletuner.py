@@ -314,6 +314,18 @@ def inputs_kept(run: Run) -> None:
         keep_by_block(run, stage, kept, "inputs of frozen layers")
 
 
+RAMTORCH_ENCODERS = "ramtorch-encoders"
+"""The version of memory terms of linear layers of the model and of its text encoders that wait in host RAM."""
+
+
+def encoders_in_turn(run: Run) -> None:
+    """Linear layers of a text encoder come to the GPU in turn, the next one early, and what else it has stays there
+    (simpletuner/helpers/models/common.py ``load_text_encoder``, ``_apply_ramtorch_layers``;
+    helpers/ramtorch_extensions.py ``add_ramtorch_prefetch_hooks``). Priced are all linear layers of a block together,
+    which is more than two; with ``ramtorch_disable_extensions`` off the table of words waits in host RAM too."""
+    run.device.encoders_by_layer = True
+
+
 UNPADDED = "unpadded"
 """The version of LTX-2.3 with ``attention_mechanism`` flash-attn-varlen-hub."""
 
@@ -401,6 +413,7 @@ BY_VERSION: dict[str, tuple[Transform, ...]] = {
     UNPADDED: (padding_taken_out,),
     **BASES,
     RAMTORCH: (layers_in_turn, inputs_kept),
+    RAMTORCH_ENCODERS: (layers_in_turn, inputs_kept, encoders_in_turn),
     **WHOLE,
     **BYPASSED,
     **{
