@@ -158,6 +158,8 @@ class LoraDefaults(Record):
     targets: Annotated[tuple[Text, ...], Field(min_length=1)]
     wide: tuple[Text, ...] = ()
     """a second usual choice of layers, recorded beside the default"""
+    wide_bases: tuple[Literal["fp8", "int8", "nf4"], ...] = ()
+    """the quantised bases over which that choice is recorded too"""
 
 
 class Training(Record):

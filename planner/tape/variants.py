@@ -126,8 +126,8 @@ PLAIN_FP32 = Precision("fp32", "", False)
 (`planner.catalog.traits.Traits.trained_in_fp32`)."""
 
 QUANTISED_BASES = tuple(Precision(weights, "fp32", True) for weights in ("fp8", "int8", "nf4"))
-"""Frozen bases under LoRA on the usual layers, with the adapter that trainers put on them (see
-trainers.memory.quantise)."""
+"""Frozen bases under LoRA on the usual layers, and on a second choice of them where a model's profile says so, with the
+adapter that trainers put on them (see trainers.memory.quantise)."""
 
 NOT_CAST = tuple(Precision(weights, "fp32", False) for weights in ("half", "fp8", "int8", "nf4"))
 """LoRA in fp32 without autocast, as ai-toolkit's: recorded when somebody names one, and shipped of its models."""
@@ -196,7 +196,9 @@ def recorded_method(profile: ModelProfile, job: Job, strategy: Strategy) -> str:
         return usual
     targets = frozenset(job.lora_targets)
     choices = [usual]
-    if profile.lora.wide and strategy.weights_dtype not in QUANTISED:
+    if profile.lora.wide and (
+        strategy.weights_dtype not in QUANTISED or strategy.weights_dtype in profile.lora.wide_bases
+    ):
         choices.append(f"{usual}{ON_MORE}")
 
     def nearness(method: str) -> tuple[bool, int, int]:
@@ -249,6 +251,9 @@ def precisions(profile: ModelProfile, method: str) -> tuple[Precision, ...]:
     """The precisions that a method of a model is recorded in. A UNet's convolutions cannot be cast layerwise."""
     if method == "full" and profile.traits.trained_in_fp32:
         return (*PRECISIONS[method], PLAIN_FP32)
+    if method == WIDE:
+        bases = tuple(base for base in QUANTISED_BASES if base.weights in profile.lora.wide_bases)
+        return _unquantised(method) + _on_base(profile, bases)
     if method != "lora":
         return _unquantised(method)
     return PRECISIONS[method] + _on_base(profile, QUANTISED_BASES)

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from planner.catalog import lookup
-from planner.catalog.profiles import ModelProfile
+from planner.catalog.profiles import LoraDefaults, ModelProfile
 from planner.catalog.traits import TrainerTrait
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.bindings import (
@@ -324,20 +324,22 @@ helpers/models/{sd3,sana,krea2}/model.py)."""
 
 
 def _layers(settings: Settings) -> Fields:
-    """Over a quantised base the model's usual layers are taken: no others are recorded. LyCORIS' file names its own."""
+    """Of a quantised base over which no others are recorded the model's usual layers. LyCORIS' file names its own."""
     if lycoris_config.is_lycoris(settings):
         return {"lora_targets": lycoris_config.targets_of(settings)}
-    usual = _usual_layers(_method(settings)["method"], family_of(settings), formats_of(settings)["weights_dtype"])
-    return {"lora_targets": None if usual else lookup.model(model_of(settings)["model"]).lora.wide or None}
+    lora = lookup.model(model_of(settings)["model"]).lora
+    usual = _usual_layers(_method(settings)["method"], family_of(settings), formats_of(settings)["weights_dtype"], lora)
+    return {"lora_targets": None if usual else lora.wide or None}
 
 
-def _usual_layers(method: str, family: str, weights: str) -> bool:
-    return family not in SECOND_CHOICE or method != "lora" or weights in QUANTISED
+def _usual_layers(method: str, family: str, weights: str, lora: LoraDefaults) -> bool:
+    over = weights not in QUANTISED or weights in lora.wide_bases
+    return family not in SECOND_CHOICE or method != "lora" or not over
 
 
 def _write_layers(fields: Fields) -> Settings:
     model, family = lookup.model(fields["model"]), write_model(fields)[f"{CONFIG}model_family"]
-    usual = _usual_layers(fields["method"], family, fields["weights_dtype"])
+    usual = _usual_layers(fields["method"], family, fields["weights_dtype"], model.lora)
     targets = None if usual else model.lora.wide or None
     if fields["lora_targets"] != targets:
         why = "adapters are on the layers that the trainer has for the family"
