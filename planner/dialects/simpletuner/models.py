@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, str]] = {
         "dev": "flux.2-dev",
     },
     "sdxl": {"": "sdxl", "base-1.0": "sdxl"},
-    "sd1x": {"": "sd1.5", "1.5": "sd1.5"},
+    "sd1x": dict.fromkeys(("", "1.5", "1.4", "dreamshaper"), "sd1.5"),
     "sd2x": dict.fromkeys(("", "2.1", "2.0", "pseudoflex-v2", "pseudojourney", "digitaldiffusion"), "sd2.1"),
     "sd3": {"": "sd3.5-medium", "medium": "sd3.5-medium", "large": "sd3.5-large"},
     "qwen_image": {

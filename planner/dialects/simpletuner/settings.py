@@ -434,10 +434,12 @@ def _write_gradient_buckets(fields: Fields) -> Settings:
 
 
 def _ema(settings: Settings) -> Fields:
-    """``ema_device`` is the CPU unless it says otherwise."""
+    """``ema_device`` is the CPU unless it says otherwise, and with ``ema_cpu_only`` whatever it says
+    (helpers/configuration/cmd_args.py:1076)."""
     if not is_true(of(settings, "use_ema")):
         return {"ema": "none"}
-    return {"ema": "gpu" if str(of(settings, "ema_device")) in ("accelerator", "cuda") else "cpu"}
+    on_gpu = str(of(settings, "ema_device")) in ("accelerator", "cuda") and not is_true(of(settings, "ema_cpu_only"))
+    return {"ema": "gpu" if on_gpu else "cpu"}
 
 
 EMA = ("use_ema", "ema_device", "ema_cpu_only")

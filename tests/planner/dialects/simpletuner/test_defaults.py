@@ -138,3 +138,17 @@ def test_images_that_are_encoded_at_once_are_said_unless_the_config_says_one(tmp
     (note,) = said(LORA)
     assert note == "vae_batch_size is left out: 4 images are encoded at once, not one as estimated, and take more"
     assert said(LORA | {"vae_batch_size": 1}) == said(CLIPS) == said(LORA | {"vae_cache_disable": True}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "ema"),
+    [({}, "cpu"), ({"ema_device": "accelerator"}, "gpu"), ({"ema_device": "accelerator", "ema_cpu_only": True}, "cpu")],
+)
+def test_where_its_average_lies(changes: dict[str, Any], ema: str, tmp_path: Path) -> None:
+    assert read(tmp_path / "config.json", LORA | {"use_ema": True} | changes).strategy["ema"] == ema
+
+
+def test_the_flavour_that_its_sd_1_5_has_unasked_is_known(tmp_path: Path) -> None:
+    for flavour in ("", "dreamshaper", "1.4"):
+        found = read(tmp_path / "config.json", LORA | {"model_family": "sd1x", "model_flavour": flavour})
+        assert found.job["model"] == "sd1.5"
