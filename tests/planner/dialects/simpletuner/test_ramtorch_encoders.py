@@ -16,7 +16,7 @@ from planner.dialects.base.script import from_file
 from planner.estimate.estimate import estimate
 from planner.foreign.case import Case, settle
 from planner.foreign.export import export, write_files
-from planner.layout.inputs import load_facts
+from planner.layout.recordings import load_facts
 from planner.spec.job import Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.rules import resolve
