@@ -35,6 +35,11 @@ class VaeTraits(Record):
     """else it has no tape, and an estimate counts its weights alone"""
     images: Flag = False
     """it works on images (batch, channels, rows, columns), which have no axis of frames"""
+    colours: Count = 3
+    """channels of its pixels, where no ``input_channels`` of the config says it: four with transparency"""
+    one_frame: Flag = False
+    """it works on clips (batch, channels, frames, rows, columns) of one frame alone (AutoencoderKLQwenImage21, whose
+    weights are published for images)"""
     chunks: tuple[Count, Count] | None = None
     """latent frames of the first chunk and of each further one, where it takes a clip in chunks: Wan's, Qwen-Image's
     and EasyAnimate's one by one with a cache, CogVideoX's 8 frames (2 latent) and what is left in the first"""

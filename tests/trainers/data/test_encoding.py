@@ -87,6 +87,7 @@ UNDONE = {
         .reshape(1, -1, 8, 8)
     ),
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
+    "qwen-image-2.1": lambda latents, vae: by_channel(latents.permute(2, 0, 1)[:, None], vae.config),
     "anima": lambda latents, vae: by_channel(latents, vae.config),
     "sana-1.6b": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
     "cosmos-predict2-2b-v2w": lambda latents, vae: by_channel(latents, vae.config),
@@ -145,7 +146,8 @@ def posterior_of(
 
     vae = getattr(diffusers, profile.vae.class_name).from_pretrained(model / "vae")
     pixels = torch.from_numpy(scan.clips.frames(clip, range(frames), 64, 64)).permute(3, 0, 1, 2)[None] / 127.5 - 1
-    encoded = vae.encode(pixels if profile.vae.takes_clips else pixels[:, :, 0])
+    opaque = torch.ones_like(pixels[:, : profile.vae.traits.colours - 3])
+    encoded = vae.encode(torch.cat([pixels, opaque], dim=1) if profile.vae.takes_clips else pixels[:, :, 0])
     if "latent" in encoded:
         return vae, encoded.latent
     posterior = encoded.latent_dist

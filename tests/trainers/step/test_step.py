@@ -328,6 +328,13 @@ TINY: dict[str, dict[str, Any]] = {
         "text_embed_dim": 8,
         "text_embed_2_dim": 8,
     },
+    "qwen-image-2.1": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "context_in_dim": 8,
+        "num_layers": 2,
+        "axes_dims_rope": [4, 6, 6],
+    },
     "qwen-image-layered": {
         "num_attention_heads": 2,
         "attention_head_dim": 16,
