@@ -82,6 +82,11 @@ class Vae(Record):
         """Whether it works on clips of several frames."""
         return self.takes_clips and not self.traits.one_frame
 
+    @property
+    def colours(self) -> int:
+        """Channels of its pixels: three, or four with transparency."""
+        return int(self.config.get("input_channels", self.traits.colours))
+
 
 class TextEncoder(Record):
     """One encoder of the condition (a prompt, or an image for image-to-video)."""

@@ -165,6 +165,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"axes_dims": [4, 2, 2]},
     "flux2": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [2, 2, 2, 2], "joint_attention_dim": 24}
     | {"num_single_layers": 2},
+    "flux3": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [2, 2, 2, 2], "joint_attention_dim": 8 * 8}
+    | {"num_single_layers": 2},
     "hunyuan-video-1.5": {**SMALL, "attention_head_dim": 8, "rope_axes_dim": [4, 2, 2], "text_embed_dim": 8}
     | {"text_embed_2_dim": 8, "image_embed_dim": 8, "num_refiner_layers": 1},
     "krea2": {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 2, "attention_head_dim": 8}
@@ -216,6 +218,7 @@ ENCODERS = {
     "qwen-image-2.1": {"text_encoder": "Qwen3VLForConditionalGeneration"},
     "z-image": {"text_encoder": "Qwen3Model"},
     "flux2": {"text_encoder": "Qwen3ForCausalLM"},
+    "flux3": {"text_encoder": "Qwen3VLForConditionalGeneration"},
     "hunyuan-video-1.5": {"text_encoder": "Qwen2_5_VLTextModel", "text_encoder_2": "T5EncoderModel"},
     "krea2": {"text_encoder": "Qwen3VLModel"},
     "hunyuan-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration", "text_encoder_2": "T5EncoderModel"},
@@ -285,6 +288,7 @@ MODELS = (
     "z-image",
     "flux.2-klein-4b",
     "flux.2-dev",
+    "flux.3",
     "krea-2",
     "chroma1-hd",
     "lumina-image-2.0",

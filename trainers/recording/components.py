@@ -139,8 +139,7 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
         model = model_class.from_config(vae.config)
     pixels = (vae.temporal * (grid["F"] - 1) + 1, vae.spatial * grid["H"], vae.spatial * grid["W"])
     latents = (grid["F"], grid["H"], grid["W"])
-    colours = vae.config.get("input_channels", vae.traits.colours)  # with transparency four
-    channels, shape = (colours, pixels) if part == "encode" else (vae.latent_channels, latents)
+    channels, shape = (vae.colours, pixels) if part == "encode" else (vae.latent_channels, latents)
     size = (1, channels, *(shape if vae.takes_clips else shape[1:]))
 
     def run() -> Tensor:

@@ -44,7 +44,7 @@ class KnownNumbers(Uniform):
         if real is None:
             return super().number(tensor)
         with _disable_current_modes():
-            return real.item()
+            return int(real.item())
 
     def forget(self, storage: int) -> None:
         super().forget(storage)

@@ -39,7 +39,7 @@ def clips(tmp_path: Path) -> Path:
     return tiny.write_clips(tmp_path / "clips")
 
 
-MODE = ("wan", "wan-vace", "skyreels-v2", "sana-video", "cosmos-predict", "z-image", "flux2", "ideogram-4")
+MODE = ("wan", "wan-vace", "skyreels-v2", "sana-video", "cosmos-predict", "z-image", "flux2", "flux3", "ideogram-4")
 """Families whose latents are the mode of the posterior, not drawn from it."""
 
 
@@ -72,6 +72,10 @@ UNDONE = {
     "sdxl": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "z-image": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor + vae.config.shift_factor,
     "flux.2-klein-4b": lambda latents, vae: Flux2KleinPipeline._unpatchify_latents(
+        latents.T.reshape(1, -1, 4, 4) * torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+        + vae.bn.running_mean.view(1, -1, 1, 1)
+    ),
+    "flux.3": lambda latents, vae: Flux2KleinPipeline._unpatchify_latents(
         latents.T.reshape(1, -1, 4, 4) * torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
         + vae.bn.running_mean.view(1, -1, 1, 1)
     ),
@@ -146,7 +150,7 @@ def posterior_of(
 
     vae = getattr(diffusers, profile.vae.class_name).from_pretrained(model / "vae")
     pixels = torch.from_numpy(scan.clips.frames(clip, range(frames), 64, 64)).permute(3, 0, 1, 2)[None] / 127.5 - 1
-    opaque = torch.ones_like(pixels[:, : profile.vae.traits.colours - 3])
+    opaque = torch.ones_like(pixels[:, : profile.vae.colours - 3])
     encoded = vae.encode(torch.cat([pixels, opaque], dim=1) if profile.vae.takes_clips else pixels[:, :, 0])
     if "latent" in encoded:
         return vae, encoded.latent
