@@ -327,6 +327,11 @@ def profile(name: str) -> ModelProfile:
     return found.replace(config=config, inputs=inputs, shape=shape)
 
 
+def opaque(pixels: torch.Tensor, made: ModelProfile) -> torch.Tensor:
+    """Pixels (B, 3, ...) as a model's VAE takes them: with a channel of ones where it has transparency."""
+    return torch.cat([pixels, torch.ones_like(pixels[:, : made.vae.colours - 3])], dim=1)
+
+
 def _hears(path: Path, width: int) -> None:
     """What LatentSync's folder has beside UNet and VAE. Whisper keeps its length and its number of layers."""
     import transformers

@@ -150,8 +150,7 @@ def posterior_of(
 
     vae = getattr(diffusers, profile.vae.class_name).from_pretrained(model / "vae")
     pixels = torch.from_numpy(scan.clips.frames(clip, range(frames), 64, 64)).permute(3, 0, 1, 2)[None] / 127.5 - 1
-    opaque = torch.ones_like(pixels[:, : profile.vae.colours - 3])
-    encoded = vae.encode(torch.cat([pixels, opaque], dim=1) if profile.vae.takes_clips else pixels[:, :, 0])
+    encoded = vae.encode(tiny.opaque(pixels, profile) if profile.vae.takes_clips else pixels[:, :, 0])
     if "latent" in encoded:
         return vae, encoded.latent
     posterior = encoded.latent_dist
