@@ -222,6 +222,10 @@ class Traits(Record):
     """of one sample, when nobody says: ``num_inference_steps`` of its pipeline's call (diffusers pipelines)"""
     stored_positions: str = ""
     """buffer with the table of sine positions for the shape in the config, from which any other shape's is made anew"""
+    trained_share: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.99
+    """of its parameters, that full training gives gradients at the least: what the last block makes of the prompt goes
+    nowhere (EasyAnimate 12B 0.993, HunyuanVideo 1.5 0.995, Qwen-Image 0.996; of the others all), and some models have
+    blocks for what is not trained with"""
     depthwise: tuple[Text, ...] = ()
     """ends of the names of convolutions with a filter for each channel: an adapter of one reads all channels"""
     saved_tables: tuple[Text, ...] = ()

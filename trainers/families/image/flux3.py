@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, packed, pixels
@@ -19,11 +20,19 @@ LAYERS = (4, 8, 12, 16, 20, 24, 28, 32)
 
 class Flux3(Family):
     """Blocks over the text and over the image, each for itself, then blocks over both. Those over reference images
-    are loaded with the others, and work for none here."""
+    are loaded like what is around the others, and no step calls them."""
 
     shared = frozenset({"image_ids", "text_ids"})
     sums = {"S": (0, ("FHW", "T"))}
     sample_needs = "a modular pipeline, which has no common call"
+
+    def complete(self, model: nn.Module) -> None:
+        """Gives a model with fewer blocks all of those over reference images, which the class counts like the
+        others."""
+        idle = model.get_submodule("mode_blocks.image_cond")
+        assert isinstance(idle, nn.ModuleList)
+        for _ in range(self.config["num_layers"] - len(idle)):
+            idle.append(copy.deepcopy(idle[0]))
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         tokens, text = grid["H"] * grid["W"], grid["T"]
