@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,26 +80,17 @@ def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
     places of its tokens}. Filled up to the plan's tokens, as the pipeline does to the next multiple of 80."""
     from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep
 
+    words = encoder.helper  # where the pipeline has a processor of images and prompts
+    reader = SimpleNamespace(tokenizer=words, apply_chat_template=words.apply_chat_template)
     states = [
         Flux3TextEncoderStep._get_qwen3_vl_prompt_embeds(
-            encoder.model, PromptReader(encoder.helper), caption, encoder.device, encoder.tokens, encoder.tokens, LAYERS
+            encoder.model, reader, caption, encoder.device, encoder.tokens, encoder.tokens, LAYERS
         )
         for caption in captions
     ]
     places = torch.zeros(encoder.tokens, 4)
     places[:, 3] = torch.arange(encoder.tokens)
     return {"prompt": torch.cat(states), "text_ids": places.expand(len(captions), -1, -1)}
-
-
-class PromptReader:
-    """A tokenizer where the pipeline has a processor of images and prompts."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def apply_chat_template(self, messages: list[Any], **options: Any) -> Any:
-        """The text of a conversation."""
-        return self.tokenizer.apply_chat_template(messages, **options)
 
 
 FAMILY = Flux3
