@@ -77,6 +77,16 @@ class Vae(Record):
         """Whether it works on (batch, channels, frames, rows, columns); else on images, which have no frames."""
         return not self.traits.images
 
+    @property
+    def takes_frames(self) -> bool:
+        """Whether it works on clips of several frames."""
+        return self.takes_clips and not self.traits.one_frame
+
+    @property
+    def colours(self) -> int:
+        """Channels of its pixels: three, or four with transparency."""
+        return int(self.config.get("input_channels", self.traits.colours))
+
 
 class TextEncoder(Record):
     """One encoder of the condition (a prompt, or an image for image-to-video)."""

@@ -35,6 +35,11 @@ class VaeTraits(Record):
     """else it has no tape, and an estimate counts its weights alone"""
     images: Flag = False
     """it works on images (batch, channels, rows, columns), which have no axis of frames"""
+    colours: Count = 3
+    """channels of its pixels, where no ``input_channels`` of the config says it: four with transparency"""
+    one_frame: Flag = False
+    """it works on clips (batch, channels, frames, rows, columns) of one frame alone (AutoencoderKLQwenImage21, whose
+    weights are published for images)"""
     chunks: tuple[Count, Count] | None = None
     """latent frames of the first chunk and of each further one, where it takes a clip in chunks: Wan's, Qwen-Image's
     and EasyAnimate's one by one with a cache, CogVideoX's 8 frames (2 latent) and what is left in the first"""
@@ -176,6 +181,8 @@ class Traits(Record):
     not trained as this model"""
     few_steps: Flag = False
     """it was distilled to need few steps, which training it like any other model undoes little by little"""
+    caution: str = ""
+    """what is not known of it, said beside every answer"""
     part: Text = "transformer"
     """what pipelines call it: its folder, and the prefix of its LoRA weights"""
     trained_by: str = ""
@@ -217,6 +224,10 @@ class Traits(Record):
     """of one sample, when nobody says: ``num_inference_steps`` of its pipeline's call (diffusers pipelines)"""
     stored_positions: str = ""
     """buffer with the table of sine positions for the shape in the config, from which any other shape's is made anew"""
+    trained_share: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.99
+    """of its parameters, that full training gives gradients at the least: what the last block makes of the prompt goes
+    nowhere (EasyAnimate 12B 0.993, HunyuanVideo 1.5 0.995, Qwen-Image 0.996; of the others all), and some models have
+    blocks for what is not trained with"""
     depthwise: tuple[Text, ...] = ()
     """ends of the names of convolutions with a filter for each channel: an adapter of one reads all channels"""
     saved_tables: tuple[Text, ...] = ()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
@@ -36,21 +37,17 @@ HALF, FULL = 2, 4
 LEAST = {**BYTES_PER_PARAMETER, "nf4": 0.5, "int4": 0.5}
 """Bytes per parameter, without the constants of 4-bit formats, which may be quantised too."""
 
-LEAST_TRAINED = 0.99
-"""Share of a model's parameters that full training gives gradients, at the least: what its last block makes of the
-prompt goes nowhere (EasyAnimate 12B 0.993, HunyuanVideo 1.5 0.995, Qwen-Image 0.996; of the others all)."""
-
 WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
 
 
-def parameter_bytes(configuration: Configuration, parameters: int) -> int:
-    """Bytes of the weights of a model of `parameters` parameters, and of gradients and optimizer states where they are
-    on the GPU whole: what a rank has of them at any moment of a later step, at the least."""
-    job, strategy = configuration.job, configuration.strategy
+def parameter_bytes(configuration: Configuration, model: ModelProfile) -> int:
+    """Bytes of a model's weights, and of gradients and optimizer states where they are on the GPU whole: what a rank
+    has of them at any moment of a later step, at the least."""
+    job, strategy, parameters = configuration.job, configuration.strategy, model.parameters
     if job.method == "sample":
         return 0
     if strategy.sharding in SPLIT:
-        return _share_bytes(configuration, parameters)
+        return _share_bytes(configuration, model)
     weights = int(LEAST[strategy.weights(job.method)] * parameters)
     held = 0 if strategy.swap_blocks or strategy.offload_params != "none" else weights
     if job.method == "full" and not job.trainable:
@@ -59,13 +56,14 @@ def parameter_bytes(configuration: Configuration, parameters: int) -> int:
             trained += weights
         if strategy.offload_optimizer == "none":
             trained += {"adamw": 2 * weights, "adamw-8bit": 2 * parameters}.get(strategy.optimizer, 0)
-        held += int(LEAST_TRAINED * trained)
+        held += int(model.traits.trained_share * trained)
     return held
 
 
-def _share_bytes(configuration: Configuration, parameters: int) -> int:
+def _share_bytes(configuration: Configuration, model: ModelProfile) -> int:
     """The same of an engine that splits: whole weights in ZeRO's first stages, else a share; shares of the states."""
     job, strategy, shards = configuration.job, configuration.strategy, configuration.shards
+    parameters = model.parameters
     weights = int(LEAST[strategy.weights(job.method)] * parameters)
     held = 0
     if strategy.offload_params == "none" and not strategy.swap_blocks:
@@ -73,18 +71,19 @@ def _share_bytes(configuration: Configuration, parameters: int) -> int:
     trains_all = job.method == "full" and not job.trainable
     if trains_all and strategy.offload_optimizer == "none" and strategy.optimizer == "adamw":
         masters = strategy.master_weights == "fp32"
-        held += int(LEAST_TRAINED * (3 * FULL * parameters if masters else 2 * weights)) // shards
+        held += int(model.traits.trained_share * (3 * FULL * parameters if masters else 2 * weights)) // shards
     return held
 
 
-def least_traffic(configuration: Configuration, parameters: int) -> Traffic:
-    """What `planner.estimate.traffic` counts at the least of training a model of `parameters` parameters: a trained one
-    is 2 bytes or more wherever it goes."""
+def least_traffic(configuration: Configuration, model: ModelProfile) -> Traffic:
+    """What `planner.estimate.traffic` counts at the least of training a model: a trained parameter is 2 bytes or more
+    wherever it goes."""
     job, strategy, world = configuration.job, configuration.strategy, configuration.machine.world
     if job.method == "sample" or job.trainable:
         return Traffic()
     accumulation = strategy.gradient_accumulation
-    trained = int(LEAST_TRAINED * parameters) if job.method == "full" else 0
+    parameters = model.parameters
+    trained = int(model.traits.trained_share * parameters) if job.method == "full" else 0
     ranks = configuration.shards if strategy.sharding in SPLIT else world
     split = configuration.shards if strategy.sharding in SPLIT else 1
     waiting = host_waiting = on_host = coming = across = 0

@@ -109,7 +109,7 @@ class Screen:
             for run in runs
             for passes, forward in (self.run_cache.passes(run),)
         ]
-        moved = lower_bounds.least_traffic(configuration, facts.model.parameters)
+        moved = lower_bounds.least_traffic(configuration, facts.model)
         return max(step_seconds(configuration, work, facts.gpu, moved).total for work in works)
 
     def floor_bytes(self, configuration: Configuration, and_one_input: bool = True) -> int:
@@ -118,7 +118,7 @@ class Screen:
         """
         facts = self.facts(configuration)
         job, strategy = configuration.job, configuration.strategy
-        parameters = lower_bounds.parameter_bytes(configuration, facts.model.parameters)
+        parameters = lower_bounds.parameter_bytes(configuration, facts.model)
         least, less = [parameters], 0 if and_one_input else 2 / facts.model.blocks
         splits = strategy.sharding in SPLIT and lower_bounds.keeps_activations(job, strategy)
         for walked in self._walks(configuration, bare=splits) if splits or keeps_all(job, strategy) else ():
@@ -148,7 +148,7 @@ class Screen:
     def parameter_bytes(self, configuration: Configuration) -> int:
         """A lower bound of device bytes from weights, gradients and optimizer states alone; needs no tape."""
         facts = self.facts(configuration)
-        nbytes = lower_bounds.parameter_bytes(configuration, facts.model.parameters)
+        nbytes = lower_bounds.parameter_bytes(configuration, facts.model)
         return facts.measurements.correction.peak(nbytes, nbytes, facts.gpu.context_bytes).device_bytes
 
     def largest_block_bytes(self, configuration: Configuration) -> int | None:
@@ -174,7 +174,8 @@ class Screen:
     def floor_ram_by_swap(self, configuration: Configuration) -> Callable[[int], int]:
         """Number of swapped blocks -> `floor_ram_bytes` of the configuration with so many of them: all else is worked
         out once."""
-        parameters = int(lower_bounds.LEAST_TRAINED * self.facts(configuration).model.parameters)
+        model = self.facts(configuration).model
+        parameters = int(model.traits.trained_share * model.parameters)
         offloaded = host_ram.floor_bytes(configuration, parameters)
         offloads = configuration.strategy.gradient_checkpointing == "offload"
         steps = functools.cache(lambda: self._walked(configuration))

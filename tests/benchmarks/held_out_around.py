@@ -83,7 +83,7 @@ def compared(profile: ModelProfile, component: Component) -> tuple[Held, Held]:
 
 def clip(vae: Vae) -> tuple[int, int]:
     """(latent frames, chunks) of a clip no tape was made from."""
-    if not vae.takes_clips:
+    if not vae.takes_frames:
         return 1, 0
     if vae.traits.chunks:
         chunks = vae.traits.fewest_chunks + 1

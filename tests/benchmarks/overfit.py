@@ -217,10 +217,7 @@ class Overfitted:
         from trainers import families
 
         profile, model = self.profile(), self.plain()
-        import diffusers
-
-        load(getattr(diffusers, families.family(profile).sampler().pipeline), profile.traits.part, model,
-             self.output / "final")  # fmt: skip
+        load(families.family(profile).sampler(), profile.traits.part, model, self.output / "final")
         model.fuse_lora()
         model.unload_lora()
         return model

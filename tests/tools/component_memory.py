@@ -109,7 +109,8 @@ def _call(profile: ModelProfile, component: Component, piece: str, dtype: Any, g
     with init_empty_weights():
         model = getattr(diffusers, vae.class_name).from_config(vae.config)
     pixels = (vae.temporal * (grid["F"] - 1) + 1, vae.spatial * grid["H"], vae.spatial * grid["W"])
-    channels, shape = (3, pixels) if piece == "encode" else (vae.latent_channels, (grid["F"], grid["H"], grid["W"]))
+    latents = (grid["F"], grid["H"], grid["W"])
+    channels, shape = (vae.colours, pixels) if piece == "encode" else (vae.latent_channels, latents)
     size = (1, channels, *(shape if vae.takes_clips else shape[1:]))
 
     def run() -> torch.Tensor:

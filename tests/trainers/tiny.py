@@ -74,6 +74,10 @@ TEMPLATE = ("<|im_start|>", "<|im_end|>", "\n")
 """Of Krea 2's template, whose end is cut into as many tokens as Qwen's tokenizer makes of it."""
 
 
+SYSTEM_MESSAGE = r"{{ '<|im_start|>system\n' + messages[0]['content'][0]['text'] + '<|im_end|>\n' }}"
+"""Which Qwen-Image-2.1 cuts off, as many words as the template makes of it."""
+
+
 def tokenizer(length: int = 512, special: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -113,7 +117,7 @@ def text_encoder(kind: str, width: int) -> torch.nn.Module:
     elif kind in ("Qwen3Model", "Qwen3ForCausalLM"):
         layers = 28 if kind == "Qwen3ForCausalLM" else 3  # FLUX.2 takes the 9th, 18th and 27th
         config = transformers.Qwen3Config(**{**llm, "num_hidden_layers": layers, "head_dim": 4})
-    elif kind == "Qwen3VLModel":  # Krea 2 takes up to the 35th
+    elif kind.startswith("Qwen3VL"):  # Krea 2 takes up to the 35th
         rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True}
         text = {**llm, "num_hidden_layers": 36, "head_dim": 4, "rope_scaling": rope, "rope_parameters": rope}
         eyes = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": width}
@@ -156,9 +160,12 @@ CONFIGS: dict[str, dict[str, object]] = {
     "unet": {"block_out_channels": [8, 8, 8, 8], "attention_head_dim": 2, "cross_attention_dim": 8}
     | {"norm_num_groups": 2, "layers_per_block": 1},
     "qwen-image": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [4, 2, 2], "joint_attention_dim": 8},
+    "qwen-image-2.1": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [4, 2, 2], "context_in_dim": 8},
     "z-image": {"n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "dim": 16, "cap_feat_dim": 8, "n_refiner_layers": 1}
     | {"axes_dims": [4, 2, 2]},
     "flux2": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [2, 2, 2, 2], "joint_attention_dim": 24}
+    | {"num_single_layers": 2},
+    "flux3": {**SMALL, "attention_head_dim": 8, "axes_dims_rope": [2, 2, 2, 2], "joint_attention_dim": 8 * 8}
     | {"num_single_layers": 2},
     "hunyuan-video-1.5": {**SMALL, "attention_head_dim": 8, "rope_axes_dim": [4, 2, 2], "text_embed_dim": 8}
     | {"text_embed_2_dim": 8, "image_embed_dim": 8, "num_refiner_layers": 1},
@@ -208,8 +215,10 @@ ENCODERS = {
     "longcat-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration"},
     "unet": {"text_encoder": "CLIPTextModel"},
     "qwen-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration"},
+    "qwen-image-2.1": {"text_encoder": "Qwen3VLForConditionalGeneration"},
     "z-image": {"text_encoder": "Qwen3Model"},
     "flux2": {"text_encoder": "Qwen3ForCausalLM"},
+    "flux3": {"text_encoder": "Qwen3VLForConditionalGeneration"},
     "hunyuan-video-1.5": {"text_encoder": "Qwen2_5_VLTextModel", "text_encoder_2": "T5EncoderModel"},
     "krea2": {"text_encoder": "Qwen3VLModel"},
     "hunyuan-image": {"text_encoder": "Qwen2_5_VLForConditionalGeneration", "text_encoder_2": "T5EncoderModel"},
@@ -235,6 +244,7 @@ ENCODERS = {
 VAES: dict[str, dict[str, object]] = {
     "AutoencoderKLWan": {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
     "AutoencoderKLQwenImage": {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+    "AutoencoderKLQwenImage21": {"base_dim": 3, "dim_mult": [1, 1, 1, 1, 1], "num_res_blocks": 1},
     "AutoencoderKLCogVideoX": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
     "AutoencoderKLHunyuanVideo": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
     "AutoencoderKLMagvit": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 2},
@@ -274,9 +284,11 @@ MODELS = (
     "sd2.1",
     "sdxl",
     "qwen-image",
+    "qwen-image-2.1",
     "z-image",
     "flux.2-klein-4b",
     "flux.2-dev",
+    "flux.3",
     "krea-2",
     "chroma1-hd",
     "lumina-image-2.0",
@@ -313,6 +325,11 @@ def profile(name: str) -> ModelProfile:
         inputs["pooled_dim"] = 8
     shape = found.shape.replace(resolutions=((64, 64),))
     return found.replace(config=config, inputs=inputs, shape=shape)
+
+
+def opaque(pixels: torch.Tensor, made: ModelProfile) -> torch.Tensor:
+    """Pixels (B, 3, ...) as a model's VAE takes them: with a channel of ones where it has transparency."""
+    return torch.cat([pixels, torch.ones_like(pixels[:, : made.vae.colours - 3])], dim=1)
 
 
 def _hears(path: Path, width: int) -> None:
@@ -354,9 +371,12 @@ def folder(path: Path, made: ModelProfile) -> Path:
     for part, kind in encoders.items():
         width = made.config.get("joint_attention_dim", 8) if kind == "T5EncoderModel" else 8
         text_encoder(kind, width).save_pretrained(path / part)
-        special = TEMPLATE if made.family == "krea2" else ()
+        special = TEMPLATE if made.family in ("krea2", "qwen-image-2.1") else ()
         helper = "t5_tokenizer" if part == "text_conditioner" else part.replace("text_encoder", "tokenizer")
-        tokenizer(77 if kind.startswith("CLIP") else 512, special).save_pretrained(path / helper)
+        words = tokenizer(77 if kind.startswith("CLIP") else 512, special)
+        if made.family == "qwen-image-2.1":
+            helper, words.chat_template = "processor", SYSTEM_MESSAGE
+        words.save_pretrained(path / helper)
     if made.config.get("image_dim"):
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
         vision = transformers.CLIPVisionConfig(image_size=28, patch_size=14, **sizes)

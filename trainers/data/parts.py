@@ -114,6 +114,8 @@ def load_helper(root: Path, part: str) -> Any:
         return _mask(root / part)
     autos = {"tokenizer": transformers.AutoTokenizer, "feature_extractor": transformers.AutoFeatureExtractor}
     auto = next((auto for kind, auto in autos.items() if kind in part), transformers.AutoImageProcessor)
+    if part == "processor":  # of prompts and images: what reads prompts lies in the same folder
+        auto = transformers.AutoTokenizer
     try:
         return auto.from_pretrained(str(root / part), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -45,6 +45,9 @@ FRESH = {"lift_fresh", "lift"}
 """What `torch.tensor(data)` ends with: its values were copied from Python."""
 
 COPYING = {"_to_copy", "copy_"}
+FILLING = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1}
+"""What these write does not depend on the tensor whose format they take, however large that is."""
+
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 
 BY_VALUE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
@@ -189,6 +192,11 @@ class _Values:
         if not any(tensor.is_cuda for tensor in (*inputs, *outputs)):
             return result
         if name in FRESH:
+            for tensor in outputs:
+                self._mark(tensor, _is_small(tensor), partly=False)
+            return result
+        if name in FILLING:
+            self._fill(outputs, FILLING[name])
             for tensor in outputs:
                 self._mark(tensor, _is_small(tensor), partly=False)
             return result

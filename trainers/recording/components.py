@@ -45,7 +45,7 @@ CHUNK_HEAD = 3
 DTYPES = {"half": torch.bfloat16, "fp32": torch.float32}
 
 LEVELS = (1, 2, 4, 8)
-"""Levels of resolution inside a VAE, as multiples of its latents."""
+"""Levels of resolution inside a VAE, as multiples of its latents; one that halves an image oftener has more."""
 
 
 def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
@@ -55,7 +55,9 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
     frames in front.
     """
     sums: dict[str, tuple[int, tuple[str, ...]]] = {}
-    for side, level, extra in itertools.product("HW", LEVELS, (1, 2)):
+    halvings = len(vae.config.get("dim_mult", ())) - 1
+    sides = (*LEVELS, *(2**halving for halving in range(len(LEVELS), halvings + 1)))
+    for side, level, extra in itertools.product("HW", sides, (1, 2)):
         if level == 1 or extra == 1:  # 2H+2 is twice H+1, and so on
             sums[f"{level}{side}+{extra}"] = (extra, (side,) * level)
     levels = [vae.temporal // 2**halvings for halvings in range(vae.temporal.bit_length())]
@@ -78,7 +80,7 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[str, ...]]], int]:
     """(atoms, sums, chunks) at which every length has a prime factor over 7 that no other length has."""
-    lengths = [(frames, 0) for frames in RECORDED_FRAMES] if vae.takes_clips else [(1, 0)]
+    lengths = [(frames, 0) for frames in RECORDED_FRAMES] if vae.takes_frames else [(1, 0)]
     if vae.traits.frame_tiles:
         lengths = [(vae.traits.frame_tiles[0], 0)]
     if vae.traits.chunks:
@@ -137,8 +139,7 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
         model = model_class.from_config(vae.config)
     pixels = (vae.temporal * (grid["F"] - 1) + 1, vae.spatial * grid["H"], vae.spatial * grid["W"])
     latents = (grid["F"], grid["H"], grid["W"])
-    colours = vae.config.get("input_channels", 3)  # with transparency four
-    channels, shape = (colours, pixels) if part == "encode" else (vae.latent_channels, latents)
+    channels, shape = (vae.colours, pixels) if part == "encode" else (vae.latent_channels, latents)
     size = (1, channels, *(shape if vae.takes_clips else shape[1:]))
 
     def run() -> Tensor:
@@ -240,7 +241,7 @@ def vae_tape(vae: Vae, part: str, dtype: str) -> Tape:
     """Records a VAE's ``encode`` or ``decode`` (``part``) with weights of `dtype`, as a tape."""
     atoms, sums, chunks = private_grid(vae)
     recording = record_vae(vae, part, dtype, atoms, chunks)
-    regime = {"F": atoms["F"]} if not vae.takes_clips or vae.traits.frame_tiles else {}
+    regime = {"F": atoms["F"]} if not vae.takes_frames or vae.traits.frame_tiles else {}
     named_atoms = {name: value for name, value in atoms.items() if name not in regime} | sum_values(sums, atoms)
     header = component_header(vae.folder, f"{part}-{dtype}", regime, sums, _tile(vae))
     return without_unused_atoms(compress(recording, header, named_atoms, [chunks] if chunks else [], CHUNK_HEAD))

@@ -22,7 +22,7 @@ COPIES = frozenset({"aten._to_copy", "aten.clone"})
 
 
 @functools.cache
-def _written(func: Any) -> tuple[int, ...]:
+def written(func: Any) -> tuple[int, ...]:
     """The positions of the arguments that an operator writes to."""
     return tuple(position for position, argument in enumerate(func._schema.arguments) if argument.is_write)
 
@@ -37,14 +37,18 @@ class Uniform:
         """The number a tensor holds throughout; None when that is not known."""
         return self._number.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
 
+    def number(self, tensor: Tensor) -> int | None:
+        """The number in a tensor of one, where that is known."""
+        return self.of(tensor)
+
     def forget(self, storage: int) -> None:
         """Drops a storage (by its ``_cdata``) that was freed or written to."""
         self._number.pop(storage, None)
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, with sizes and truths that depend on known numbers."""
-        if written := _written(func):  # what is left to its default is not written to
-            for tensor in tree_leaves([args[position] for position in written if position < len(args)]):
+        if places := written(func):  # what is left to its default is not written to
+            for tensor in tree_leaves([args[position] for position in places if position < len(args)]):
                 if isinstance(tensor, Tensor):
                     self.forget(tensor.untyped_storage()._cdata)
         number = self.of(args[0]) if args else None

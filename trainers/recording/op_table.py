@@ -107,6 +107,8 @@ KNOWN_SMALL = {
     "aten.embedding_dense_backward": "sorted row numbers above 3072 text tokens (native/cuda/Embedding.cu): some KiB",
     "aten.index_put": "sorted row numbers, and copies of gradient and output in the order of the rows (native/cuda/"
     "Indexing.cu, index_put_with_sort_kernel); text tokens, or the rows of a mixture's experts: some MiB",
+    "aten.repeat_interleave": "the sums of how often each is repeated, as whole numbers (native/cuda/Repeat.cu, "
+    "cumsum in native/Repeat.cpp); places of text and image: some KiB",
     "aten.topk": "nothing for slices of four numbers, each gathered by one block (native/cuda/TensorTopK.cu, sbtopk)",
     "aten.index_put_": "the index once more, as numbers of its own (native/TensorAdvancedIndexing.cpp, make_info); "
     "positions of a rotary embedding, and the rows of a mixture's experts: some KiB",

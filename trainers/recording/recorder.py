@@ -31,11 +31,13 @@ from planner.garbage_collection import without_garbage_collection
 from planner.spec.job import Job, Strategy
 from planner.tape.variants import SampleVariant, StepVariant
 from trainers.families import family
+from trainers.families.common.base import Family
 from trainers.memory import quantise
 from trainers.recording import cuda_ops, fakes, mps_ops
 from trainers.recording.block_places import LikeBlocks, Place, find_runs, place_of_name
 from trainers.recording.constant_values import Uniform
 from trainers.recording.hooks import watch_blocks, watch_casts, watch_gradients
+from trainers.recording.known_numbers import KnownNumbers
 from trainers.recording.op_cost import OpCost, work_of
 from trainers.recording.op_table import COPYING_BEHIND_OUTPUTS, is_copied
 from trainers.recording.trainer_code import TrainerCode
@@ -94,6 +96,9 @@ class Recorder(TorchDispatchMode):
         self.adds_masks_up = False
         """Whether code that reads how many tokens a mask leaves is told it, and not 1."""
 
+        self.knows_numbers = False
+        """Whether numbers of masks and places are worked out, by which lengths are"""
+
         self.place: Place | None = None
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
 
@@ -117,7 +122,8 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if func in fakes.READS and isinstance(args[0], FakeTensor) and args[0].constant is None:
             self.recording.ops.add("aten._local_scalar_dense")
-            known = None if args[0].is_floating_point() or not self.adds_masks_up else self._uniform.of(args[0])
+            asks = (self.adds_masks_up or self.knows_numbers) and not args[0].is_floating_point()
+            known = self._uniform.number(args[0]) if asks else None
             return fakes.read(args[0]) if known is None else known
         kwargs = kwargs or {}
         name = _name(func)
@@ -231,6 +237,12 @@ class Recorder(TorchDispatchMode):
             self._event(workspaces[-1], self.place)
         return workspaces
 
+    def follow(self, kind: Family) -> None:
+        """Has a step's values followed as far as a family's model asks for them."""
+        self.adds_masks_up = kind.adds_masks_up
+        if kind.places_by_mask:
+            self.knows_numbers, self._uniform = True, KnownNumbers()
+
     def weights(self) -> list[tuple[str, int]]:
         """(name, bytes) of every weight that is allocated now, sorted."""
         allocs = (self.recording.allocations[number] for number in self._number.values())
@@ -339,7 +351,7 @@ def record_step(
         before = recorder.weights()
         buffers = list(trainee.model.buffers())  # where a step makes one anew, the old one stays
         kind = family(profile)
-        recorder.adds_masks_up = kind.adds_masks_up
+        recorder.follow(kind)
         recorder.piece("step")
         recorder.begin("forward")
         dtype = step.compute_dtype(strategy)
@@ -374,7 +386,7 @@ def record_sample(
     with _recording(profile, job, strategy, grid, config, dispatch) as (recorder, trainee, places):
         watch_blocks(trainee.model, recorder, places)
         kind = family(profile)
-        recorder.adds_masks_up = kind.adds_masks_up
+        recorder.follow(kind)
         trainee.model.eval()
         recorder.piece("denoise")
         recorder.begin("forward")

@@ -187,9 +187,9 @@ def accepted(pipe: Any, call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers(output: Any) -> numpy.ndarray[Any, Any]:
-    """The frames (F, H, W, 3) of a pipeline's output."""
+    """The frames (F, H, W, 3) of a pipeline's output; how opaque they are is left out."""
     import numpy
 
     frames = next(getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name))
-    stacked = numpy.asarray(frames)
+    stacked = numpy.asarray(frames)[..., :3]
     return stacked[0] if stacked.ndim == 5 else stacked

@@ -176,6 +176,8 @@ class TypedQuestion(NamedTuple):
             notes.append(f"LoRA rank {job.lora_rank}")
         if note := expert_assumption(model, job):
             notes.append(note)
+        if model.traits.caution:
+            notes.append(model.traits.caution)
         if model.traits.few_steps and job.method != "sample":
             notes.append(f"{model.title} {FEW_STEPS}")
         longest = max(shape.frames for shape in job.shapes)

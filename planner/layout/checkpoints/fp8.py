@@ -154,7 +154,8 @@ def _number_bytes(run: Run) -> int:
     for buffer in itertools.chain.from_iterable(block_inputs(run).values()):
         size, counted = run.program.sizes[run.program.buffers[buffer]], [(run.sizes[buffer], width * cells)]
         if not isinstance(size, int) and isinstance(size[1], Monomial):
-            counted.insert(0, (size[1].coefficient, width * _tokens_counted_in(*size)))
+            samples = size[0].regime.get("B", 1)  # those of a tape of one batch are in the coefficient
+            counted.insert(0, (size[1].coefficient, width * samples * _tokens_counted_in(*size)))
         for nbytes, numbers in counted:
             if nbytes // numbers in NUMBER_BYTES and not nbytes % numbers:
                 return nbytes // numbers

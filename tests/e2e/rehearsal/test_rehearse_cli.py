@@ -380,7 +380,10 @@ SMALL = """
     mask = torch.zeros(1000, dtype=torch.bool, device="cuda")
     mask[3:9] = True
     assert torch.randn(1000, 1000, device="cuda")[mask].shape == (6, 1000)
-    assert torch.randn(1000, 1000, device="cuda").repeat_interleave(2, dim=1).shape == (1000, 2000)
+    large = torch.randn(1000, 1000, device="cuda")
+    shaped = torch.cat([large.new_zeros(600, dtype=torch.bool), torch.ones_like(large[0], dtype=torch.bool)[600:]])
+    assert large[shaped].shape == (400, 1000)
+    assert large.repeat_interleave(2, dim=1).shape == (1000, 2000)
     weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
     optimizer, scaler = torch.optim.SGD([weight], 1.0), torch.amp.GradScaler("cuda")
     scaler.scale((weight * 2).sum()).backward()

@@ -39,7 +39,7 @@ def clips(tmp_path: Path) -> Path:
     return tiny.write_clips(tmp_path / "clips")
 
 
-MODE = ("wan", "wan-vace", "skyreels-v2", "sana-video", "cosmos-predict", "z-image", "flux2", "ideogram-4")
+MODE = ("wan", "wan-vace", "skyreels-v2", "sana-video", "cosmos-predict", "z-image", "flux2", "flux3", "ideogram-4")
 """Families whose latents are the mode of the posterior, not drawn from it."""
 
 
@@ -75,6 +75,10 @@ UNDONE = {
         latents.T.reshape(1, -1, 4, 4) * torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
         + vae.bn.running_mean.view(1, -1, 1, 1)
     ),
+    "flux.3": lambda latents, vae: Flux2KleinPipeline._unpatchify_latents(
+        latents.T.reshape(1, -1, 4, 4) * torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+        + vae.bn.running_mean.view(1, -1, 1, 1)
+    ),
     "hunyuan-video-1.5": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "hunyuan-image-2.1": lambda latents, vae: latents[None] / vae.config.scaling_factor,
     "ernie-image": lambda latents, vae: ErnieImagePipeline._unpatchify_latents(
@@ -87,6 +91,7 @@ UNDONE = {
         .reshape(1, -1, 8, 8)
     ),
     "qwen-image": lambda latents, vae: by_channel(unpacked(latents)[0][:, None], vae.config),
+    "qwen-image-2.1": lambda latents, vae: by_channel(latents.permute(2, 0, 1)[:, None], vae.config),
     "anima": lambda latents, vae: by_channel(latents, vae.config),
     "sana-1.6b": lambda latents, vae: latents[None, :, 0] / vae.config.scaling_factor,
     "cosmos-predict2-2b-v2w": lambda latents, vae: by_channel(latents, vae.config),
@@ -145,7 +150,7 @@ def posterior_of(
 
     vae = getattr(diffusers, profile.vae.class_name).from_pretrained(model / "vae")
     pixels = torch.from_numpy(scan.clips.frames(clip, range(frames), 64, 64)).permute(3, 0, 1, 2)[None] / 127.5 - 1
-    encoded = vae.encode(pixels if profile.vae.takes_clips else pixels[:, :, 0])
+    encoded = vae.encode(tiny.opaque(pixels, profile) if profile.vae.takes_clips else pixels[:, :, 0])
     if "latent" in encoded:
         return vae, encoded.latent
     posterior = encoded.latent_dist

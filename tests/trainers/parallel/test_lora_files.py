@@ -33,6 +33,7 @@ from planner.spec.job import Job, Strategy  # noqa: E402
 from planner.spec.training import TrainingSettings  # noqa: E402
 from tests.trainers import tiny  # noqa: E402
 from trainers import families  # noqa: E402
+from trainers.families.common.sampling import FamilyPipeline  # noqa: E402
 from trainers.parallel.lora_files import LoraFiles, comfyui_places, comfyui_tensors, has_comfyui_model  # noqa: E402
 from trainers.parallel.lora_start import from_file  # noqa: E402
 from trainers.step import step, weights  # noqa: E402
@@ -245,7 +246,7 @@ def test_diffusers_loads_every_adapter(name: str, tmp_path: Path) -> None:
     sampler = families.family(profile).sampler()
     kind = getattr(diffusers, sampler.pipeline) if sampler else None
     if hasattr(kind, "load_lora_weights"):
-        load(kind, profile.traits.part, model, tmp_path)
+        load(sampler, profile.traits.part, model, tmp_path)
     elif hasattr(model, "load_lora_adapter"):
         model.load_lora_adapter(tmp_path / "pytorch_lora_weights.safetensors", prefix=profile.traits.part)
     else:
@@ -258,14 +259,16 @@ def test_diffusers_loads_every_adapter(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], tensor) for key, tensor in trained.items())
 
 
-def load(kind: Any, part: str, model: nn.Module, folder: Path) -> None:
-    """Loads a folder's LoRA into a pipeline that has nothing but its model."""
+def load(sampler: FamilyPipeline, part: str, model: nn.Module, folder: Path) -> None:
+    """Loads a folder's LoRA into a family's pipeline that has nothing but its model."""
     import inspect
 
+    kind = getattr(diffusers, sampler.pipeline)
     required = [
         key for key, value in inspect.signature(kind.__init__).parameters.items() if value.default is value.empty
     ]
-    kind(**{**dict.fromkeys(set(required) - {"self", "kwargs"}), part: model}).load_lora_weights(folder)
+    nothing = dict.fromkeys(set(required) - {"self", "kwargs"})
+    kind(**{**nothing, **sampler.init, part: model}).load_lora_weights(folder)
 
 
 def test_a_class_of_comfyui_without_a_layer_for_its_prompts_gets_no_file() -> None:

@@ -87,6 +87,8 @@ SAMPLED = (
     ("AutoencoderKLMagvit", "decode-half"),
     ("AutoencoderKLHunyuanVideo15", "decode-half"),
     ("AutoencoderKLFlux2", "decode-half"),
+    ("AutoencoderKLQwenImage21", "decode-half"),
+    ("AutoencoderKLQwenImage21", "encode-half"),
     ("AutoencoderKLCogVideoX", "decode-half-1-chunks"),
     ("AutoencoderKLWan", "encode-half-3-chunks"),
     ("AutoencoderKLHunyuanVideo", "decode-half-3-frames"),

@@ -93,6 +93,7 @@ REFUSED = {
     "wan2.2-animate-14b": "what a folder of clips does not have",
     "ideogram-4": "a second model for guidance",
     "anima": "a modular pipeline",
+    "flux.3": "a modular pipeline",
     "kandinsky-5.0-i2v-lite": "the first frame without noise",
     "kandinsky-5.0-t2v-pro": "sparse attention",
     "framepack": "its sections one after another",

@@ -308,6 +308,14 @@ TINY: dict[str, dict[str, Any]] = {
         "num_single_layers": 2,
         "axes_dims_rope": [4, 4, 4, 4],
     },
+    "flux.3": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "joint_attention_dim": 8,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "axes_dims_rope": [4, 4, 4, 4],
+    },
     "z-image": {
         "dim": 32,
         "n_heads": 2,
@@ -327,6 +335,13 @@ TINY: dict[str, dict[str, Any]] = {
         "rope_axes_dim": [8, 8],
         "text_embed_dim": 8,
         "text_embed_2_dim": 8,
+    },
+    "qwen-image-2.1": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "context_in_dim": 8,
+        "num_layers": 2,
+        "axes_dims_rope": [4, 6, 6],
     },
     "qwen-image-layered": {
         "num_attention_heads": 2,

@@ -57,6 +57,9 @@ class Family:
     adds_masks_up = False
     """Whether a recording tells code that asks how many tokens of a prompt count: all. Else it says one."""
 
+    places_by_mask = False
+    """Whether its model works out by the numbers of a mask which token stands where, and how long the sequence is."""
+
     shared: frozenset[str] = frozenset()
     """Tensors of a batch that have no batch dimension, because all its samples have the same."""
 
