@@ -9,6 +9,7 @@ from planner.allocator.caching import Replayed
 from planner.allocator.implementation import CachingAllocator
 from planner.allocator.mps import MpsAllocator
 from planner.catalog import apple_cards
+from planner.estimate.common_numbers import common_numbers
 from planner.garbage_collection import recording_cache, without_garbage_collection
 from planner.layout.encoders_vae import ComponentPass, lay_out_encoding
 from planner.layout.phases import Encoding, encoding_runs, encodings
@@ -57,7 +58,7 @@ def replay_stages(
     *runs: Run, cached: bool = True, spare: Sequence[int] = (), capacity_bytes: int | None = None
 ) -> list[ReplayedStage]:
     """Replays one run, or one run per bucket in turn, on one allocator: what one shape leaves behind, the next must
-    fit into. The first run loads; recordings are the same for all shapes, so buffers that stay have the same numbers.
+    fit into. The first run loads; buffers that stay have its numbers (`planner.estimate.common_numbers`).
     ``cached``: with what is encoded before training. ``spare``: bytes of segments that lie free in the cache when the
     first step begins. ``capacity_bytes``: what torch's allocator may reserve; it empties its cache where that is short,
     and the stage that runs out all the same is the last.
@@ -75,6 +76,7 @@ def replay_stages(
         stages[after:after] = later * (CAPPED_STEPS - 1)
     played: list[ReplayedStage] = []
     flat: dict[int, list[int]] = {}
+    numbers = {id(run): common_numbers(first, run) for run in runs}
     with without_garbage_collection():
         for run in runs if cached else ():
             for encoding, alone in zip(encodings(run), encoding_runs(run), strict=True):
@@ -94,8 +96,9 @@ def replay_stages(
             if id(stage) not in flat:
                 flat[id(stage)] = stage.ops
             ops = flat[id(stage)]
-            before = allocator.live
-            replayed = allocator.run(ops, run.sizes, run.streams)
+            common = numbers[id(run)]
+            before = common.own(allocator.live)
+            replayed = allocator.run(common.events(ops), common.sizes, common.streams)
             played.append(ReplayedStage(run, phase, stage, ops, before, replayed, allocator.allocated_bytes))
             if replayed.oom_at is not None:
                 break

@@ -165,7 +165,7 @@ def _as_trained(run: Run, encoder: TextEncoder, component: ComponentPass) -> Com
 def _table_parameters(tape: Tape) -> int:
     """The numbers of the tables of words among the weights of a text encoder, which is recorded in 16 bits."""
     program = Program()
-    program.unfold(tape, "load", None, Part("encoder", {"B": 1, "T": 1}))
+    program.unfold(tape, "load", None, Part("encoder", {"B": 1, "T": 1, **tape.regime}))
     weights = program.named["weight of encoder"]
     return sum(program.plain_bytes(buffer) for name, buffer in weights.items() if TABLE.search(name)) // 2
 

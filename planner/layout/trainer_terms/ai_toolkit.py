@@ -22,6 +22,7 @@ from planner.layout.trainer_terms.lora_layers import (
 from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
+    encoder_in_model,
     last_encoder_in_model,
     layers_of_encoders_offloaded,
     modulation_in_8_bits,
@@ -42,9 +43,12 @@ SLOTS = 4
 def encoders_as_quantised(run: Run) -> None:
     """It never quantises CLIP, whose configs alone have a projection (toolkit/stable_diffusion_model.py and
     extensions_built_in/diffusion_models: ``quantize`` of T5, UMT5 and language models); what takes the model's
-    ``qtype`` has its bits."""
+    ``qtype`` has its bits. LTX-2's connectors stay in 16 bits, wherever they lie (diffusion_models/ltx2/ltx2.py)."""
+    in_model = encoder_in_model(run, "ai-toolkit")
     run.device.encoders_in_16_bits = tuple(
-        encoder.name for encoder in run.facts.model.text_encoders if "projection_dim" in encoder.config
+        encoder.name
+        for encoder in run.facts.model.text_encoders
+        if "projection_dim" in encoder.config or encoder is in_model
     )
     qtype = UINTX.keys() & set(run.trainer.partition("@")[2].split("-"))
     if qtype and run.facts.model.trained_with("ai-toolkit", "text-encoder-by-qtype"):
@@ -124,9 +128,10 @@ def encoders_at_start(run: Run) -> None:
         return
     first, gone = len(run.program.buffers), []
     coming: list[tuple[Moment, list[int]]] = []
-    vae = model.vae.folder
+    in_model = encoder_in_model(run, "ai-toolkit")
+    others = {model.vae.folder, in_model.folder if in_model else ""}
     for component in encoders(run, "cached", 1):
-        if component.name != vae:
+        if component.name not in others:
             loading, _ = load_component(run.program, component)
             coming += loading.stretches
             gone += alive_after(loading)

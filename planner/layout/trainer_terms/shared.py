@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from planner.catalog.profiles import TextEncoder
 from planner.layout.checkpoints.offload import fetched_when_needed
 from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
@@ -112,18 +113,25 @@ def outputs_sent_to_cpu(run: Run) -> None:
         fetched_when_needed(run)
 
 
+def encoder_in_model(run: Run, trainer: str) -> TextEncoder | None:
+    """The text encoder that runs in every step as a part of the model; None where there is none."""
+    model = run.facts.model
+    return model.text_encoders[-1] if model.trained_with(trainer, "last-encoder-in-model") else None
+
+
 def last_encoder_in_model(trainer: str) -> Transform:
     """The term of a trainer whose model has the last text encoder in it, frozen: Anima's conditioner (ai-toolkit
     27a03a9 extensions_built_in/diffusion_models/anima/anima.py ``AnimaTrainableModel``; SimpleTuner bc8e6ab
     helpers/models/anima/transformer.py ``_LLMAdapter``; sd-scripts 48d368f library/anima_models.py), and LTX-2's
-    connectors (SimpleTuner helpers/models/ltxvideo2/model.py ``model_predict``). What it makes on the way is gone
+    connectors (SimpleTuner helpers/models/ltxvideo2/model.py ``model_predict``, ai-toolkit
+    extensions_built_in/diffusion_models/ltx2/ltx2.py ``get_noise_prediction``). What it makes on the way is gone
     before the first block, and is not added. It is in 16 bits over a quantised base too, where ai-toolkit quantises
-    it."""
+    Anima's."""
 
     def term(run: Run) -> None:
-        """The encoder's weights lie beside the model's."""
-        encoder = run.facts.model.text_encoders[-1] if run.facts.model.text_encoders else None
-        if encoder is not None and run.facts.model.trained_with(trainer, "last-encoder-in-model"):
+        """The encoder's weights lie beside the model's; where all encoders stay on the GPU they are there anyway."""
+        encoder = encoder_in_model(run, trainer)
+        if encoder is not None and run.strategy.text_encoder != "resident":
             run.add(run.load, int(BYTES_PER_PARAMETER["bf16"] * encoder.parameters), "residents", encoder.name)
 
     return term
