@@ -188,7 +188,7 @@ def translate(dialect: Dialect, invocation: Invocation) -> Translation:
     if invocation.settings.get("launch:--use_fsdp") and fields["sharding"] != "fsdp":
         raise VplanError(f"FSDP of accelerate's launch is not priced with {dialect.title}", "leave --use_fsdp out")
     # Behind the fields: that a job is not known at all says more than that one of its options is not priced.
-    unpriced = flag_effects.notes(invocation.trainer, invocation.settings)
+    unpriced = flag_effects.notes(invocation.trainer, invocation.settings, fields["model"])
     job, strategy, machine = (
         {name: value for name, value in fields.items() if name in record.model_fields}
         for record in (Job, Strategy, Machine)

@@ -49,10 +49,14 @@ class Unpriced(Record):
     """the only values that act, in lower case, of a setting that acts by being switched off"""
     scripts: tuple[Text, ...] = ()
     """the ends of the names of the scripts that have them do so; none: of all"""
+    models: tuple[Text, ...] = ()
+    """the models whose code reads them; none: of all"""
 
-    def acts(self, value: object, script: str) -> bool:
-        """Whether a setting's value does what is said here, in a script."""
+    def acts(self, value: object, script: str, model: str) -> bool:
+        """Whether a setting's value does what is said here, in a script and for a model."""
         if self.scripts and not script.endswith(self.scripts):
+            return False
+        if self.models and model not in self.models:
             return False
         if self.on:
             return str(value).lower() in self.on
@@ -66,8 +70,8 @@ class FlagEffects(Record):
     nothing: tuple[Text, ...] = ()
     """settings that change neither memory nor the seconds of a step by what an estimate could say"""
 
-    def acting(self, settings: Settings) -> Iterator[tuple[str, Unpriced]]:
-        """The settings that are given and act, and what they do."""
+    def acting(self, settings: Settings, model: str = "") -> Iterator[tuple[str, Unpriced]]:
+        """The settings that are given and act for a model, and what they do."""
         script = str(settings.get("script", ""))
         by_name = {name: row for row in self.unpriced for name in row.names}
         for key, value in settings.items():
@@ -75,7 +79,7 @@ class FlagEffects(Record):
             while name and name not in by_name:  # a key of a table that is named whole
                 name = name.rpartition(".")[0]
             row = by_name.get(name)
-            if row is not None and row.acts(value, script):
+            if row is not None and row.acts(value, script, model):
                 yield name, row
 
 
@@ -88,14 +92,14 @@ def effects(trainer: str) -> FlagEffects:
     return FlagEffects.read(tomllib.loads(path.read_text(encoding="utf-8")), f"profile {path.name} is damaged")
 
 
-def notes(trainer: str, settings: Settings) -> tuple[str, ...]:
-    """What of the settings is not estimated, in words. Raises a VplanError for one without which an estimate would be
+def notes(trainer: str, settings: Settings, model: str = "") -> tuple[str, ...]:
+    """What of the settings is not estimated for a model, in words. Raises a VplanError for one without which an estimate would be
     of another run. Settings of a launcher are read by what is known of the launchers, whatever the trainer is."""
     launch = {key: value for key, value in settings.items() if key.startswith((LAUNCH, DEEPSPEED))}
     own = {key: value for key, value in settings.items() if key not in launch}
     found: dict[str, Any] = {}
     for program, given in ((trainer, own), *((launcher, launch) for launcher in LAUNCHERS)):
-        for name, row in effects(program).acting(given):
+        for name, row in effects(program).acting(given, model):
             if row.refused:
                 raise VplanError(f"{name} is not priced ({row.why})", f"leave {name} out")
             found[f"{name} is not estimated ({row.why}), and {WORDS[row.needs]}"] = None

@@ -57,6 +57,14 @@ def test_a_setting_is_said_where_it_acts() -> None:
         assert not list(said.acting({"config:a[0].b": off}))
 
 
+def test_a_setting_is_said_of_the_models_that_read_it(tmp_path: Path) -> None:
+    """ai-toolkit's UI writes do_i2v whatever the model is."""
+    for model, is_said in (("Lightricks/LTX-2.3", True), (FLUX, False)):
+        _, notes = read_ostris(tmp_path, model, dataset="num_frames: 9, do_i2v: true, do_audio: true")
+        named = [name for name in ("do_i2v", "do_audio") if any(name in note for note in notes)]
+        assert named == (["do_i2v", "do_audio"] if is_said else [])
+
+
 def test_what_is_refused_is_said_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "FLAG_EFFECTS", tmp_path)
     text = '[[unpriced]]\nnames = ["--two"]\nwhy = "a second model"\nsource = "x.py"\nneeds = "more"\n'
