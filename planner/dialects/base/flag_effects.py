@@ -93,8 +93,9 @@ def effects(trainer: str) -> FlagEffects:
 
 
 def notes(trainer: str, settings: Settings, model: str = "") -> tuple[str, ...]:
-    """What of the settings is not estimated for a model, in words. Raises a VplanError for one without which an estimate
-    would be of another run. Settings of a launcher are read by what is known of the launchers, whatever the trainer is."""
+    """What of the settings is not estimated for a model, in words. Raises a VplanError for one without which an
+    estimate would be of another run. Settings of a launcher are read by what is known of the launchers, whatever the
+    trainer is."""
     launch = {key: value for key, value in settings.items() if key.startswith((LAUNCH, DEEPSPEED))}
     own = {key: value for key, value in settings.items() if key not in launch}
     found: dict[str, Any] = {}
