@@ -36,6 +36,8 @@ def move_words(case: Case, other: Case, move: Move) -> Iterator[str]:
     """One entry: what the move's own bindings write anew, and what goes with it."""
     if move.words_for is not None:
         settings = move.words_for(case.given.settings)
+    elif move.words_after is not None:
+        settings = move.words_after(other.fields)
     else:
         settings = list(changed_words(case, other.fields, frozenset(move.changes)))
     if words := [*settings, *move.words]:

@@ -27,6 +27,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Plan
 from planner.spec.rules import ResolvedStrategy, resolve
+from planner.units import format_gib
 
 OURS = "vplan"
 
@@ -149,7 +150,22 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
                 lossless = tuple(wish for wish in found.relaxed if not wish.plan.lossy)
                 asked = smaller._replace(fixed=question.fixed)
                 found = other._replace(relaxed=(*lossless, *(wish for wish in other.relaxed if wish.plan.lossy)))
-    return asked, found
+    return asked, _with_fewer_bits(found, dialect)
+
+
+def _with_fewer_bits(found: Suggestion, dialect: Dialect) -> Suggestion:
+    """The answer with the first format of fewer bits that fits, where the trainer has one that no plan can say."""
+    plan = found.plan
+    if plan.strategy.weights(plan.job.method) != "fp8":
+        return found
+    for version, words in dialect.fewer_bits.items():
+        fewer = priced(Plan.of(plan), f"{dialect.name}@{version}")
+        if fewer is None or fewer.verdict == "no":
+            continue
+        told = f"as {dialect.title} trains with {words} it takes {format_gib(fewer.peak.device_bytes)}"
+        told += " (lossy): no plan says that, `vplan check` prices a config that does"
+        return found._replace(plan=plan.replace(assumptions=(*plan.assumptions, told)))
+    return found
 
 
 def fitting_for(question: Question, name: str) -> Estimate | None:

@@ -401,6 +401,8 @@ def _two_on_gpu(fields: Fields) -> bool:
     return bool(fields["inactive_expert"] == "gpu")
 
 
+FEWER_BITS = {f"uint{bits}": f"model.qtype: uint{bits}" for bits in (7, 6, 5, 4, 3)}
+"""Of `UINTX` those that accuracy recovery adapters are published for, and what is between them and 8 bits."""
 MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
@@ -416,6 +418,9 @@ MOVES = (
     Move({"swap_blocks": 8}, "slower, and host RAM for the layers", values=(8, 16, 20, 26, 29, 32, 39, 56)),
     Move({"optimizer": "adamw-8bit"}),
     Move({"weights_dtype": "fp8"}, when=lambda fields: fields["weights_dtype"] not in QUANTISED),
+    Move({"version": "uint6"}, "weights in fewer bits", values=tuple(FEWER_BITS), lossy=True,
+         words_after=lambda fields: [PROCESS.removeprefix("config:") + FEWER_BITS[fields["version"]]],
+         when=lambda fields: fields["weights_dtype"] == "fp8" and not fields["version"]),
 )  # fmt: skip
 
 
@@ -468,4 +473,5 @@ DIALECT: Dialect = Dialect(
     files=_files,
     version=version_of,
     assigns=": ",
+    fewer_bits=FEWER_BITS,
 )

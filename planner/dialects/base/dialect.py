@@ -54,6 +54,8 @@ class Move:
     """what goes with it and is no field: a learning rate for another optimizer"""
     words_for: Callable[[Settings], list[str]] | None = None
     """its words for what was given, where they are not what its bindings write"""
+    words_after: Callable[[Fields], list[str]] | None = None
+    """its words by the fields that it leaves, where no binding writes them"""
     values: tuple[Any, ...] = ()
     """for one field that counts (blocks): values to find the first of that does it, the dearest last"""
     by_fields: Callable[[Fields], tuple[Mapping[str, Any], ...]] | None = None
@@ -140,6 +142,9 @@ class Dialect:
     """between a key and its value in the trainer's files: TOML's, or YAML's `: `"""
     steps: tuple[str, ...] = ()
     """the setting that says how many optimizer steps a run has, and those that say it in another way where given"""
+    fewer_bits: Mapping[str, str] = field(default_factory=dict)
+    """versions of the memory terms in which a base in fp8 takes fewer bits, the least lossy first, and what a user
+    writes for each: no field of a plan says it"""
     successor: str = ""
     """the trainer of today, of a script that is gone"""
     files: Callable[[Any, Settings], dict[str, str]] | None = None

@@ -210,6 +210,16 @@ def test_the_plan_alone_is_that_of_the_explained_answer(model: str, gpu: str, tr
         assert alone is not None and (alone.peak, alone.strategy) == (explained.peak, explained.strategy)
 
 
+def test_formats_that_no_plan_says_are_told_of_where_nothing_fits() -> None:
+    words = ("flux.2-dev", "--gpu", "24GB", "--host-ram", "70GiB", "--for", "ai-toolkit")
+    plan = run("suggest", *words, code=3)["plan"]
+    assert plan["verdict"] == "no"
+    (told,) = [note for note in plan["assumptions"] if "qtype" in note]
+    assert "uint3" in told and "`vplan check`" in told
+    fits = run("suggest", "flux.1-dev", "--gpu", "24GB", "--host-ram", "70GiB", "--for", "ai-toolkit")["plan"]
+    assert not any("qtype" in note for note in fits["assumptions"])
+
+
 def test_a_name_of_several_models_is_answered_for_each_as_the_trainer_trains() -> None:
     words = ("--gpu", "24GB", "--for", "sd-scripts")
     rows = {row["model"]: row for row in run("suggest", "flux", *words)["models"]}

@@ -9,6 +9,8 @@ import pytest
 from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
+from planner.foreign.case import settle
+from planner.foreign.check import check_case
 
 CONFIG = """job: extension
 config:
@@ -56,3 +58,16 @@ def test_what_is_not_read_or_not_estimated_is_said(tmp_path: Path) -> None:
     notes = read(tmp_path, f"{FLUX}, qtype: 'uint4|x.safetensors', qtype_te: qfloat8").notes
     assert any("accuracy recovery adapter is not estimated" in note for note in notes)
     assert any("qtype_te is not read" in note for note in notes)
+
+
+def test_fewer_bits_are_a_change_that_needs_no_more_host_ram(tmp_path: Path) -> None:
+    """ai-toolkit ships an example of Qwen-Image for 24 GB over uint3."""
+    text = CONFIG % f"{QWEN}, qtype: qfloat8"
+    (tmp_path / "config.yaml").write_text(text.replace("dtype: bf16", "dtype: bf16, cache_text_embeddings: true"))
+    case = settle(*dialects.read_script(from_file(tmp_path / "config.yaml")), {}, {"gpu": "24GB"})
+    found = check_case(case)
+    assert found.outcome.estimate.verdict == "no"
+    (fewer,) = [fix for fix in found.fixes if any("qtype" in words for words in fix.change)]
+    assert fewer.change == ("config.process[0].model.qtype: uint5",) and fewer.lossy
+    assert fewer.outcome.estimate.verdict == "fits"
+    assert fewer.outcome.estimate.host_ram_bytes <= found.outcome.estimate.host_ram_bytes
