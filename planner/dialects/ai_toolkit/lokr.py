@@ -24,7 +24,7 @@ def rank_of(settings: Settings) -> Fields:
     """The fields `lora_rank` and `lora_dropout` that the settings mean. Raises a VplanError for a network that is
     neither LoRA nor LoKr, and for a LoKr of a U-Net, whose convolutions have adapters too."""
     kind = str(settings.get(f"{NETWORK}type", "lora"))
-    rank = integer(settings.get(f"{NETWORK}linear", settings.get(f"{NETWORK}rank")) or 4, "linear")
+    rank = integer(settings.get(f"{NETWORK}rank") or settings.get(f"{NETWORK}linear") or 4, "linear")
     if kind == "lora":
         return {"lora_rank": rank, "lora_dropout": number(settings.get(f"{NETWORK}dropout") or 0.0, "dropout")}
     if kind.lower() != "lokr":

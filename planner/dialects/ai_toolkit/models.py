@@ -35,6 +35,9 @@ ARCHES: dict[str, tuple[str, str]] = {
     "flex.1-alpha": ("flux", "ostris/Flex.1-alpha"),
     "flux.1-kontext-dev": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
     "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
+    "flux.2-klein-4b": ("flux2_klein_4b", "black-forest-labs/FLUX.2-klein-base-4B"),
+    "flux.2-klein-9b": ("flux2_klein_9b", "black-forest-labs/FLUX.2-klein-base-9B"),
+    "krea-2": ("krea2", "krea/Krea-2-Raw"),
     "z-image": ("zimage", "Tongyi-MAI/Z-Image"),
     "z-image-turbo": ("zimage:turbo", "Tongyi-MAI/Z-Image-Turbo"),
     "ernie-image": ("ernie_image", "baidu/ERNIE-Image"),
@@ -51,6 +54,9 @@ ARCHES: dict[str, tuple[str, str]] = {
     "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""
+
+ALIASES = {"flex1": "flux"}
+"""Architectures that are another's (toolkit/config_modules.py ``ModelConfig``)."""
 
 TEXT_TOKENS = {"flux.1-schnell": 512}
 """Model -> the tokens that its prompts are filled up to, where its usual ones are fewer (toolkit/train_tools.py
@@ -72,7 +78,7 @@ def model_of(settings: Settings) -> Fields:
     """The fields `model`, `experts` and `inactive_expert` that the settings mean. Raises a VplanError for an unknown
     model."""
     versioned = str(settings.get(f"{MODEL}arch") or "")
-    arch = versioned.partition(":")[0]
+    arch = ALIASES.get(versioned.partition(":")[0], versioned.partition(":")[0])
     path = settings.get(f"{MODEL}name_or_path")
     candidates = [name for known in (versioned, arch) for name, (one, _) in ARCHES.items() if one == known]
     by_path = next((name for name, (_, known) in ARCHES.items() if known == path), None)
@@ -293,10 +299,19 @@ def _samples_of(settings: Settings) -> list[ValidationShape]:
     return shapes
 
 
+def makes_samples(settings: Settings) -> bool:
+    """Whether there is a prompt to sample: of ``samples`` where they are listed, else of ``prompts``; with none it
+    makes no sample (``SampleConfig``)."""
+    names = [name for name in settings if name.startswith(f"{SAMPLE}samples")]
+    if not names:
+        return bool(words_of(settings, f"{SAMPLE}prompts"))
+    return any(settings[name] is not None for name in names if name.endswith("].prompt"))
+
+
 def validation_of(settings: Settings) -> Fields:
-    """The fields of validation: a sample of 512x512 unless the settings switch it off or give another shape
-    (``SampleConfig``)."""
-    if settings.get(f"{TRAIN}disable_sampling"):
+    """The fields of validation: a sample of 512x512 unless the settings switch it off, have no prompt, or give another
+    shape (``SampleConfig``)."""
+    if settings.get(f"{TRAIN}disable_sampling") or not makes_samples(settings):
         return {"validation_mode": "off", "validation": None}
     shape = shape_of(settings)
     sample = max(_samples_of(settings), key=lambda each: each.frames * each.height * each.width * (1 + each.cfg))
@@ -323,4 +338,5 @@ def write_validation(fields: Fields) -> Settings:
     sample = shape or trained
     settings: Settings = {f"{SAMPLE}width": sample.width, f"{SAMPLE}height": sample.height}
     settings[f"{SAMPLE}guidance_scale"] = 5 if sample.cfg else 1
+    settings[f"{SAMPLE}prompts"] = ["a prompt of yours"]
     return settings | {f"{SAMPLE}num_frames": sample.frames}

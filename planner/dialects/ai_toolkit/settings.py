@@ -19,6 +19,7 @@ from planner.dialects.ai_toolkit.models import (
     TEXT_TOKENS,
     TRAIN,
     datasets_of,
+    makes_samples,
     model_of,
     named_layers,
     qtype_of,
@@ -94,6 +95,10 @@ def _formats_of(settings: Settings) -> Fields:
     quantised = settings.get(f"{MODEL}quantize")
     if quantised:
         weights = one_of({**QTYPES, UNQUANTISED: dtype}, "model.qtype")(qtype)
+    if dtype == "fp32" and (quantised or _method_of(settings)["method"] == "lora"):
+        silent = "" if f"{TRAIN}dtype" in settings else ", the default where a config is silent,"
+        fault = f"train.dtype fp32{silent} is not priced: it computes in fp32, over a frozen model in fp32 or quantised"
+        raise VplanError(fault, "write train.dtype: bf16, as the trainer's examples do")
     if settings.get(f"{MODEL}quantize_te", quantised):
         by_qtype = lookup.model(model_of(settings)["model"]).trained_with("ai-toolkit", "text-encoder-by-qtype")
         written = qtype if by_qtype else settings.get(f"{MODEL}qtype_te", "qfloat8")
@@ -178,8 +183,9 @@ def _write_method(fields: Fields) -> Settings:
 
 
 def _accumulation_of(settings: Settings) -> Fields:
-    steps = settings.get(f"{TRAIN}gradient_accumulation", settings.get(f"{TRAIN}gradient_accumulation_steps")) or 1
-    return {"gradient_accumulation": integer(steps, "gradient_accumulation")}
+    """Of two settings one alone may be above 1 (``TrainConfig``)."""
+    names = ("gradient_accumulation", "gradient_accumulation_steps")
+    return {"gradient_accumulation": max(integer(settings.get(f"{TRAIN}{name}") or 1, name) for name in names)}
 
 
 def _write_accumulation(fields: Fields) -> Settings:
@@ -372,6 +378,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from _notes_on_formats(settings, fields)
     if fields["text_encoder"] == "resident":
         yield "the text encoder stays on the GPU: neither cache_text_embeddings nor unload_text_encoder is set"
+    if not settings.get(f"{TRAIN}disable_sampling") and not makes_samples(settings):
+        yield "no sample is made: the config has no prompt for one"
     if f"{DATA}resolution" not in settings:
         yield "resolution 512, the default of a dataset"
 
@@ -443,7 +451,7 @@ def _files(plan: Plan, settings: Settings) -> dict[str, str]:
         "datasets": [dataset], "train": train, "model": tree["model"],
     }  # fmt: skip
     if "sample" in tree:
-        process["sample"] = {"sample_every": 250, "sample_steps": 20, "prompts": ["a prompt of yours"]} | tree["sample"]
+        process["sample"] = {"sample_every": 250, "sample_steps": 20} | tree["sample"]
     config = {"job": "extension", "config": {"name": "lora", "process": [process]}}
     head = "The comment after each line names its plan field. Fill in the folders and prompts."
     if (model := lookup.model(plan.job.model)).traits.few_steps:

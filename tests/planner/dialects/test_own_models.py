@@ -40,7 +40,12 @@ def onetrainer(kind: str) -> tuple[str, str]:
 
 
 def ai_toolkit(arch: str) -> tuple[str, str]:
-    process = {"type": "sd_trainer", "network": {"type": "lora"}, "model": {"arch": arch, "name_or_path": "x"}}
+    process = {
+        "type": "sd_trainer",
+        "network": {"type": "lora"},
+        "train": {"dtype": "bf16"},
+        "model": {"arch": arch, "name_or_path": "x"},
+    }
     return "train.json", json.dumps({"job": "extension", "config": {"name": "a", "process": [process]}})
 
 
