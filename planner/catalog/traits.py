@@ -141,6 +141,7 @@ TrainerTrait = Literal[
     "masks-by-head",
     "masks-one-sample",
     "joint-tensor-kept",
+    "fusion-checkpointed",
     "sampled-without-encoders",
     "text-encoders-trained",
 ]
@@ -165,6 +166,7 @@ vae-tiles-of-128: its own code of the VAE works in tiles of 128 pixels a side.
 prompts-unpadded: they are as long as the longest of a batch, where diffusers fills them up. masks-by-head: its own code
 makes a mask over all pairs of tokens for every head. masks-one-sample: prompts are padded and masked where there is one
 sample too. joint-tensor-kept: of a block that gives text and image as parts of one tensor, only the image is offloaded.
+fusion-checkpointed: blocks that fuse a prompt's states before the model's own, too.
 text-encoders-trained: always, beside the model.
 """
 

@@ -40,6 +40,7 @@ MODELS = {
     "QWEN": "qwen-image",
     "Z_IMAGE": "z-image",
     "KREA_2": "krea-2",
+    "ANIMA": "anima",
     "ERNIE": "ernie-image",
     "IDEOGRAM_4": "ideogram-4",
     "CHROMA_1": "chroma1-hd",
@@ -168,7 +169,7 @@ def _method(settings: Settings) -> Fields:
     if method not in ("LORA", "FINE_TUNE"):
         raise VplanError(f"OneTrainer's training method {quoted(method)} is not priced", "LORA and FINE_TUNE are")
     profile = lookup.model(_model(settings)["model"])
-    encoders = profile.text_encoders
+    encoders = [each for each in profile.text_encoders if each.traits.package == "transformers"]  # no connectors
     if method == "LORA":
         peft_types.refuse_unpriced_adapters(settings, profile)
     for at in _additional_embeddings(settings):

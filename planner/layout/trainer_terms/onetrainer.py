@@ -25,6 +25,7 @@ from planner.layout.trainer_terms.lora_layers import (
 )
 from planner.layout.trainer_terms.lycoris.whole_changes import HADAMARD_KEPT, KRONECKER, whole_changes
 from planner.layout.trainer_terms.shared import layers_of_encoders_offloaded, modulation_in_8_bits
+from planner.tape.program import Moment, Stage
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
 """The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""
@@ -38,6 +39,8 @@ SMALLEST_MATRIX = 2**16
 ALIGNMENT = 4096
 HALF = 2
 MOST_BUFFERS = 10
+LEAD = Moment("step", "forward", "", -1)
+"""What a step does before its blocks."""
 
 
 def layers_in_buffers(run: Run) -> None:
@@ -134,6 +137,53 @@ def joint_tensor_kept(run: Run) -> None:
         keep_by_block(run, stage, kept, "text and image of a block")
 
 
+def fusion_checkpointed(run: Run) -> None:
+    """Krea 2's four blocks that fuse what a text encoder's layers give are checkpointed like the others, where
+    diffusers' model, which is recorded, keeps all that they make to the end of backward (util/checkpointing_util.py
+    ``enable_checkpointing_for_krea2_transformer``). Those on every layer's states hold nearly all of it: they come back
+    one after the other, the last with what is behind it."""
+    model = run.facts.model
+    if run.strategy.gradient_checkpointing == "none" or not model.trained_with("onetrainer", "fusion-checkpointed"):
+        return
+    tokens = run.grid["B"] * run.grid["T"]
+    states = HALF * tokens * model.config["num_text_layers"] * model.config["text_hidden_dim"]
+    last = HALF * tokens * model.config["text_intermediate_size"]
+    inputs = states + 2 * states // model.config["num_text_layers"]
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        _checkpoint_prologue(run, stage, states, last, inputs)
+
+
+def _checkpoint_prologue(run: Run, stage: Stage, first_size: int, last_size: int, inputs: int) -> None:
+    """Lets go of what a step makes before its blocks, from the first activation of one size to the last of another, and
+    makes it again where backward frees it. ``inputs``: bytes that are kept instead."""
+    lead = next(at for at, (moment, _) in enumerate(stage.stretches) if moment == LEAD)
+    tail = max(at for at, (moment, _) in enumerate(stage.stretches) if (moment.passes, moment.block) == ("backward", 0))
+    made, gone = stage.stretches[lead][1], stage.stretches[tail][1]
+    freed = {~event for event in gone if event < 0}
+    sizes = [run.sizes[event] if event in freed else 0 for event in made]
+    if not {first_size, last_size} <= set(sizes):
+        return  # weights alone are trained, behind them: nothing of it has a gradient
+    begins, ends = sizes.index(first_size), len(sizes) - sizes[::-1].index(last_size)
+    held = [event for event, size in zip(made[begins:ends], sizes[begins:ends], strict=True) if size]
+    half = sum(map(run.sizes.__getitem__, held)) // 2
+    together = itertools.accumulate(map(run.sizes.__getitem__, held))
+    count = sum(nbytes <= half for nbytes in together)
+    groups = [held[:count], held[count:]]
+    kept = run.new(inputs, "activation", "inputs of checkpoints before the blocks")
+    between = made.index(groups[1][0])
+    forward = [*made[:between], *_frees(groups[0]), *made[between:ends], *_frees(groups[1]), kept, *made[ends:]]
+    backward = list(gone)
+    for group in groups:
+        at = next(at for at, event in enumerate(backward) if event < 0 and ~event in group)
+        backward[at:at] = group
+    stage.stretches[lead] = (stage.stretches[lead][0], forward)
+    stage.stretches[tail] = (stage.stretches[tail][0], [*backward, ~kept])
+
+
+def _frees(buffers: Sequence[int]) -> list[int]:
+    return [~buffer for buffer in buffers]
+
+
 TERMS: tuple[Transform, ...] = (
     layers_of_encoders_offloaded,
     modulation_in_8_bits("onetrainer"),
@@ -142,6 +192,7 @@ TERMS: tuple[Transform, ...] = (
     workspace_of_caching,
     inputs_as_they_are,
     joint_tensor_kept,
+    fusion_checkpointed,
 )
 """``inputs_as_they_are``: module/LoRAModule.py ``delta_forward``."""
 

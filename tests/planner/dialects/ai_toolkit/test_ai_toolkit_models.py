@@ -37,6 +37,8 @@ config:
         ("name_or_path: black-forest-labs/FLUX.1-schnell, is_flux: true", "flux.1-schnell"),
         ("name_or_path: black-forest-labs/FLUX.1-schnell, arch: flux", "flux.1-schnell"),
         ("name_or_path: /models/mine, arch: flux", "flux.1-dev"),
+        ("name_or_path: /models/mine, arch: flex1", "flux.1-dev"),
+        ("name_or_path: krea/Krea-2-Turbo, arch: 'krea2:turbo'", "krea-2"),
         ("name_or_path: ostris/Z-Image-De-Turbo, arch: 'zimage:deturbo'", "z-image"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from planner import dialects
 from planner.catalog.shapes import grid
 from planner.dialects.base.script import from_file
+from planner.estimate.stages import replay_stages
 from planner.foreign.case import settle
 from planner.foreign.check import check_case
 from planner.layout.pipeline import lay_out
@@ -145,3 +146,29 @@ def test_a_convolutions_adapter_keeps_a_copy_of_what_it_reads(tmp_path: Path) ->
     assert copies.count(2 * 64 * 64 * 320) >= 5
     freed = [~event for event in run.step.ops if event < 0 and run.program.op[~event] == name]
     assert len(freed) == len(copies) >= 16
+
+
+def test_what_fuses_the_states_of_a_prompt_is_checkpointed_too(tmp_path: Path) -> None:
+    """Krea 2's four fusion blocks run on 12 states of 512 tokens of two prompts, and are kept through the step without
+    checkpoints (util/checkpointing_util.py)."""
+    krea = {"model_type": "KREA_2", "base_model_name": "krea/Krea-2-Raw", "batch_size": 2, "layer_filter": "attn,ff"}
+    part = {"train": True, "weight_dtype": "BFLOAT_16"}
+    checkpointed = run_of(tmp_path, **krea)
+    plain = run_of(tmp_path, **krea, transformer={**part, "gradient_checkpointing": False})
+    states = 2 * (2 * 512) * 12 * 2560
+
+    def before_blocks(run: Run) -> int:
+        """Bytes that the step holds when its first block begins."""
+        first = next(at for at, (moment, _) in enumerate(run.step.stretches) if moment.block == 0)
+        events = [event for _, events in run.step.stretches[:first] for event in events]
+        return run.total_bytes({each for each in events if each >= 0} - {~each for each in events if each < 0})
+
+    assert before_blocks(plain) - before_blocks(checkpointed) > 50 * states
+    assert sizes_of(checkpointed, "inputs of checkpoints before the blocks") == [states + 2 * states // 12]
+    assert not sizes_of(plain, "inputs of checkpoints before the blocks")
+    steps = {entry.phase: entry for entry in replay_stages(checkpointed)}  # each is made and freed in turn
+    assert steps["train"].allocated_after_bytes - steps["optimizer"].allocated_after_bytes < 2**30
+
+
+def sizes_of(run: Run, name: str) -> list[int]:
+    return [run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op == name]
