@@ -34,7 +34,7 @@ config:
     train: {dtype: bf16, gradient_checkpointing: true, optimizer: adamw8bit, cache_text_embeddings: true}
     model: {name_or_path: ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b, quantize: true, qtype: uint4,
             quantize_te: true, low_vram: true}
-    sample: {width: 1024, height: 1024, num_frames: 33, guidance_scale: 3.5}
+    sample: {width: 1024, height: 1024, num_frames: 33, guidance_scale: 3.5, prompts: [a]}
 """
 """As ai-toolkit's train_lora_wan22_14b_24gb.yaml, for clips: training and decoding the sample need more than 16 GB."""
 
