@@ -11,8 +11,8 @@ from planner.catalog.shapes import grids, job_for
 from planner.dialects.ai_toolkit.models import ARCHES
 from planner.estimate.common_numbers import common_numbers
 from planner.estimate.stages import replay_stages
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Bucket, Machine, Strategy

@@ -11,8 +11,8 @@ from planner.catalog.shapes import grids
 from planner.dialects.base.script import from_file
 from planner.foreign.case import settle
 from planner.layout.encoders_vae import encoders
-from planner.layout.inputs import load_facts
 from planner.layout.pipeline import lay_out
+from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.units import GIB
 
