@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,13 +11,14 @@ from hypothesis import strategies as st
 from planner.catalog import lookup
 from planner.catalog.shapes import grids, job_for
 from planner.dialects.ai_toolkit.models import ARCHES
+from planner.errors import NotRecordedError
 from planner.estimate.common_numbers import common_numbers
 from planner.estimate.stages import replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
-from planner.layout.run import STRATEGY_MOMENT, Run
+from planner.layout.run import STRATEGY_MOMENT, Facts, Run
 from planner.spec.configuration import Configuration
-from planner.spec.job import Bucket, Machine, Strategy
+from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.rules import resolve
 from planner.units import MIB
 from tests.planner.hand_made import GRID, laid_out
@@ -63,6 +66,16 @@ def test_what_is_live_is_told_in_the_numbers_of_each_run() -> None:
             assert set(rings[1]) <= set(entry.before)
 
 
+def recorded(job: Job, typed: dict[str, object]) -> tuple[Configuration, Facts]:
+    """As it trains, without autocast, or as the nearest that is recorded."""
+    for autocast in ("none", "bf16"):
+        strategy = Strategy.read({**typed, "autocast": autocast})
+        configuration = Configuration.of(job, resolve(job, strategy, MACHINE), MACHINE)
+        with contextlib.suppress(NotRecordedError):
+            return configuration, load_facts(configuration)
+    raise AssertionError(job.model)
+
+
 @pytest.mark.parametrize("model", sorted(ARCHES))
 def test_ai_toolkit_offloads_layers_at_any_two_resolutions(model: str) -> None:
     """At 512 pixels an image has as many tokens as a prompt in some models, and its products take the same bytes."""
@@ -73,10 +86,9 @@ def test_ai_toolkit_offloads_layers_at_any_two_resolutions(model: str) -> None:
     wanted = {"model": model, "frames": frames, "height": 768, "width": 768, "buckets": buckets}
     job = job_for(profile, {**wanted, "method": "lora"})
     quantised = "bf16" if profile.traits.stages else "fp8"  # a U-Net is recorded in 16 bits
-    typed = {"weights_dtype": quantised, "autocast": "none", "adapter_dtype": "fp32", "text_encoder": "cached"}
-    swaps = Strategy.read({**typed, "gradient_checkpointing": "full", "swap_blocks": profile.blocks // 3})
-    configuration = Configuration.of(job, resolve(job, swaps, MACHINE), MACHINE)
-    facts = load_facts(configuration)
+    typed = {"weights_dtype": quantised, "adapter_dtype": "fp32", "text_encoder": "cached"}
+    swaps = {**typed, "gradient_checkpointing": "full", "swap_blocks": profile.blocks // 3}
+    configuration, facts = recorded(job, swaps)
     runs = [lay_out(configuration, facts, shape, "ai-toolkit") for shape in grids(profile, job)]
     assert len(runs) == 2
     kept = {replay_stages(*order, cached=False)[-1].allocated_after_bytes for order in (runs, runs[::-1])}
