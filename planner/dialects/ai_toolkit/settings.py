@@ -380,6 +380,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "the text encoder stays on the GPU: neither cache_text_embeddings nor unload_text_encoder is set"
     if not settings.get(f"{TRAIN}disable_sampling") and not makes_samples(settings):
         yield "no sample is made: the config has no prompt for one"
+    if settings.get(f"{MODEL}model_kwargs.edit") and not fields["references"]:
+        yield "model_kwargs.edit adds control images to the sequence: not estimated, takes more"
     if f"{DATA}resolution" not in settings:
         yield "resolution 512, the default of a dataset"
 

@@ -69,3 +69,12 @@ def test_prompts_of_schnell_are_filled_up_as_those_of_dev_are(path: str, tokens:
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG % f"name_or_path: black-forest-labs/{path}, arch: flux")
     assert translate(*dialects.read_script(from_file(file))).job["text_tokens"] == tokens
+
+
+@pytest.mark.parametrize(("more", "is_said"), [("", False), (", model_kwargs: {edit: true}", True)])
+def test_control_images_of_krea_are_said(more: str, is_said: bool, tmp_path: Path) -> None:
+    """The UI's krea2:o_edit: clean latents beside the sample's (diffusion_models/krea2/krea2.py)."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG % f"name_or_path: krea/Krea-2-Raw, arch: 'krea2:o_edit'{more}")
+    notes = translate(*dialects.read_script(from_file(file))).notes
+    assert any("model_kwargs.edit" in note for note in notes) == is_said
