@@ -146,6 +146,9 @@ def launch_settings(
             notes.append(f"{script.missing(path)}: launched as the command line says, else with accelerate's defaults")
         # Flags of the command win over the file's, as in accelerate's launch.
         launch = from_file | launch
+    if flag := program.counts_cards:
+        launch.pop(f"launch:{flag}", None)
+        notes.append(f"{flag} counts the machine's cards: as many as --gpu or --gpus says")
     for name, count in (("gpus", program.gpus), ("nodes", program.nodes)):
         if count is not None:
             launch[name] = count

@@ -29,6 +29,8 @@ _PLACEHOLDER = re.compile(
 )
 """What is quoted and comments, which are passed over; else group 1, `<path_to_model>`, which a shell takes for two
 redirections."""
+ARGUMENTS = frozenset({"$@", "$*", "${@}", "${*}"})
+"""Words for what a script is given, which is nothing."""
 _ASSIGNS = frozenset({"export", "declare", "typeset", "local", "readonly"})
 
 _KEYWORDS = frozenset({"if", "then", "else", "elif", "fi", "do", "done", "while", "until", "{", "}", "!", "time"})
@@ -64,12 +66,12 @@ class Line(NamedTuple):
     environment: dict[str, str]
 
 
-def commands(text: str) -> tuple[list[Line], Variables]:
-    """Every simple command of a script in order, and what the script assigned.
+def commands(text: str, variables: Variables | None = None) -> tuple[list[Line], Variables]:
+    """Every simple command of a script in order, and what the script assigned. ``variables``: those assigned before it.
 
     Raises a VplanError for a quote or a bracket that is never closed, and for a placeholder.
     """
-    variables = Variables()
+    variables = variables or Variables()
     plain = _without_here_documents(text.replace("\r\n", "\n"))
     if placeholders := tuple(dict.fromkeys(filter(None, _PLACEHOLDER.findall(plain)))):
         several = len(placeholders) > 1
@@ -98,16 +100,21 @@ _CONTINUED = re.compile(r"[ \t][\^`][ \t]*\n")
 """How cmd.exe and PowerShell go on in the next line."""
 
 
+_ARRAY = re.compile(r"\w\+?=\([^)]*$")
+"""The first of an array's lines, which a shell reads to its bracket without a backslash."""
+
+
 def join_continued_lines(text: str) -> tuple[str, bool]:
     """The text with its lines of flags behind the command that they are of, where no backslash says so: as commands
     are printed to be read, and as they are typed on Windows. And whether a shell would have ended one before."""
     text = _CONTINUED.sub(" \\\n", text.replace("\r\n", "\n"))
     lines = text.split("\n")
-    joins = False
+    joins = array = False
     for at in range(1, len(lines)):
         before, line = lines[at - 1].rstrip(), lines[at].lstrip()
+        array = ")" not in before and (array or bool(_ARRAY.search(before)))
         if re.match("--[a-z]", line) and before and not before.endswith("\\") and not before.lstrip().startswith("#"):
-            lines[at - 1], joins = f"{before} \\", True
+            lines[at - 1], joins = f"{before} \\", joins or not array
     return "\n".join(lines), joins
 
 
@@ -202,6 +209,8 @@ def _assign(word: Word, variables: Variables, into: dict[str, list[str]]) -> boo
 
 def _expand(word: Word, variables: Variables, split: bool = True) -> list[str]:
     """A word with its variables in it: several words where an unquoted one holds spaces, or an array."""
+    if _text(word) in ARGUMENTS and "'" not in (piece.quote for piece in word):
+        return []
     words: list[str] = [""]
     quoted = bool(any(piece.quote for piece in word))
     for piece in word:

@@ -8,9 +8,9 @@ from typing import Any
 
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
-from planner.dialects.base import dataset_tables
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.values import as_list, integer
+from planner.dialects.kohya import dataset_tables
 from planner.dialects.musubi_tuner.models import AT, model_of
 from planner.errors import VplanError
 from planner.spec.job import Bucket

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from planner.dialects.base import dataset_tables, flags
+from planner.dialects.base import flags
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Remark, Settings, UnsupportedValue
-from planner.dialects.base.dataset_tables import DATASET
 from planner.dialects.base.dialect import Invocation
 from planner.dialects.base.launchers import launch_settings, one_of, parse_program, word_for
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer
+from planner.dialects.kohya import dataset_tables
+from planner.dialects.kohya.dataset_tables import DATASET
 from planner.errors import VplanError
 from planner.spec.job import Bucket
 from planner.untrusted import flat

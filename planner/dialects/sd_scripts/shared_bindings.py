@@ -15,8 +15,8 @@ from planner.dialects.base.bindings import (
     UnsupportedValue,
     Value,
 )
-from planner.dialects.base.dataset_tables import DATASET
 from planner.dialects.base.dialect import Move
+from planner.dialects.kohya.dataset_tables import DATASET
 from planner.dialects.sd_scripts.common import (
     OPTIMIZERS,
     SAMPLES,
