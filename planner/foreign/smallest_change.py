@@ -218,21 +218,25 @@ def _batches(fields: Fields) -> list[int]:
 def _with_batches(fields: Fields, batch: Callable[[Bucket], int]) -> Fields:
     """The fields of smaller batches: the job's own, and that of each shape that has one. ``batch``: what becomes of a
     shape's."""
-    own = Bucket.read({name: fields[name] for name in ("frames", "height", "width", "batch_size")})
     shapes = tuple(each.replace(batch_size=each.batch_size and batch(each)) for each in fields["buckets"])
     buckets = {"buckets": shapes} if any(each.batch_size for each in shapes) else {}
-    return {"batch_size": batch(own), **buckets}
+    return {"batch_size": batch(_own(fields)), **buckets}
+
+
+def _own(fields: Fields) -> Bucket:
+    return Bucket.read({name: fields[name] for name in ("frames", "height", "width", "batch_size")})
 
 
 def _capped(fields: Fields) -> tuple[Fields, ...]:
-    """Of shapes with different batches those that have more pixels in a batch than a part of what the largest has."""
-    if len(set(_batches(fields))) < 2:
+    """Smaller batches of fewer samples a step: no batch has more pixels than a part of what the largest has. Of shapes
+    with different batches, and where nothing accumulates because the step runs inside backward."""
+    if len(set(_batches(fields))) < 2 and fields.get("optimizer_step") != "backward":
         return ()
-    most = max(_pixels(each) for each in fields["buckets"])
+    most = max(_pixels(each) for each in (*fields["buckets"], _own(fields)))
     caps = [cap for halves in range(most.bit_length()) for cap in (most * 3 >> halves + 2, most >> halves + 1)]
     changes = (_with_batches(fields, partial(_within, cap)) for cap in caps)
-    distinct = {change["buckets"]: change for change in changes if change["buckets"] != fields["buckets"]}
-    return tuple(distinct.values())
+    distinct = {tuple(change.items()): change for change in changes}
+    return tuple(change for change in distinct.values() if any(fields[name] != change[name] for name in change))
 
 
 def _pixels(shape: Bucket) -> int:

@@ -13,7 +13,7 @@ from planner.dialects.base.values import as_list, integer
 from planner.dialects.kohya import dataset_tables
 from planner.dialects.musubi_tuner.models import AT, model_of
 from planner.errors import VplanError
-from planner.spec.job import Bucket
+from planner.spec.job import MAX_SIDE, Bucket
 
 SIZE, BATCH = "dataset:general.resolution", "dataset:general.batch_size"
 FRAMES, EXTRACTION = "dataset:datasets[0].target_frames", "dataset:datasets[0].frame_extraction"
@@ -56,8 +56,7 @@ def _shapes(settings: Settings, table: str, model: ModelProfile) -> list[Bucket]
     size = as_list(key("resolution") or [model.shape.resolutions[0][1], model.shape.resolutions[0][0]])
     width, height = (integer(side, "resolution") for side in (size[0], size[-1]))
     images = model.kind == "image" or any(key(name) for name in IMAGES)
-    if width % STEP or height % STEP:
-        width, height = _largest_bucket(width, height, bucketed=not images or bool(key("enable_bucket")))
+    width, height = bucket_of(width, height, not images or bool(key("enable_bucket")))
     shape = {"height": height, "width": width, "batch_size": integer(key("batch_size") or 1, "batch_size")}
     lengths = [1] if images else _lengths(settings, table, model)
     return [Bucket.read({"frames": length, **shape}, "the dataset") for length in lengths]
@@ -78,11 +77,14 @@ def _lengths(settings: Settings, table: str, model: ModelProfile) -> list[int]:
     return sorted({model.shape.cut(length) for length in lengths})
 
 
-def _largest_bucket(width: int, height: int, bucketed: bool) -> tuple[int, int]:
-    """Width and height of the largest bucket of a resolution, and of several the one most like it in shape: each sample
-    goes to the one of its own shape, and they have as many pixels at most (dataset/bucket.py ``BucketSelector``). Clips
-    are always put into buckets (dataset/image_video_dataset.py ``VideoDataset.retrieve_latent_cache_batches``).
-    ``bucketed``: whether this dataset is; raises a VplanError where its images are cut to the size as it is."""
+def bucket_of(width: int, height: int, bucketed: bool) -> tuple[int, int]:
+    """Width and height of a resolution of whole steps, which is its own largest bucket; else those of the largest, and
+    of several the one most like it in shape: each sample goes to the one of its own shape, and they have as many pixels
+    at most (dataset/bucket.py ``BucketSelector``). Clips are always put into buckets (dataset/image_video_dataset.py
+    ``VideoDataset.retrieve_latent_cache_batches``). ``bucketed``: whether this dataset is; raises a VplanError where
+    its images are cut to the size as it is."""
+    if width % STEP == height % STEP == 0 or max(width, height) > MAX_SIDE:
+        return width, height
     if not bucketed:
         fault = f"resolution [{width}, {height}] is not made of whole steps of {STEP} pixels, and enable_bucket is off"
         near = [side // STEP * STEP or STEP for side in (width, height)]
@@ -90,7 +92,14 @@ def _largest_bucket(width: int, height: int, bucketed: bool) -> tuple[int, int]:
             f"{fault}: images are cut to it as it is, which is not priced ({AT})",
             f"use {near}, or enable_bucket = true",
         )
-    return max(_buckets(width * height), key=lambda size: (size[0] * size[1], -abs(size[0] / size[1] - width / height)))
+
+    def pixels_and_likeness(size: tuple[int, int]) -> tuple[int, float]:
+        return size[0] * size[1], -abs(size[0] / size[1] - width / height)
+
+    buckets = list(_buckets(width * height))
+    if not buckets:
+        raise VplanError(f"resolution [{width}, {height}] is less than one step of {STEP} pixels", "use a larger one")
+    return max(buckets, key=pixels_and_likeness)
 
 
 def _buckets(area: int) -> Iterator[tuple[int, int]]:

@@ -132,6 +132,18 @@ def test_only_a_lower_batch_than_all_have_in_common_changes_training(tmp_path: P
     assert fix is not None and fix.lossy
 
 
+def test_a_step_inside_backward_has_fewer_samples_and_no_more_passes(tmp_path: Path) -> None:
+    equal = TWO.replace("batch_size = 8", "batch_size = 4")
+    case = case_of(tmp_path, FLUX, equal, "--fused_backward_pass --max_grad_norm 0")
+    capped = smaller_batches(case.dialect)[1]
+    first, *_, last = capped.steps(case.fields)
+    assert (first, last) == ({"batch_size": 3}, {"batch_size": 1})
+    words = list(changed_words(case, case.changed(first).fields, frozenset(first)))
+    assert words == ["datasets[0].batch_size = 3", "datasets[1].batch_size = 3"]
+    # Where steps accumulate, as many samples come in several passes.
+    assert capped.steps(case_of(tmp_path, SDXL, equal).fields) == ()
+
+
 def test_one_dataset_has_no_shapes_to_cap_and_a_file_of_two_is_not_written(tmp_path: Path) -> None:
     one = case_of(tmp_path, SDXL, "[[datasets]]\nresolution = 512\nbatch_size = 4\n")
     assert one.job.buckets == () and smaller_batches(one.dialect)[1].steps(one.fields) == ()
