@@ -70,7 +70,7 @@ class PythonCommand:
     def nodes(self) -> int | None:
         """The number of computers, where the launcher's flags give it, else None. Raises a VplanError for a value that
         is no count."""
-        return _count(self.launch, "--num_machines", "--nnodes", "--num_nodes")
+        return _count(self.launch, *NODES)
 
     @property
     def gpus(self) -> int | None:
@@ -82,15 +82,20 @@ class PythonCommand:
         if per_node is None:  # accelerate's --gpu_ids 0,1; deepspeed's --include localhost:0,1
             listed = self.launch.get("--gpu_ids") or str(self.launch.get("--include", "")).partition(":")[2]
             per_node = len(listed.split(",")) if re.fullmatch(r"\d+(,\d+)*", str(listed)) else None
-        if per_node is None and self.launcher in ("python", "torchrun"):
+        if per_node is None and not self.uncounted.keys() & PROCESSES and self.launcher in ("python", "torchrun"):
             return 1  # torch/distributed/run.py: --nproc-per-node 1
         return per_node
 
     @property
-    def counts_cards(self) -> str:
-        """The flag of the launcher whose value is however many cards there are; empty where none is."""
-        counts = ("--num_processes", "--nproc_per_node", "--num_gpus")
-        return next((name for name in counts if CARDS.fullmatch(str(self.launch.get(name, "")))), "")
+    def uncounted(self) -> dict[str, str]:
+        """The launcher's flags whose value is a count that only the machine or its shell knows, and why."""
+        said = {name: str(self.launch.get(name, "")) for name in (*PROCESSES, *NODES)}
+        cards = "counts the machine's cards"
+        return {
+            name: cards if text in COUNTED or CARDS.fullmatch(text) else f"is {text}, which is not known here"
+            for name, text in said.items()
+            if _is_uncounted(text)
+        }
 
     @property
     def visible(self) -> int | None:
@@ -104,18 +109,24 @@ CARDS = re.compile(
     re.DOTALL,
 )
 """What a shell puts the number of cards in the place of."""
+COUNTED = ("gpu", "auto")
+"""What torchrun counts the cards for (torch/distributed/run.py ``determine_local_world_size``)."""
+PROCESSES = ("--nproc_per_node", "--num_gpus", "--num_processes")
+NODES = ("--num_machines", "--nnodes", "--num_nodes")
+
+
+def _is_uncounted(text: str) -> bool:
+    return text in COUNTED or "$" in text
 
 
 def _count(launch: dict[str, Any], *names: str) -> int | None:
     for name in names:
         text = str(launch.get(name, ""))
-        if CARDS.fullmatch(text):
+        if _is_uncounted(text):
             return None
         if text:
             match = re.fullmatch(r"(?:\d+:)?(\d{1,5})", text)  # torchrun's --nnodes 1:4
             if match is None or not int(match[1]):
-                if text in ("gpu", "auto"):
-                    return None
                 raise VplanError(f"{name} {quoted(text)} is not a count", "use a number of processes")
             return int(match[1])
     return None

@@ -80,8 +80,26 @@ def test_a_count_of_cards_is_the_machine_s(count: str, tmp_path: Path) -> None:
     assert notes == ["--num_processes counts the machine's cards: as many as --gpu or --gpus says"]
 
 
-def test_what_counts_no_cards_is_no_count(tmp_path: Path) -> None:
-    (program,) = programs(tmp_path, "torchrun --nproc_per_node $(cat hosts | wc -l) train.py")
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("torchrun --nproc_per_node $N", "--nproc_per_node is $N, which is not known here: as many as --gpu or --gpus"),
+        ("torchrun --nproc-per-node=gpu", "--nproc_per_node counts the machine's cards: as many as --gpu or --gpus"),
+        (
+            "accelerate launch --num_machines $((2 * N))",
+            "--num_machines is $((2 * N)), which is not known here: as many",
+        ),
+    ],
+)
+def test_a_count_that_only_its_shell_knows_is_told_by_flags(words: str, note: str, tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(f"CUDA_VISIBLE_DEVICES=0,1,2 {words} train.py\n")
+    script = from_file(tmp_path / "a.sh")
+    settings, (told,) = launch_settings(script.programs[0], script, {})
+    assert told.startswith(note) and settings == {"visible": 3}
+
+
+def test_what_is_no_number_is_no_count(tmp_path: Path) -> None:
+    (program,) = programs(tmp_path, "torchrun --nproc_per_node many train.py")
     with pytest.raises(VplanError, match="is not a count"):
         assert program.gpus
 
