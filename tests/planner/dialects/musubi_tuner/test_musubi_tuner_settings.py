@@ -12,6 +12,9 @@ from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.dialects.musubi_tuner import settings
 from planner.errors import VplanError
+from planner.foreign.case import settle
+from planner.foreign.change_words import changed_words
+from planner.foreign.smallest_change import smaller_batches
 
 COMMAND = (
     "accelerate launch src/musubi_tuner/{}_train_network.py --dit a.safetensors --dataset_config data.toml --sdpa "
@@ -142,3 +145,16 @@ def test_each_dataset_has_its_own_batch(tmp_path: Path) -> None:
     found = translated(tmp_path, KLEIN, f"{data}[[datasets]]\nimage_directory = 'b'\nresolution = 1024\n")
     assert [(each.height, each.batch_size) for each in found.job["buckets"]] == [(512, 4), (1024, 2)]
     assert (found.job["height"], found.job["batch_size"]) == (1024, 2)
+
+
+def test_a_smaller_batch_or_size_is_told_of_each_dataset(tmp_path: Path) -> None:
+    data = "[general]\nbatch_size = 2\n[[datasets]]\nimage_directory = 'a'\nbatch_size = 4\nresolution = 512\n"
+    data += "[[datasets]]\nimage_directory = 'b'\nresolution = 1024\n"
+    translated(tmp_path, KLEIN, data)
+    case = settle(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "80GB"})
+    half = smaller_batches(case.dialect)[0].steps(case.fields)[0]
+    words = ["datasets[0].batch_size = 2", "general.batch_size = 1"]
+    assert list(changed_words(case, case.changed(half).fields, frozenset({"batch_size"}))) == words
+    # Clips that would be left out, or cut, are said in words.
+    with pytest.raises(InexpressibleError):
+        list(changed_words(case, case.changed({"buckets": ()}).fields, frozenset({"height"})))
