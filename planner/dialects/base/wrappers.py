@@ -17,6 +17,10 @@ _COMMAND = re.compile(r"-[a-zA-Z]*c[a-zA-Z]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
+ENTRY = "--entrypoint"
+"""Of a container: the program that is given what stands behind the image."""
+
+
 class UnclearError(VplanError):
     """Raised for a wrapper with an option of which it is not known whether it has a value."""
 
@@ -86,8 +90,8 @@ _EXEC = Wrapper(
 _DOCKER = Wrapper(
     _EXEC.valued
     | _set(
-        "--gpus -v --volume --mount --name --shm-size --ipc --network --net -p --publish --runtime --ulimit "
-        "--device --cap-add --cap-drop --security-opt -h --hostname -m --memory --memory-swap --cpus "
+        "--entrypoint --gpus -v --volume --mount --name --shm-size --ipc --network --net -p --publish --runtime "
+        "--ulimit --device --cap-add --cap-drop --security-opt -h --hostname -m --memory --memory-swap --cpus "
         "--cpuset-cpus -c --cpu-shares --platform --pull --restart -l --label --log-driver --log-opt --add-host "
         "--userns --pid --tmpfs --volumes-from --group-add --dns --cgroupns --stop-timeout --stop-signal "
         "--cidfile --expose --link --oom-score-adj --sysctl --pids-limit -a --attach --ip --mac-address "
@@ -98,7 +102,7 @@ _DOCKER = Wrapper(
     variables=_EXEC.variables,
 )
 _COMPOSE = Wrapper(
-    _EXEC.valued | _set("-v --volume --name -p --publish -l --label --cap-add --cap-drop --pull"),
+    _EXEC.valued | _set("--entrypoint -v --volume --name -p --publish -l --label --cap-add --cap-drop --pull"),
     _EXEC.switches | _set("--rm -T --no-TTY --build --no-deps --service-ports -P --quiet-pull --use-aliases"),
     words=1,
     variables=_EXEC.variables,
@@ -179,21 +183,22 @@ def inner_command(words: Sequence[str]) -> str | None:
     """The text that `bash -c TEXT` and its like run; None for anything else."""
     if not words or words[0].rpartition("/")[2] not in SHELLS:
         return None
-    for at, word in enumerate(words[1:-1], start=1):
-        if not word.startswith(("-", "+")):
-            return None
-        if _COMMAND.fullmatch(word):
+    at = 1
+    while at < len(words) - 1 and words[at].startswith(("-", "+")):
+        if _COMMAND.fullmatch(words[at]):
             return words[at + 1]
+        at += 2 if words[at].endswith("o") and not words[at].startswith("--") else 1  # -o pipefail
     return None
 
 
 def _behind(name: str, wrapper: Wrapper, words: list[str], environment: dict[str, str]) -> list[str]:
     """The words behind a wrapper's own, whose variables are set in ``environment``."""
-    at, own = 0, wrapper.words
+    at, own, entry = 0, wrapper.words, ""
     while at < len(words):
         word = words[at]
         if word == "--":
-            return words[at + 1 :]
+            at += 1
+            break
         if not word.startswith("-") and (own == 0 or (wrapper.assigns and ASSIGNMENT.fullmatch(word))):
             break
         if not word.startswith("-"):
@@ -204,8 +209,9 @@ def _behind(name: str, wrapper: Wrapper, words: list[str], environment: dict[str
         option, value, taken = _option(name, wrapper, word, words[at + 1 : at + 2])
         if option in wrapper.variables and (assignment := ASSIGNMENT.fullmatch(value)):
             environment[assignment[1]] = assignment[2]
+        entry = value if option == ENTRY else entry
         at += taken
-    return words[at:]
+    return [*([entry] if entry else []), *words[at:]]
 
 
 def _option(name: str, wrapper: Wrapper, word: str, behind: list[str]) -> tuple[str, str, int]:

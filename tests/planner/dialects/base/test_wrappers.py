@@ -21,6 +21,7 @@ BEHIND = [
     "docker run --gpus all -it --rm --ipc=host -v /a:/a nvcr.io/nvidia/pytorch:25.01-py3",
     "sudo -E docker exec -w /work box",
     "docker compose run --rm trainer",
+    "docker run --entrypoint nice img -n 5",
     "podman run --device nvidia.com/gpu=all img",
     "conda run -n env --no-capture-output",
     "uv run --python 3.11 --with torch --frozen",
@@ -36,7 +37,7 @@ def programs(folder: Path, text: str) -> tuple[PythonCommand, ...]:
 
 @pytest.mark.parametrize("wrapper", BEHIND)
 def test_what_a_wrapper_starts_is_read(wrapper: str, tmp_path: Path) -> None:
-    for text in (f"{wrapper} {LAUNCH}", f"{wrapper} bash -lc '{LAUNCH}'"):
+    for text in (f"{wrapper} {LAUNCH}", f"{wrapper} bash -lc '{LAUNCH}'", f"{wrapper} sh -eo pipefail -c '{LAUNCH}'"):
         for program in (*programs(tmp_path, text), *from_words(shlex.split(text)).programs):
             assert (program.launcher, program.gpus, program.script) == ("accelerate", 8, "train.py")
             assert program.arguments == ("--a", "1")
@@ -53,8 +54,8 @@ def test_variables_of_a_container_are_the_command_s(tmp_path: Path) -> None:
 
 
 def test_an_option_that_is_not_known_is_told_and_not_guessed(tmp_path: Path) -> None:
-    with pytest.raises(VplanError, match="what 'docker run' starts is not clear: whether its '--entrypoint'"):
-        programs(tmp_path, f"docker run --entrypoint accelerate img {LAUNCH}")
+    with pytest.raises(VplanError, match="what 'docker run' starts is not clear: whether its '--unheard'"):
+        programs(tmp_path, f"docker run --unheard of img {LAUNCH}")
     # Beside a command that is clear it is somebody else's.
     (program,) = programs(tmp_path, f"docker run --unheard of postgres\n{LAUNCH}\n")
     assert program.script == "train.py"
