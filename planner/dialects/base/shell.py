@@ -10,6 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import eq, ge, gt, le, lt, ne
 from typing import NamedTuple
 
 from planner.errors import VplanError
@@ -84,9 +85,12 @@ def _commands(text: str, variables: Variables, evaluated: bool = False) -> Itera
     """The simple commands of a text, which may assign variables. What `eval` is given is read as commands too, once:
     an `eval` in it stays as it is written."""
     current: list[Word] = []
+    skipped: list[bool] = []  # of each `if` that is open
     for token in [*_tokens(text), "\n"]:
         if isinstance(token, list):
             current.append(token)
+        elif token in _BETWEEN and current and _is_skipped(current, variables, skipped):
+            current = []
         elif token in _BETWEEN:
             line = _command(current, variables)
             if line is not None and line.words[0] == "eval" and not evaluated:
@@ -94,6 +98,32 @@ def _commands(text: str, variables: Variables, evaluated: bool = False) -> Itera
             elif line is not None:
                 yield line
             current = []
+
+
+def _is_skipped(words: list[Word], variables: Variables, skipped: list[bool]) -> bool:
+    """Whether a command is in a branch that numbers rule out, as `if [ "${SWAP:-0}" -gt 0 ]` does; every other branch
+    is read. ``skipped``: takes each `if`, and what is known of its branch."""
+    keyword = _plain(words[0])
+    if keyword == "if":
+        skipped.append(False if any(skipped) else _is_false(words[1:], variables))
+    elif keyword in ("else", "elif") and skipped:
+        skipped[-1] = False
+    elif keyword == "fi" and skipped:
+        skipped.pop()
+    return any(skipped)
+
+
+_COMPARES = {"-gt": gt, "-ge": ge, "-lt": lt, "-le": le}
+_COMPARES |= {"-eq": eq, "-ne": ne}
+
+
+def _is_false(words: list[Word], variables: Variables) -> bool:
+    """Whether a test is a comparison of two numbers that does not hold."""
+    if len(words) != 5 or _plain(words[0]) not in ("[", "[["):
+        return False
+    one, how, other = ("".join(_expand(word, variables, split=False)) for word in words[1:4])
+    known = how in _COMPARES and one.isdecimal() and other.isdecimal() and len(one) < 10 and len(other) < 10
+    return known and not _COMPARES[how](int(one), int(other))
 
 
 _CONTINUED = re.compile(r"[ \t][\^`][ \t]*\n")
@@ -153,7 +183,7 @@ def _expanded(words: Iterable[Word], variables: Variables) -> list[str]:
 
 def _command(words: list[Word], variables: Variables) -> Line | None:
     """Carry out the assignments of one command and expand its words; None when nothing is left of it."""
-    # Branches are not chosen: the commands of all of them are read, in their order.
+    # Branches are not chosen, but for what numbers rule out: the commands of all are read, in their order.
     while words and _plain(words[0]) in _KEYWORDS:
         words = words[1:]
     if len(words) > 3 and [_plain(words[at]) for at in (0, 2)] == ["for", "in"]:
