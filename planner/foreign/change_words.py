@@ -7,7 +7,16 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from planner.dialects.base.bindings import EDIT, Fields, InexpressibleError, Settings, Value, is_edit
+from planner.dialects.base.bindings import (
+    EDIT,
+    Binding,
+    Fields,
+    FunctionPair,
+    InexpressibleError,
+    Settings,
+    Value,
+    is_edit,
+)
 from planner.dialects.base.dialect import Move
 from planner.foreign.case import Case
 
@@ -62,6 +71,10 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
     for binding in case.dialect.bindings:
         if not fields & set(binding.fields):
             continue
+        in_place = _in_place(case, binding, after)
+        if in_place is not None:
+            new |= in_place
+            continue
         before: Settings = {}
         with contextlib.suppress(InexpressibleError):  # what it is now has no word: it came about by itself
             before = binding.to_settings(case.fields)
@@ -83,6 +96,13 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
     yield from (words for name, words in typed.items() if not name.startswith("launch:"))
     for name in old if not new else left_out:  # else what is said now stands for what was said
         yield f"without {name.rpartition(':')[2]}"
+
+
+def _in_place(case: Case, binding: Binding, after: Fields) -> Settings | None:
+    """What a binding changes of what can be said in several places at once, each where it is; None of any other."""
+    if not isinstance(binding, FunctionPair) or binding.changed is None:
+        return None
+    return binding.changed(case.given.settings, case.fields, after)
 
 
 FILES = ("config", "dataset")

@@ -21,6 +21,7 @@ from planner.dialects.base.bindings import Settings
 from planner.dialects.base.dialect import Dialect, Invocation, translate
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import as_list
+from planner.dialects.musubi_tuner.datasets import bucket_of
 from planner.dialects.musubi_tuner.models import caches_text_and_latents_only
 from planner.errors import VplanError, quoted
 from planner.foreign.rehearsed_command import script_of
@@ -111,8 +112,8 @@ def _shape(case: _Case) -> tuple[int, int, int]:
 
 
 def _count(case: _Case) -> int:
-    """Samples of one step on all ranks."""
-    return max(FEWEST, case.job.batch_size * case.ranks)
+    """Samples of one step on all ranks, of the shape that has most."""
+    return max(FEWEST, max(shape.batch_size or 1 for shape in case.job.shapes) * case.ranks)
 
 
 def _refuse(what: str) -> VplanError:
@@ -309,10 +310,11 @@ def _musubi_tables(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], lis
     """Each data set, with its lengths, height and width."""
     for table in config.get("datasets") or []:
         size = as_list(table.get("resolution") or config.get("general", {}).get("resolution") or [960, 544])
-        lengths = [1]
-        if _directory_key(table) == "video_directory":
-            lengths = [int(length) for length in as_list(table.get("target_frames") or [1])]
-        yield table, lengths, int(size[-1]), int(size[0])
+        clips = _directory_key(table) == "video_directory"
+        lengths = [int(length) for length in as_list(table.get("target_frames") or [1])] if clips else [1]
+        bucketed = clips or bool(table.get("enable_bucket", config.get("general", {}).get("enable_bucket")))
+        width, height = bucket_of(int(size[0]), int(size[-1]), bucketed)
+        yield table, lengths, height, width
 
 
 # ---- sd-scripts, diffusion-pipe, ai-toolkit

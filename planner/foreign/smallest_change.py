@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from planner.dialects.base.bindings import Fields, Fixed, InexpressibleError
@@ -15,6 +16,7 @@ from planner.errors import NotRecordedError
 from planner.foreign.case import Case
 from planner.foreign.change_words import Costs, cost_words, costs_of, move_words
 from planner.foreign.pricing import CheckedEstimate, Pricing
+from planner.spec.job import Bucket
 
 MOST_PARTS = 3
 """Changes of more parts are another way of training, not a small change."""
@@ -178,9 +180,9 @@ def needs(fix: Fix) -> int:
     return fix.outcome.estimate.peak.device_bytes
 
 
-def _global_batch(case: Case) -> int:
-    """Samples of one GPU in one optimizer step."""
-    return case.job.batch_size * case.strategy.gradient_accumulation
+def _global_batch(case: Case) -> list[int]:
+    """Samples of one GPU in one optimizer step, of each of its shapes."""
+    return [(each.batch_size or 1) * case.strategy.gradient_accumulation for each in case.job.shapes]
 
 
 def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
@@ -192,14 +194,61 @@ def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
     accumulates = "gradient_accumulation" in settable
 
     def parts(fields: Fields) -> tuple[Fields, ...]:
-        batch, passes = int(fields["batch_size"]), int(fields["gradient_accumulation"])
+        passes, batches = int(fields["gradient_accumulation"]), _batches(fields)
         changes = []
-        for part in range(batch - 1, 0, -1):
-            if batch % part == 0:
-                more = {"gradient_accumulation": passes * batch // part} if accumulates else {}
-                changes.append({"batch_size": part, **more})
+        for times in range(2, min(batches) + 1):
+            if not any(batch % times for batch in batches):
+                more = {"gradient_accumulation": passes * times} if accumulates else {}
+                changes.append({**_with_batches(fields, partial(_share, times)), **more})
         return tuple(changes)
 
-    cost = "same samples per step, in several passes" if accumulates else "fewer samples per step: changes training"
+    fewer = "fewer samples per step: changes training"
+    cost = "same samples per step, in several passes" if accumulates else fewer
     fields = ("batch_size", "gradient_accumulation") if accumulates else ("batch_size",)
-    return (Move(dict.fromkeys(fields), cost, by_fields=parts),)
+    of_each_shape = any({"batch_size", "buckets"} <= set(binding.fields) for binding in dialect.bindings)
+    capped = (Move({"batch_size": None}, fewer, by_fields=_capped),) if of_each_shape else ()
+    return (Move(dict.fromkeys(fields), cost, by_fields=parts), *capped)
+
+
+def _batches(fields: Fields) -> list[int]:
+    """The batch of each shape."""
+    return [each.batch_size or fields["batch_size"] for each in fields["buckets"]] or [int(fields["batch_size"])]
+
+
+def _with_batches(fields: Fields, batch: Callable[[Bucket], int]) -> Fields:
+    """The fields of smaller batches: the job's own, and that of each shape that has one. ``batch``: what becomes of a
+    shape's."""
+    shapes = tuple(each.replace(batch_size=each.batch_size and batch(each)) for each in fields["buckets"])
+    buckets = {"buckets": shapes} if any(each.batch_size for each in shapes) else {}
+    return {"batch_size": batch(_own(fields)), **buckets}
+
+
+def _own(fields: Fields) -> Bucket:
+    return Bucket.read({name: fields[name] for name in ("frames", "height", "width", "batch_size")})
+
+
+def _capped(fields: Fields) -> tuple[Fields, ...]:
+    """Smaller batches of fewer samples a step: no batch has more pixels than a part of what the largest has. Of shapes
+    with different batches, and where nothing accumulates because the step runs inside backward."""
+    if len(set(_batches(fields))) < 2 and fields.get("optimizer_step") != "backward":
+        return ()
+    most = max(_pixels(each) for each in (*fields["buckets"], _own(fields)))
+    caps = [cap for halves in range(most.bit_length()) for cap in (most * 3 >> halves + 2, most >> halves + 1)]
+    changes = (_with_batches(fields, partial(_within, cap)) for cap in caps)
+    distinct = {tuple(change.items()): change for change in changes}
+    return tuple(change for change in distinct.values() if any(fields[name] != change[name] for name in change))
+
+
+def _pixels(shape: Bucket) -> int:
+    """Of a whole batch."""
+    return (shape.batch_size or 1) * shape.frames * shape.height * shape.width
+
+
+def _share(parts: int, shape: Bucket) -> int:
+    return (shape.batch_size or 1) // parts
+
+
+def _within(pixels: int, shape: Bucket) -> int:
+    """The batch of a shape within so many pixels, one sample at least."""
+    batch = shape.batch_size or 1
+    return max(1, min(batch, pixels * batch // _pixels(shape)))

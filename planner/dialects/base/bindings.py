@@ -213,6 +213,9 @@ class FunctionPair:
     """raises an InexpressibleError"""
     words: Mapping[str, str]
     """field -> what of it can be said"""
+    changed: Callable[[Settings, Fields, Fields], Settings | None] | None = None
+    """(settings as given, fields before, fields after) -> the settings to change, each where its user says it, of what
+    can be said in several places at once; None: as `to_settings` writes it"""
 
     def capabilities(self) -> dict[str, str]:
         """Field -> which of its values the binding can express, in words."""

@@ -7,15 +7,16 @@ abbreviations are as that trainer takes them. Nothing of a command runs, and no 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import argparse
 import functools
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 from pydantic import Field
 
 import profiles
-from planner.errors import VplanError, did_you_mean, quoted
+from planner.errors import VplanError, nearest, quoted
 from planner.schema import Record
 
 Scalar = str | int | float | bool
@@ -90,7 +91,7 @@ class EntryPoint(NamedTuple):
         """Why its `parse_args` ends the run. Its flags were read at a commit, and a user's may be newer."""
         live = [known for flag in self.flags.values() if not flag.gone for known in (flag.name, *flag.aliases)]
         why = f"not an option of {PurePosixPath(self.path).name} at {self.commit}"
-        meant = did_you_mean(name, live, "")
+        meant = _did_you_mean(name, live, "")
         return f"{why}: {meant}" if meant else why
 
     def launch(self, argv: Sequence[str]) -> tuple[Parsed, list[str]]:
@@ -143,7 +144,7 @@ class EntryPoint(NamedTuple):
     def default(self, name: str) -> Any:
         """The default value of a flag or key. Raises a VplanError for a name that this script does not have."""
         if name not in self.flags:
-            fix = did_you_mean(name, self.flags, f"{self.path} has {len(self.flags)} flags")
+            fix = _did_you_mean(name, self.flags, f"{self.path} has {len(self.flags)} flags")
             raise VplanError(f"{self.path} has no {quoted(name)}", fix)
         return self.flags[name].default
 
@@ -152,7 +153,9 @@ class _Parser(argparse.ArgumentParser):
     """argparse that answers instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise VplanError(f"{self.prog} rejects this: {message}", "use the flag as that script takes it")
+        unset = re.search(r"'\$\{?(\w+)", message)
+        fix = f"${unset[1]} is not assigned: write its value" if unset else "use the flag as that script takes it"
+        raise VplanError(f"{self.prog} rejects this: {message}", fix)
 
 
 _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool}
@@ -186,6 +189,13 @@ def _parser(script: EntryPoint) -> argparse.ArgumentParser:
                 settings["const"] = True
             parser.add_argument(*names, **settings)
     return parser
+
+
+def _did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """A fix naming the flags nearest in spelling, or ``otherwise``. The dashes that all flags have are no likeness."""
+    flags_by_word = {flag.lstrip("-"): flag for flag in known}
+    close = nearest(name.lstrip("-"), flags_by_word)
+    return "did you mean " + " or ".join(flags_by_word[word] for word in close) + "?" if close else otherwise
 
 
 def _unknown(words: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from planner.dialects.base.fsdp_launch import (
     fsdp_settings,
     offload_settings,
 )
+from planner.dialects.base.script import NODES as NODE_FLAGS
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, quoted
 from planner.spec.job import SPLIT
@@ -60,12 +61,15 @@ def launch_settings(
             notes.append(f"{script.missing(path)}: launched as the command line says, else with accelerate's defaults")
         # Flags of the command win over the file's, as in accelerate's launch.
         launch = from_file | launch
+    for flag, why in program.uncounted.items():
+        launch.pop(f"launch:{flag}", None)
+        notes.append(f"{flag} {why}: as many as {'--nodes' if flag in NODE_FLAGS else '--gpu or --gpus'} says")
     for name, count in (("gpus", program.gpus), ("nodes", program.nodes)):
         if count is not None:
             launch[name] = count
     if "gpus" not in launch and launch.get("launch:--num_processes"):
         launch["gpus"] = max(1, int(launch["launch:--num_processes"]) // int(launch.get("nodes", 1)))
-    if program.visible and program.launcher in ("accelerate", "deepspeed"):
+    if program.visible and (program.launcher in ("accelerate", "deepspeed") or program.uncounted):
         launch["visible"] = program.visible
     asking = [name for name in ALLOC_CONF if "expandable_segments:true" in program.environment.get(name, "").lower()]
     if asking:

@@ -26,6 +26,11 @@ _SET = (
 )
 """Assignments of cmd.exe and PowerShell, and PowerShell's call operator."""
 
+_POWERSHELL = re.compile(r"^[ \t]*\$([A-Za-z_]\w*)[ \t]*=[ \t]*(?=\S)", re.MULTILINE)
+"""An assignment of PowerShell: a POSIX shell would run what the variable holds, with `=` for an argument."""
+_ARRAY = re.compile(r"(?<==)@\(([^()]*)\)")
+_SPLAT = re.compile(r"(?<=\s)@([A-Za-z_]\w*)\b")
+
 _CARET = re.compile(r"(?<=\S)\^[ \t]*\r?\n")
 
 
@@ -34,6 +39,10 @@ def as_posix(text: str) -> str:
     slashes in paths where it has paths with backslashes."""
     for pattern, instead in (*_MAGIC, *_SET):
         text = pattern.sub(instead, text)
+    if _POWERSHELL.search(text):
+        text = _POWERSHELL.sub(r"\1=", text)
+        text = _ARRAY.sub(lambda array: "(" + re.sub(r"""(?<=["'])[ \t]*,""", " ", array[1]) + ")", text)
+        text = _SPLAT.sub(r'"${\1[@]}"', text)
     text = _CARET.sub(" ^\n", text)
     return _BACKSLASH.sub("/", text) if _WINDOWS.search(text) else text
 

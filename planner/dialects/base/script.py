@@ -8,22 +8,23 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from planner.dialects.base.pasted import as_posix, notebook_commands
-from planner.dialects.base.shell import commands, join_continued_lines
+from planner.dialects.base.shell import Line, Variables, commands, join_continued_lines
+from planner.dialects.base.wrappers import UnclearError, inner_command, unwrapped
 from planner.errors import VplanError, quoted
 from planner.untrusted import FORMATS, not_parsed, read_document, read_text
 
 MOST_COMMANDS = 2_000
+DEEPEST = 3
+"""`bash -c` in one another that are read."""
 OUT_OF_MEMORY = "out of memory"
 """What every message of a card that ran out has (PyTorch, CUDA, HIP)."""
-
-BEFORE = frozenset({"nohup", "env", "exec", "sudo", "command", "stdbuf"})
-"""Words in front of a command that leave it what it is."""
 
 SWITCHES = frozenset({
     *("--use_deepspeed", "--use_fsdp", "--multi_gpu", "--cpu", "--tpu", "--mps", "--quiet", "-q", "--debug"),
@@ -69,7 +70,7 @@ class PythonCommand:
     def nodes(self) -> int | None:
         """The number of computers, where the launcher's flags give it, else None. Raises a VplanError for a value that
         is no count."""
-        return _count(self.launch, "--num_machines", "--nnodes", "--num_nodes")
+        return _count(self.launch, *NODES)
 
     @property
     def gpus(self) -> int | None:
@@ -81,9 +82,20 @@ class PythonCommand:
         if per_node is None:  # accelerate's --gpu_ids 0,1; deepspeed's --include localhost:0,1
             listed = self.launch.get("--gpu_ids") or str(self.launch.get("--include", "")).partition(":")[2]
             per_node = len(listed.split(",")) if re.fullmatch(r"\d+(,\d+)*", str(listed)) else None
-        if per_node is None and self.launcher in ("python", "torchrun"):
+        if per_node is None and not self.uncounted.keys() & PROCESSES and self.launcher in ("python", "torchrun"):
             return 1  # torch/distributed/run.py: --nproc-per-node 1
         return per_node
+
+    @property
+    def uncounted(self) -> dict[str, str]:
+        """The launcher's flags whose value is a count that only the machine or its shell knows, and why."""
+        said = {name: str(self.launch.get(name, "")) for name in (*PROCESSES, *NODES)}
+        cards = "counts the machine's cards"
+        return {
+            name: cards if text in COUNTED or CARDS.fullmatch(text) else f"is {text}, which is not known here"
+            for name, text in said.items()
+            if _is_uncounted(text)
+        }
 
     @property
     def visible(self) -> int | None:
@@ -92,14 +104,29 @@ class PythonCommand:
         return len(listed) if listed and all("$" not in part for part in listed) else None
 
 
+CARDS = re.compile(
+    r"\$\(\s*(?:(?:nvidia-smi|rocm-smi)\s[^|]*\|(?:\s*grep\s[^|]*\|)?\s*wc\s+-l|python3?\s.*device_count\(\).*)\s*\)",
+    re.DOTALL,
+)
+"""What a shell puts the number of cards in the place of."""
+COUNTED = ("gpu", "auto")
+"""What torchrun counts the cards for (torch/distributed/run.py ``determine_local_world_size``)."""
+PROCESSES = ("--nproc_per_node", "--num_gpus", "--num_processes")
+NODES = ("--num_machines", "--nnodes", "--num_nodes")
+
+
+def _is_uncounted(text: str) -> bool:
+    return text in COUNTED or "$" in text
+
+
 def _count(launch: dict[str, Any], *names: str) -> int | None:
     for name in names:
         text = str(launch.get(name, ""))
+        if _is_uncounted(text):
+            return None
         if text:
             match = re.fullmatch(r"(?:\d+:)?(\d{1,5})", text)  # torchrun's --nnodes 1:4
             if match is None or not int(match[1]):
-                if text in ("gpu", "auto"):
-                    return None
                 raise VplanError(f"{name} {quoted(text)} is not a count", "use a number of processes")
             return int(match[1])
     return None
@@ -177,6 +204,8 @@ def from_words(words: Sequence[str]) -> Script:
     """A command as the shell has split it; `$NAME` in it is text. A command in one pair of quotes is split here."""
     if len(words) == 1 and len(words[0].split()) > 1:
         return _from_text("the command", words[0], None)
+    if inner_command(unwrapped(words, {})[0]) is not None:
+        return _from_text("the command", shlex.join(words), None)
     program = _program(tuple(words), {}) or PythonCommand("", {}, words[0], tuple(words[1:]))
     return Script("the command", (program,))
 
@@ -198,6 +227,8 @@ def from_file(path: Path) -> Script:
 def _from_text(name: str, text: str, folder: Path | None) -> Script:
     text, loose = join_continued_lines(as_posix(text))
     lines, variables = commands(text)
+    unclear: list[UnclearError] = []
+    lines = list(_unfolded(lines, variables, unclear))
     if len(lines) > MOST_COMMANDS:
         raise VplanError(f"{quoted(name)} has {len(lines)} commands", f"{MOST_COMMANDS} are read at most")
     exported = {name: " ".join(value) for name, value in variables.values.items()}
@@ -212,6 +243,8 @@ def _from_text(name: str, text: str, folder: Path | None) -> Script:
         fix = "pass the script or command that starts the training"
         if not text.strip():
             raise NoCommandError(f"{quoted(name)} is empty", fix)
+        if unclear:
+            raise unclear[-1]
         if OUT_OF_MEMORY in text:
             fix = f"a log with PyTorch's out-of-memory message is explained by `vplan check --error {name}`"
         raise NoCommandError(f"{quoted(name)} starts no Python script", fix)
@@ -221,6 +254,26 @@ def _from_text(name: str, text: str, folder: Path | None) -> Script:
     loops = ", ".join(f"the first of {count} values of ${each}" for each, count in variables.loops.items())
     loops = f"of its loops one run is read, with {loops}" if loops else ""
     return Script(name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends, loops))))
+
+
+def _unfolded(
+    lines: Iterable[Line], variables: Variables, unclear: list[UnclearError], depth: int = 0
+) -> Iterator[Line]:
+    """The commands with those of `bash -c` in their places, behind whatever starts it. ``unclear``: takes what is said
+    of a command whose own words cannot be told from those that it starts, which is left out."""
+    for line in lines:
+        try:
+            rest, environment = unwrapped(line.words, line.environment)
+        except UnclearError as error:
+            unclear.append(error)
+            continue
+        inner = inner_command(rest)
+        if inner is None or depth == DEEPEST:
+            yield line
+            continue
+        inside, _ = commands(inner, variables)
+        for each in _unfolded(inside, variables, unclear, depth + 1):
+            yield each._replace(environment=environment | each.environment)
 
 
 def _under(folder: PurePosixPath, script: str) -> str:
@@ -242,16 +295,7 @@ def _tree(text: str, name: str) -> ast.Module:
 
 def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonCommand | None:
     """The program that a command runs; None for what runs no Python."""
-    rest = list(words)
-    environment = dict(environment)
-    while rest:
-        if rest[0] in BEFORE or rest[:2] in (["uv", "run"], ["poetry", "run"], ["conda", "run"]):
-            rest = rest[2:] if rest[1:2] == ["run"] else rest[1:]
-        elif assignment := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL):
-            environment[assignment[1]] = assignment[2]
-            rest = rest[1:]
-        else:
-            break
+    rest, environment = unwrapped(words, environment)
     if not rest:
         return None
     name = rest.pop(0).replace("\\", "/").rpartition("/")[2].removesuffix(".exe")

@@ -10,6 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import eq, ge, gt, le, lt, ne
 from typing import NamedTuple
 
 from planner.errors import VplanError
@@ -29,6 +30,8 @@ _PLACEHOLDER = re.compile(
 )
 """What is quoted and comments, which are passed over; else group 1, `<path_to_model>`, which a shell takes for two
 redirections."""
+ARGUMENTS = frozenset({"$@", "$*", "${@}", "${*}"})
+"""Words for what a script is given, which is nothing."""
 _ASSIGNS = frozenset({"export", "declare", "typeset", "local", "readonly"})
 
 _KEYWORDS = frozenset({"if", "then", "else", "elif", "fi", "do", "done", "while", "until", "{", "}", "!", "time"})
@@ -64,12 +67,12 @@ class Line(NamedTuple):
     environment: dict[str, str]
 
 
-def commands(text: str) -> tuple[list[Line], Variables]:
-    """Every simple command of a script in order, and what the script assigned.
+def commands(text: str, variables: Variables | None = None) -> tuple[list[Line], Variables]:
+    """Every simple command of a script in order, and what the script assigned. ``variables``: those assigned before it.
 
     Raises a VplanError for a quote or a bracket that is never closed, and for a placeholder.
     """
-    variables = Variables()
+    variables = variables or Variables()
     plain = _without_here_documents(text.replace("\r\n", "\n"))
     if placeholders := tuple(dict.fromkeys(filter(None, _PLACEHOLDER.findall(plain)))):
         several = len(placeholders) > 1
@@ -82,9 +85,12 @@ def _commands(text: str, variables: Variables, evaluated: bool = False) -> Itera
     """The simple commands of a text, which may assign variables. What `eval` is given is read as commands too, once:
     an `eval` in it stays as it is written."""
     current: list[Word] = []
+    skipped: list[bool] = []  # of each `if` that is open
     for token in [*_tokens(text), "\n"]:
         if isinstance(token, list):
             current.append(token)
+        elif token in _BETWEEN and current and _is_skipped(current, variables, skipped):
+            current = []
         elif token in _BETWEEN:
             line = _command(current, variables)
             if line is not None and line.words[0] == "eval" and not evaluated:
@@ -94,8 +100,38 @@ def _commands(text: str, variables: Variables, evaluated: bool = False) -> Itera
             current = []
 
 
+def _is_skipped(words: list[Word], variables: Variables, skipped: list[bool]) -> bool:
+    """Whether a command is in a branch that numbers rule out, as `if [ "${SWAP:-0}" -gt 0 ]` does; every other branch
+    is read. ``skipped``: takes each `if`, and what is known of its branch."""
+    keyword = _plain(words[0])
+    if keyword == "if":
+        skipped.append(False if any(skipped) else _is_false(words[1:], variables))
+    elif keyword in ("else", "elif") and skipped:
+        skipped[-1] = False
+    elif keyword == "fi" and skipped:
+        skipped.pop()
+    return any(skipped)
+
+
+_COMPARES = {"-gt": gt, "-ge": ge, "-lt": lt, "-le": le}
+_COMPARES |= {"-eq": eq, "-ne": ne}
+
+
+def _is_false(words: list[Word], variables: Variables) -> bool:
+    """Whether a test is a comparison of two numbers that does not hold."""
+    if len(words) != 5 or _plain(words[0]) not in ("[", "[["):
+        return False
+    one, how, other = ("".join(_expand(word, variables, split=False)) for word in words[1:4])
+    known = how in _COMPARES and one.isdecimal() and other.isdecimal() and len(one) < 10 and len(other) < 10
+    return known and not _COMPARES[how](int(one), int(other))
+
+
 _CONTINUED = re.compile(r"[ \t][\^`][ \t]*\n")
 """How cmd.exe and PowerShell go on in the next line."""
+
+
+_ARRAY = re.compile(r"\w\+?=\([^)]*$")
+"""The first of an array's lines, which a shell reads to its bracket without a backslash."""
 
 
 def join_continued_lines(text: str) -> tuple[str, bool]:
@@ -103,11 +139,12 @@ def join_continued_lines(text: str) -> tuple[str, bool]:
     are printed to be read, and as they are typed on Windows. And whether a shell would have ended one before."""
     text = _CONTINUED.sub(" \\\n", text.replace("\r\n", "\n"))
     lines = text.split("\n")
-    joins = False
+    joins = array = False
     for at in range(1, len(lines)):
         before, line = lines[at - 1].rstrip(), lines[at].lstrip()
+        array = ")" not in before and (array or bool(_ARRAY.search(before)))
         if re.match("--[a-z]", line) and before and not before.endswith("\\") and not before.lstrip().startswith("#"):
-            lines[at - 1], joins = f"{before} \\", True
+            lines[at - 1], joins = f"{before} \\", joins or not array
     return "\n".join(lines), joins
 
 
@@ -146,7 +183,7 @@ def _expanded(words: Iterable[Word], variables: Variables) -> list[str]:
 
 def _command(words: list[Word], variables: Variables) -> Line | None:
     """Carry out the assignments of one command and expand its words; None when nothing is left of it."""
-    # Branches are not chosen: the commands of all of them are read, in their order.
+    # Branches are not chosen, but for what numbers rule out: the commands of all are read, in their order.
     while words and _plain(words[0]) in _KEYWORDS:
         words = words[1:]
     if len(words) > 3 and [_plain(words[at]) for at in (0, 2)] == ["for", "in"]:
@@ -202,6 +239,8 @@ def _assign(word: Word, variables: Variables, into: dict[str, list[str]]) -> boo
 
 def _expand(word: Word, variables: Variables, split: bool = True) -> list[str]:
     """A word with its variables in it: several words where an unquoted one holds spaces, or an array."""
+    if _text(word) in ARGUMENTS and "'" not in (piece.quote for piece in word):
+        return []
     words: list[str] = [""]
     quoted = bool(any(piece.quote for piece in word))
     for piece in word:

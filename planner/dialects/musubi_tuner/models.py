@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.catalog import lookup
-from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.common_bindings import find_model
-from planner.dialects.base.values import as_list, integer
 from planner.errors import VplanError, quoted
-from planner.spec.job import Bucket
 
 AT = "musubi-tuner 30c658c"
 FAMILIES: dict[str, tuple[str, Settings]] = {
@@ -139,80 +134,3 @@ def write_model(fields: Fields) -> Settings:
         raise InexpressibleError(UnsupportedValue("inactive_expert", inactive, "gpu", why))
     settings |= {"--dit": f"models/{model}-low.safetensors", "--dit_high_noise": f"models/{model}-high.safetensors"}
     return settings | ({"--offload_inactive_dit": True} if inactive == "cpu" else {})
-
-
-# ---- the dataset's file
-
-SIZE, BATCH = "dataset:general.resolution", "dataset:general.batch_size"
-FRAMES, EXTRACTION = "dataset:datasets[0].target_frames", "dataset:datasets[0].frame_extraction"
-LONGEST = 129
-"""``max_frames`` of datasets that take whole clips (dataset/config_utils.py)."""
-
-
-IMAGES = ("image_directory", "image_jsonl_file")
-"""Keys of a dataset of images, whatever the model (dataset/config_utils.py:231)."""
-
-VIDEOS = ("video_directory", "video_jsonl_file")
-SHORTEST = 1
-"""``target_frames`` of a dataset of clips that does not say them (dataset/config_utils.py:68)."""
-
-
-def shape_of(settings: Settings) -> Fields:
-    """The fields of the samples' shapes (frames, height, width, batch, buckets) that the settings mean: those of every
-    dataset of the file. Images are one frame, of a video model too."""
-    model = lookup.model(model_of(settings)["model"])
-    prefix = "dataset:datasets["
-    numbers = {name[len(prefix) :].partition("]")[0] for name in settings if name.startswith(prefix)}
-    tables = [f"{prefix}{number}]" for number in sorted(numbers)] or ["dataset:general"]
-    shapes = tuple(dict.fromkeys(shape for table in tables for shape in _shapes(settings, table, model)))
-    worst = max(shapes, key=lambda shape: shape.frames * shape.height * shape.width * (shape.batch_size or 1))
-    batches = {shape.batch_size for shape in shapes}
-    if len(batches) == 1:
-        buckets = tuple(shape.replace(batch_size=None) for shape in shapes)
-    else:
-        buckets = tuple(sorted(shapes, key=lambda shape: shape == worst))
-    fields = {"frames": worst.frames, "height": worst.height, "width": worst.width, "batch_size": worst.batch_size}
-    return {**fields, "buckets": buckets if len(shapes) > 1 else ()}
-
-
-def _shapes(settings: Settings, table: str, model: ModelProfile) -> list[Bucket]:
-    """The shapes of one dataset's samples, with its batch size."""
-
-    def key(name: str) -> Any:
-        return settings.get(f"{table}.{name}", settings.get(f"dataset:general.{name}"))
-
-    usual = model.shape
-    size = as_list(key("resolution") or [usual.resolutions[0][1], usual.resolutions[0][0]])
-    width, height = (integer(side, "resolution") for side in (size[0], size[-1]))
-    batch = integer(key("batch_size") or 1, "batch_size")
-    if model.kind == "image" or any(key(name) for name in IMAGES):
-        lengths = [1]
-    elif key("frame_extraction") == "full":
-        lengths = [integer(key("max_frames") or LONGEST, "max_frames")]
-    else:
-        given = key("target_frames") or (SHORTEST if any(key(name) for name in VIDEOS) else usual.default_frames)
-        lengths = sorted({integer(length, "target_frames") for length in as_list(given)})
-    shape = {"height": height, "width": width, "batch_size": batch}
-    return [Bucket.read({"frames": length, **shape}, "the dataset") for length in lengths]
-
-
-def dataset_key(settings: Settings, key: str) -> Any:
-    """The value of a key of the dataset's file, of the first dataset or else of the general section; None when it is
-    absent."""
-    return settings.get(f"dataset:datasets[0].{key}", settings.get(f"dataset:general.{key}"))
-
-
-def write_shape(fields: Fields) -> Settings:
-    """The settings for the samples' shapes. Raises an InexpressibleError for buckets that the trainer cannot be
-    told."""
-    sizes = {(bucket.height, bucket.width) for bucket in fields["buckets"]}
-    lengths = sorted(bucket.frames for bucket in fields["buckets"]) or [fields["frames"]]
-    odd = len(sizes) > 1 or any(bucket.batch_size for bucket in fields["buckets"]) or len(set(lengths)) < len(lengths)
-    image = lookup.model(fields["model"]).kind == "image"
-    if odd or (sizes and (sizes != {(fields["height"], fields["width"])} or image or len(lengths) == 1)):
-        why = "a dataset has one size and one batch size, with several lengths"
-        raise InexpressibleError(UnsupportedValue("buckets", fields["buckets"], (), why))
-    if fields["frames"] != lengths[-1]:
-        raise InexpressibleError(UnsupportedValue("frames", fields["frames"], lengths[-1], "the longest bucket counts"))
-    settings: Settings = {SIZE: [fields["width"], fields["height"]], BATCH: fields["batch_size"]}
-    return settings if image else settings | {FRAMES: lengths}

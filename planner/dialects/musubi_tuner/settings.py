@@ -12,6 +12,7 @@ from planner.dialects.base.bindings import (
     Choice,
     Fields,
     Fixed,
+    FunctionPair,
     InexpressibleError,
     Remark,
     Settings,
@@ -26,30 +27,24 @@ from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import launch_settings, several_gpus
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer
-from planner.dialects.musubi_tuner import unpriced_settings
+from planner.dialects.musubi_tuner import datasets, unpriced_settings
+from planner.dialects.musubi_tuner.datasets import BATCH, EXTRACTION, FRAMES, SHAPE, SIZE, dataset_key
 from planner.dialects.musubi_tuner.files import files
 from planner.dialects.musubi_tuner.models import (
     AT,
-    BATCH,
     ENCODER_FP8,
-    EXTRACTION,
     FAMILIES,
-    FRAMES,
     FULL,
     NETWORKS,
     SCALED,
     SCRIPT,
-    SIZE,
     UNUSABLE_FP8,
     WHICH,
-    dataset_key,
     family_of,
     is_full,
     is_script_of,
     model_of,
-    shape_of,
     write_model,
-    write_shape,
 )
 from planner.dialects.musubi_tuner.network_modules import adapter_note, kind_of, rank_of, targets_of, write_rank
 from planner.errors import VplanError
@@ -306,8 +301,9 @@ TABLE: tuple[Binding | When, ...] = (
     pair(model_of, write_model, WHICH, model=", ".join(FAMILIES), experts="--dit, --dit_high_noise",
              inactive_expert="absent; with both experts gpu, or cpu by --offload_inactive_dit"),
     pair(_method_of, _write_method, (), method="lora"),
-    pair(shape_of, write_shape, (SIZE, BATCH, FRAMES, EXTRACTION), frames="target_frames", height="resolution",
-             width="resolution", batch_size="batch_size", buckets="several target_frames of one size"),
+    FunctionPair(SHAPE, (SIZE, BATCH, FRAMES, EXTRACTION), datasets.shape_of, datasets.write_shape, {
+        "frames": "target_frames", "height": "resolution", "width": "resolution", "batch_size": "batch_size",
+        "buckets": "several target_frames of one size"}, datasets.changed_shape),
     When("method", ONLY_LORA, pair(rank_of, write_rank, ("--network_dim",),
              lora_rank="--network_dim; networks.lokr and loha, read only, by their numbers")),
     When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
@@ -418,6 +414,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if not any(settings.get(word) for word in ATTENTION):
         yield "no attention backend is set, without which it exits at once: estimated as with --sdpa"
     yield from unpriced_settings.notes(settings, fields)
+    yield from datasets.notes(settings, fields)
     if dataset_key(settings, "frame_extraction") == "full":
         yield "frame_extraction full: clips as long as they are, up to max_frames, which is priced"
 

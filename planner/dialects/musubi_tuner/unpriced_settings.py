@@ -8,7 +8,8 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, Settings
 from planner.dialects.base.values import as_list, integer
-from planner.dialects.musubi_tuner.models import dataset_key, model_of
+from planner.dialects.musubi_tuner.datasets import dataset_key
+from planner.dialects.musubi_tuner.models import model_of
 from planner.dialects.musubi_tuner.network_modules import kind_of
 from planner.errors import VplanError
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from planner.catalog import lookup
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Remark, Settings, UnsupportedValue
 from planner.dialects.base.commands import parse_program
@@ -14,10 +14,12 @@ from planner.dialects.base.common_bindings import one_of, word_for
 from planner.dialects.base.dialect import Invocation
 from planner.dialects.base.launchers import launch_settings
 from planner.dialects.base.script import PythonCommand, Script
+from planner.dialects.base.values import integer
+from planner.dialects.kohya import dataset_tables
+from planner.dialects.kohya.dataset_tables import DATASET
 from planner.errors import VplanError
+from planner.spec.job import Bucket
 from planner.untrusted import flat
-
-DATASET = "dataset:"
 
 
 def read_command(program: PythonCommand, script: Script) -> Invocation:
@@ -76,23 +78,56 @@ def sides(value: Any) -> tuple[int, int]:
     return numbers[-1], numbers[0]
 
 
-def size(settings: Settings) -> Fields:
-    """The largest of the dataset's sizes and its largest batch, else the flags'."""
-    sizes = [sides(value) for value in inside(settings, "resolution") or [settings.get("--resolution")] if value]
-    height, width = max(sizes, key=lambda size: size[0] * size[1], default=(None, None))
-    batches = [int(value) for value in inside(settings, "batch_size")]
-    batch = max(batches, default=int(settings.get("--train_batch_size", 1)))
-    return {"height": height, "width": width, "batch_size": batch}
+FLAGS = {"resolution": "--resolution", "batch_size": "--train_batch_size"}
+"""Keys of a dataset that a flag says where the file does not."""
 
 
-def size_in_cells(settings: Settings, model: str) -> Fields:
-    """The same where buckets are made of whole cells of a model (``verify_bucket_reso_steps``)."""
-    fields, step = size(settings), lookup.model(model).shape.size_multiple
-    return fields | {name: fields[name] // step * step for name in ("height", "width") if fields[name]}
+def shapes(settings: Settings, table: str, step: int = 1) -> tuple[Bucket, ...]:
+    """The shape of a dataset, by what its settings begin with: images of one size in batches of its own, which its
+    subsets have no keys for (library/config_util.py ``DATASET_ASCENDABLE_SCHEMA``). None where no size is said.
+    ``step``: pixels that sides are whole steps of."""
+    said = dataset_tables.value(settings, table, "resolution", FLAGS)
+    if not said:
+        return ()
+    height, width = (side // step * step for side in sides(said))
+    batch = integer(dataset_tables.value(settings, table, "batch_size", FLAGS) or 1, "batch_size")
+    shape = {"frames": 1, "height": height, "width": width, "batch_size": batch}
+    return (Bucket.read(shape, "the dataset"),)
+
+
+def size(settings: Settings, step: int = 1) -> Fields:
+    """The shapes of all datasets, each of which has its own size and batch; where none says a size, the model's."""
+    tables = dataset_tables.tables(settings)
+    found = [shape for table in tables for shape in shapes(settings, table, step)]
+    if found:
+        fields = dataset_tables.fields_of(found)
+        return {name: fields[name] for name in SHAPE}
+    batches = [dataset_tables.value(settings, table, "batch_size", FLAGS) or 1 for table in tables]
+    batch = max(integer(each, "batch_size") for each in batches)
+    return {"height": None, "width": None, "batch_size": batch, "buckets": ()}
+
+
+SHAPE = ("height", "width", "batch_size", "buckets")
+
+
+def changed_size(settings: Settings, before: Fields, after: Fields, step: int = 1) -> Settings | None:
+    """What of the file or the flags says other sizes and batches of several datasets (`dataset_tables.changed`)."""
+    return dataset_tables.changed(settings, before, after, lambda table: shapes(settings, table, step), FLAGS)
+
+
+def shape_notes(fields: Fields) -> Iterator[str]:
+    """What datasets of several shapes have, where they have: the answer is of the one that needs most."""
+    if fields["buckets"]:
+        batch = fields["batch_size"]
+        each = [f"{one.height}x{one.width} at batch {one.batch_size or batch}" for one in fields["buckets"]]
+        yield f"datasets of {', '.join(each)}: the one that needs most is priced"
 
 
 def write_size(fields: Fields) -> Settings:
-    """The dataset's keys that say size and batch."""
+    """The dataset's keys that say size and batch. Raises an InexpressibleError for several shapes: one is written."""
+    if fields["buckets"]:
+        why = "one dataset is written, which has one size and one batch"
+        raise InexpressibleError(UnsupportedValue("buckets", fields["buckets"], (), why))
     return {
         f"{DATASET}general.resolution": [fields["width"], fields["height"]],
         f"{DATASET}datasets[0].batch_size": fields["batch_size"],

@@ -30,7 +30,14 @@ from planner.dialects.base.launchers import several_gpus
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
 from planner.dialects.sd_scripts import kohya_ss, network_module
-from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, refuse_images_at_once, size
+from planner.dialects.sd_scripts.common import (
+    cached,
+    names,
+    read_command,
+    read_config,
+    refuse_images_at_once,
+    shape_notes,
+)
 from planner.dialects.sd_scripts.engine import AT, FULL, LORA, blocks_to_swap, engine, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
@@ -180,6 +187,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if fields["method"] == "full" and fields["weights_dtype"] in ("bf16", "fp16"):
         parts = f"weights, gradients and {fields['optimizer']} states"
         yield f"{parts} are in the mixed precision's format, {fields['weights_dtype']} ({AT} flux_train.py)"
+    yield from shape_notes(fields)
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
     if fields["model"] not in MODELS:
@@ -255,7 +263,7 @@ DIALECT = Dialect(
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
         When("method", ONLY_LORA, Value("lora_rank", "--network_dim", 4)),
         When("method", ONLY_LORA, Value("lora_dropout", "--network_dropout", 0.0, float)),
-        size_pair(size),
+        size_pair(),
         CHECKPOINTING,
         ACCUMULATION,
         OPTIMIZER,
@@ -270,7 +278,7 @@ DIALECT = Dialect(
         GPUS,
         NODES,
         Fixed("frames", 1, "these scripts train images"),
-        *our_defaults("experts", "trainable", "lora_targets", "buckets", "references"),
+        *our_defaults("experts", "trainable", "lora_targets", "references"),
         FunctionPair(
             ("text_tokens",), PROMPT, _text_tokens, _write_text_tokens, {"text_tokens": "--t5xxl_max_token_length"}
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planner.catalog import lookup
 from planner.dialects.base import block_swap
 from planner.dialects.base.bindings import (
     Choice,
@@ -16,11 +17,14 @@ from planner.dialects.base.bindings import (
 )
 from planner.dialects.base.dialect import Move
 from planner.dialects.base.launchers import several_gpus
+from planner.dialects.kohya.dataset_tables import DATASET
 from planner.dialects.sd_scripts.common import (
-    DATASET,
     OPTIMIZERS,
     SAMPLES,
+    SHAPE,
+    changed_size,
     optimizer,
+    size,
     validation,
     write_optimizer,
     write_size,
@@ -46,15 +50,26 @@ BUCKETS = Choice("grad_buckets", {"copy": {}, "view": {"--ddp_gradient_as_bucket
 VALIDATION = FunctionPair(("validation_mode",), SAMPLES, validation, write_validation, {"validation_mode": "off, on"})
 
 
-def size_pair(to_fields: Callable[[Settings], Fields]) -> FunctionPair:
-    """Height, width and batch, of the dataset's file or the flags."""
+def size_pair(step: Callable[[Settings], int] = lambda settings: 1) -> FunctionPair:
+    """Sizes and batches of the datasets, of their file or the flags. ``step``: pixels that sides are whole steps of."""
     return FunctionPair(
-        ("height", "width", "batch_size"),
+        SHAPE,
         (f"{DATASET}general.resolution", f"{DATASET}datasets[0].batch_size", "--resolution", "--train_batch_size"),
-        to_fields,
+        lambda settings: size(settings, step(settings)),
         write_size,
-        {"height": "resolution", "width": "resolution", "batch_size": "batch_size of the dataset's file"},
+        {
+            "height": "resolution",
+            "width": "resolution",
+            "batch_size": "batch_size of the dataset's file",
+            "buckets": "several datasets, read only",
+        },
+        lambda settings, before, after: changed_size(settings, before, after, step(settings)),
     )
+
+
+def cell(model: str) -> Callable[[Settings], int]:
+    """Pixels of the whole cells that a model's buckets are made of (``verify_bucket_reso_steps``)."""
+    return lambda settings: lookup.model(model).shape.size_multiple
 
 
 def engine_pair(

@@ -8,7 +8,6 @@ norms keep queries and keys once, in fp32, where diffusers' keep them in 16 bits
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from planner.catalog import lookup
 from planner.dialects.base import block_swap
@@ -35,7 +34,7 @@ from planner.dialects.sd_scripts.common import (
     read_command,
     read_config,
     refuse_images_at_once,
-    size_in_cells,
+    shape_notes,
 )
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
@@ -46,6 +45,7 @@ from planner.dialects.sd_scripts.shared_bindings import (
     COMPILE,
     OPTIMIZER,
     VALIDATION,
+    cell,
     engine_pair,
     size_pair,
     swap_pair,
@@ -172,6 +172,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    yield from shape_notes(fields)
     if fields["gradient_checkpointing"] == "none":
         yield (
             "its own code of the model is priced as diffusers': in a rehearsal without checkpoints it took 7 % less, "
@@ -214,7 +215,7 @@ DIALECT = Dialect(
         Value("lora_rank", "--network_dim", 4),
         Value("lora_dropout", "--network_dropout", 0.0, float),
         FunctionPair(("lora_targets",), (), _targets, _write_targets, {"lora_targets": "every layer but modulation"}),
-        size_pair(partial(size_in_cells, model=MODEL)),
+        size_pair(cell(MODEL)),
         FunctionPair(
             ("gradient_checkpointing",),
             ("--gradient_checkpointing", UNSLOTH),
@@ -236,7 +237,7 @@ DIALECT = Dialect(
         Fixed("frames", 1, "this script trains images"),
         Fixed("optimizer_step", "foreach", "the LoRA scripts have no other"),
         FunctionPair(("text_tokens",), (TOKENS,), _text_tokens, _write_text_tokens, {"text_tokens": TOKENS}),
-        *our_defaults("experts", "trainable", "buckets", "references", "validation", "compute_dtype"),
+        *our_defaults("experts", "trainable", "references", "validation", "compute_dtype"),
         *our_defaults("text_encoder_dtype", "vae_dtype", "checkpointed_blocks", "ema", "vae_tiling", "vae_slicing"),
         *our_defaults("inactive_expert", "group_offload", "group_offload_stream", "context_parallel"),
         ATTENTION_MODE,

@@ -6,7 +6,6 @@ Its model is a code of its own (library/hunyuan_image_models.py), which is price
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from planner.catalog import lookup
 from planner.dialects.base import block_swap
@@ -33,7 +32,7 @@ from planner.dialects.sd_scripts.common import (
     read_command,
     read_config,
     refuse_images_at_once,
-    size_in_cells,
+    shape_notes,
 )
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
@@ -45,6 +44,7 @@ from planner.dialects.sd_scripts.shared_bindings import (
     COMPILE,
     OPTIMIZER,
     VALIDATION,
+    cell,
     engine_pair,
     size_pair,
     swap_pair,
@@ -124,6 +124,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    yield from shape_notes(fields)
     model = lookup.model(fields["model"])
     yield (
         f"its own code of the model is priced as diffusers': it cuts text to the longest caption of a batch, where "
@@ -182,7 +183,7 @@ DIALECT = Dialect(
         Choice("method", {"lora": {"script": SCRIPT}}, "this script trains LoRA alone"),
         Value("lora_rank", "--network_dim", 4),
         Value("lora_dropout", "--network_dropout", 0.0, float),
-        size_pair(partial(size_in_cells, model=MODEL)),
+        size_pair(cell(MODEL)),
         CHECKPOINTING,
         ACCUMULATION,
         OPTIMIZER,
@@ -205,7 +206,7 @@ DIALECT = Dialect(
         Fixed("frames", 1, "this script trains images"),
         Fixed("vae_dtype", "fp16", "the VAE is always fp16"),
         Fixed("optimizer_step", "foreach", "the LoRA scripts have no other"),
-        *our_defaults("experts", "trainable", "lora_targets", "buckets", "references", "validation", "compute_dtype"),
+        *our_defaults("experts", "trainable", "lora_targets", "references", "validation", "compute_dtype"),
         *our_defaults("checkpointed_blocks", "ema", "vae_tiling", "vae_slicing", "inactive_expert", "group_offload"),
         ATTENTION_MODE,
         COMPILE,

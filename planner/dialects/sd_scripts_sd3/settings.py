@@ -25,7 +25,14 @@ from planner.dialects.base.launchers import half_precision
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
 from planner.dialects.sd_scripts import kohya_ss, network_module
-from planner.dialects.sd_scripts.common import cached, names, read_command, read_config, refuse_images_at_once, size
+from planner.dialects.sd_scripts.common import (
+    cached,
+    names,
+    read_command,
+    read_config,
+    refuse_images_at_once,
+    shape_notes,
+)
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.shared_bindings import (
@@ -106,10 +113,8 @@ def _write_model(fields: Fields) -> Settings:
     return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
 
 
-def _size(settings: Settings) -> Fields:
-    """Images are cut to whole steps of 32 pixels (``verify_bucket_reso_steps(32)``)."""
-    fields = size(settings)
-    return fields | {name: fields[name] // 32 * 32 for name in ("height", "width") if fields[name]}
+STEP = 32
+"""Pixels that images are cut to whole steps of (``verify_bucket_reso_steps(32)``)."""
 
 
 def _formats(settings: Settings) -> Fields:
@@ -181,6 +186,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    yield from shape_notes(fields)
     parts = (("CLIP-L, CLIP-G and T5-XXL", "text_encoder"), ("the VAE", "vae"))
     resident = [name for name, field in parts if fields[field] == "resident"]
     if resident:
@@ -231,7 +237,7 @@ DIALECT = Dialect(
                 {"lora_targets": "every linear layer of a block"},
             ),
         ),
-        size_pair(_size),
+        size_pair(lambda settings: STEP),
         CHECKPOINTING,
         ACCUMULATION,
         OPTIMIZER,
@@ -254,7 +260,7 @@ DIALECT = Dialect(
             {"text_tokens": "77 and --t5xxl_max_token_length"},
         ),
         FunctionPair(("vae_dtype",), (), _vae_dtype, _write_vae_dtype, {"vae_dtype": "--mixed_precision"}),
-        *our_defaults("experts", "trainable", "buckets", "references", "validation", "compute_dtype"),
+        *our_defaults("experts", "trainable", "references", "validation", "compute_dtype"),
         *our_defaults("checkpointed_blocks", "ema", "vae_tiling", "vae_slicing", "inactive_expert", "group_offload"),
         *our_defaults("text_encoder_dtype", "group_offload_stream", "attention", "context_parallel", "adapter_inputs"),
         COMPILE,

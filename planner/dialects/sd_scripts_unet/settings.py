@@ -36,6 +36,7 @@ from planner.dialects.sd_scripts.common import (
     read_command,
     read_config,
     refuse_images_at_once,
+    shape_notes,
     size,
 )
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
@@ -326,12 +327,10 @@ def _write_text_tokens(fields: Fields) -> Settings:
     return {"--max_token_length": tokens - MARKS}
 
 
-def _size(settings: Settings) -> Fields:
+def _step_of(settings: Settings) -> int:
     """Images are cut to whole steps of a bucket, within the resolution's pixels (library/train_util.py
     ``BucketManager``)."""
-    fields = size(settings)
-    step = lookup.model(_model(settings)["model"]).shape.size_multiple
-    return fields | {name: fields[name] // step * step for name in ("height", "width") if fields[name]}
+    return lookup.model(_model(settings)["model"]).shape.size_multiple
 
 
 def _vae_dtype(settings: Settings) -> Fields:
@@ -349,11 +348,16 @@ def _write_vae_dtype(fields: Fields) -> Settings:
 def _vae_slicing(settings: Settings) -> Fields:
     """A batch is encoded ``--vae_batch_size`` images at a time, one by default (train_network.py ``process_batch``)."""
     one = int(settings.get("--vae_batch_size", 1)) == 1
-    return {"vae_slicing": bool(one and _script(settings) != SDXL_FULL and size(settings)["batch_size"] > 1)}
+    return {"vae_slicing": bool(one and _script(settings) != SDXL_FULL and _has_batches(size(settings)))}
+
+
+def _has_batches(fields: Fields) -> bool:
+    """Whether any dataset has more than one image in a batch."""
+    return any(batch > 1 for batch in (fields["batch_size"], *(each.batch_size or 1 for each in fields["buckets"])))
 
 
 def _write_vae_slicing(fields: Fields) -> Settings:
-    one_by_one = fields["method"] != "full" and fields["batch_size"] > 1
+    one_by_one = fields["method"] != "full" and _has_batches(fields)
     if fields["vae_slicing"] != one_by_one:
         why = "the LoRA scripts encode a batch one image after another, full training all of it at once"
         raise InexpressibleError(UnsupportedValue("vae_slicing", fields["vae_slicing"], one_by_one, why))
@@ -404,6 +408,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "the VAE stays on the GPU: --cache_latents is not given"
     if fields["attention"] == "math":
         yield f"no attention is chosen: the scores of all heads are held whole ({AT}); --sdpa is faster and needs less"
+    yield from shape_notes(fields)
     if any("enable_bucket" in name and value for name, value in settings.items()) or settings.get("--enable_bucket"):
         yield "buckets have at most the pixels of the resolution: priced at that"
     if fields["method"] == "lora" and inside(settings, "class_tokens"):
@@ -447,7 +452,7 @@ DIALECT = Dialect(
             ONLY_LORA,
             FunctionPair(("lora_targets",), (), _targets, _write_targets, {"lora_targets": "all of a transformer"}),
         ),
-        size_pair(_size),
+        size_pair(_step_of),
         Choice("gradient_checkpointing", {"none": {}, "full": {"--gradient_checkpointing": True}}),
         ACCUMULATION,
         OPTIMIZER,
@@ -494,7 +499,7 @@ DIALECT = Dialect(
         GPUS,
         NODES,
         Fixed("frames", 1, "these scripts train images"),
-        *our_defaults("experts", "trainable", "buckets", "references", "validation", "compute_dtype"),
+        *our_defaults("experts", "trainable", "references", "validation", "compute_dtype"),
         *our_defaults("checkpointed_blocks", "ema", "swap_blocks", "vae_tiling", "inactive_expert", "group_offload"),
         COMPILE,
         FunctionPair(("attention",), ATTENTION, _attention, _write_attention, {"attention": "sdpa (--sdpa)"}),

@@ -200,3 +200,18 @@ def test_the_reader_follows_a_parser_through_functions_and_files(tmp_path: Path)
         {"name": "--kind", "type": "str", "nargs": "+", "choices": ["a", "b"]},
         {"name": "--fast", "type": "bool", "action": "store_true"},
     ]
+
+
+def test_two_dashes_are_no_likeness_of_flags() -> None:
+    """`--lazy_loading` was taken for `--async_upload`, of which they are a third of what both have."""
+    script = flags.script("musubi-tuner", "wan_train_network.py")
+    refused = script.parse(["--lazy_loading", "--block_to_swap", "3"]).refused
+    assert "did you mean" not in refused["--lazy_loading"]
+    assert refused["--block_to_swap"].endswith("did you mean --blocks_to_swap?")
+
+
+def test_a_number_that_is_never_assigned_is_said_to_be_so() -> None:
+    script = flags.script("musubi-tuner", "wan_train_network.py")
+    with pytest.raises(VplanError) as error:
+        script.parse(["--blocks_to_swap", "$SWAP"])
+    assert error.value.fix == "$SWAP is not assigned: write its value"

@@ -30,11 +30,21 @@ PS1 = f"""$env:CUDA_VISIBLE_DEVICES = "0,1"
   src\\musubi_tuner\\wan_train_network.py --fp8_base `
   {FLAGS}
 """
+ASSIGNED = """$env:CUDA_VISIBLE_DEVICES = "0,1"
+$weights = "wan2.1_t2v_14B.safetensors"
+$rank=32
+$opts = @("--task", 't2v-14B',
+  "--sdpa", "--fp8_base", "--network_module", "networks.lora_wan")
+accelerate launch --mixed_precision bf16 .\\src\\musubi_tuner\\wan_train_network.py `
+  @opts --dit $weights --network_dim $rank
+"""
 CELL = f"%%bash\nexport CUDA_VISIBLE_DEVICES=0,1\ncd /content/musubi-tuner\n{LAUNCH} --fp8_base\n"
 LINES = f"%env CUDA_VISIBLE_DEVICES=0,1\n%cd /content/musubi-tuner\n!{LAUNCH} \\\n  --fp8_base\n"
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.bat", BAT), ("a.ps1", PS1), ("cell.sh", CELL), ("lines.txt", LINES)])
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.bat", BAT), ("a.ps1", PS1), ("b.ps1", ASSIGNED), ("cell.sh", CELL), ("lines.txt", LINES)]
+)
 def test_a_command_of_another_shell_is_the_same_command(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     script = from_file(tmp_path / name)

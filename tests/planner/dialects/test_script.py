@@ -70,6 +70,17 @@ def test_a_loop_is_read_once_and_eval_as_a_shell_reads_it() -> None:
     assert variables.loops == {"rate": 2}
 
 
+def test_a_branch_that_numbers_rule_out_is_not_read() -> None:
+    lines, variables = commands(
+        'A=(--x)\nif [[ "${SWAP:-0}" -gt 0 ]]; then A+=(--swap "$SWAP"); if true; then A+=(--y); fi; echo no; fi\n'
+        "N=2; if [ $N -ge 2 ]; then echo two; else echo one; fi\nif [ $N -lt 2 ]; then echo less; else echo more; fi\n"
+        'if [ "$1" -gt 0 ]; then echo given; fi\npython t.py "${A[@]}"\n'
+    )
+    said = [line.words for line in lines if line.words[0] in ("echo", "python")]
+    assert [words[1:] for words in said] == [("two",), ("one",), ("more",), ("given",), ("t.py", "--x")]
+    assert variables.unset == set()
+
+
 def test_eval_of_a_quote_that_is_never_closed_is_one_error() -> None:
     with pytest.raises(VplanError, match="never closed"):
         commands("eval 'python t.py \"--a'")

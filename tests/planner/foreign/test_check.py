@@ -199,11 +199,13 @@ def test_a_change_that_rounds_the_base_is_lossy_though_no_field_of_the_strategy_
 
 def test_a_trainer_that_does_not_accumulate_is_offered_another_training() -> None:
     (move,) = smaller_batches(dialects.dialect("latentsync"))
-    assert move.steps({"batch_size": 4, "gradient_accumulation": 1}) == ({"batch_size": 2}, {"batch_size": 1})
+    assert move.steps(
+        {"batch_size": 4, "gradient_accumulation": 1, "buckets": (), "frames": 16, "height": 256, "width": 256}
+    ) == ({"batch_size": 2}, {"batch_size": 1})
     assert "changes training" in move.cost
     assert smaller_batches(dialects.dialect("diffsynth")) == ()
     (usual,) = smaller_batches(dialects.dialect("diffusers"))
-    assert usual.steps({"batch_size": 1, "gradient_accumulation": 8}) == ()
+    assert usual.steps({"batch_size": 1, "gradient_accumulation": 8, "buckets": ()}) == ()
 
 
 def test_a_batch_that_is_not_recorded_names_one_that_is(tmp_path: Path) -> None:

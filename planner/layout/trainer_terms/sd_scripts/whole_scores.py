@@ -8,11 +8,13 @@ fp16 and fp32; 6, 6 and 4 kept for backward; there 16, 14 and 16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from planner.catalog.components import together
 from planner.errors import NotEstimatedError
 from planner.layout.attention_kernel import EFFICIENT, FLASH
+from planner.layout.phases import validation_grid
 from planner.layout.run import Run
 from planner.tape.program import Stage
 
@@ -47,20 +49,24 @@ class KeptScores(NamedTuple):
 
 
 def whole_scores(run: Run) -> None:
-    """Scores of all heads, made whole by each attention in place of the recorded kernel. Raises a NotEstimatedError of
-    a model whose attentions are not of a U-Net's levels."""
+    """Scores of all heads, made whole by each attention of training and of a sample's denoising in place of the
+    recorded kernel; the VAE's is another's. Raises a NotEstimatedError of a model whose attentions are not of a U-Net's
+    levels."""
     if run.strategy.attention != "math":
         return
-    stages = (run.first_step, run.step, run.accumulate, *(stage for _, stage in run.phases.validation))
-    self_scores = _self_scores(run)
-    for stage in filter(None, stages):
-        _Scores(run, self_scores).put_into(stage)
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        _Scores(run, run.grid).put_into(stage)
+    model, guided = run.facts.model, run.job.guided
+    sample = {**validation_grid(run.job, model), "B": together(model, guided)}
+    for name, stage in run.phases.validation:
+        if name == "denoise":
+            _Scores(run, sample).put_into(stage)
 
 
-def _self_scores(run: Run) -> dict[int, int]:
+def _self_scores(run: Run, grid: Mapping[str, int]) -> dict[int, int]:
     """Bytes of what a kernel saves of an attention's rows, an fp32 number of each head -> its scores if it attends to
-    itself: of each level of the U-Net."""
-    model, grid = run.facts.model, run.grid
+    itself: of each level of the U-Net. ``grid``: of what is computed."""
+    model = run.facts.model
     heads = model.config["attention_head_dim"]
     levels = len(model.config["block_out_channels"])
     _, rows, columns = model.shape.patch
@@ -75,8 +81,8 @@ def _self_scores(run: Run) -> dict[int, int]:
 class _Scores:
     """Puts the scores into a stage: transformers attend to themselves and to the text in turn."""
 
-    def __init__(self, run: Run, self_scores: dict[int, int]) -> None:
-        self.run, self.self_scores = run, self_scores
+    def __init__(self, run: Run, grid: Mapping[str, int]) -> None:
+        self.run, self.text_tokens, self.self_scores = run, grid["T"], _self_scores(run, grid)
         self.widths = BY_PRECISION[run.strategy.autocast]
         self.calls = 0
         self.waiting: dict[int, KeptScores] = {}
@@ -89,7 +95,9 @@ class _Scores:
         """Puts them into all stretches, in order."""
         stage.stretches = [(moment, self._events(events)) for moment, events in stage.stretches]
         if not self.calls:
-            raise NotEstimatedError("attention math is not estimated of this model", "use --sdpa")
+            why = "without --sdpa or --xformers attention is computed whole, the scores of every head at once"
+            what = "how much more that takes is not recorded of this model"
+            raise NotEstimatedError(f"{why} (sd-scripts 48d368f): {what}", "add --sdpa, which needs less and is faster")
 
     def _events(self, events: list[int]) -> list[int]:
         made: list[int] = []
@@ -105,7 +113,7 @@ class _Scores:
 
     def _forward(self, rows: int) -> list[int]:
         nbytes = self.run.sizes[rows]
-        scores = self.self_scores[nbytes] if self.calls % 2 == 0 else nbytes // FP32 * self.run.grid["T"]
+        scores = self.self_scores[nbytes] if self.calls % 2 == 0 else nbytes // FP32 * self.text_tokens
         self.calls += 1
         start, product = self._new(scores, self.widths.scores), self._new(scores, self.widths.scores)
         cast, softmax = self._new(scores, self.widths.cast), self._new(scores, FP32)

@@ -12,6 +12,9 @@ from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.dialects.musubi_tuner import settings
 from planner.errors import VplanError
+from planner.foreign.case import settle
+from planner.foreign.change_words import changed_words
+from planner.foreign.smallest_change import smaller_batches
 
 COMMAND = (
     "accelerate launch src/musubi_tuner/{}_train_network.py --dit a.safetensors --dataset_config data.toml --sdpa "
@@ -105,3 +108,53 @@ def test_a_file_that_is_cast_to_8_bits_lies_on_the_gpu_whole(words: str, version
     told = translated(tmp_path, f"{command} --task t2v-14B --network_module networks.lora_wan {words}")
     assert told.version == version
     assert any("a 16-bit file and its fp8 copy at once" in note for note in told.notes) == bool(version)
+
+
+CLIPS = "[[datasets]]\nvideo_directory = 'a'\nresolution = [{}]\ntarget_frames = [{}]\n"
+
+
+@pytest.mark.parametrize(
+    ("resolution", "size"),
+    [
+        # Its own BucketSelector(resolution, architecture="wan") at 30c658c: the buckets with the most pixels, and of
+        # these the one most like the resolution.
+        ("480, 270", (352, 368)),
+        ("854, 480", (512, 800)),
+        ("848, 480", (480, 848)),
+        ("1000, 1000", (1008, 992)),
+    ],
+)
+def test_clips_have_the_largest_bucket_of_a_resolution(resolution: str, size: tuple[int, int], tmp_path: Path) -> None:
+    wan = COMMAND.format("wan") + "--task t2v-14B "
+    found = translated(tmp_path, wan, CLIPS.format(resolution, "80"))
+    assert (found.job["height"], found.job["width"]) == size
+    assert found.job["frames"] == 77  # (80 - 1) // 4 * 4 + 1
+    assert any("stands for buckets" in note for note in found.notes) == (resolution != "848, 480")
+
+
+def test_images_have_buckets_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    data = DATA.replace("[1024, 1024]", "1000")
+    found = translated(tmp_path, KLEIN, data.replace("resolution", "enable_bucket = true\nresolution"))
+    assert (found.job["height"], found.job["width"]) == (1008, 992)
+    with pytest.raises(VplanError, match="enable_bucket is off"):
+        translated(tmp_path, KLEIN, data)
+
+
+def test_each_dataset_has_its_own_batch(tmp_path: Path) -> None:
+    data = "[general]\nbatch_size = 2\nresolution = 512\n[[datasets]]\nimage_directory = 'a'\nbatch_size = 4\n"
+    found = translated(tmp_path, KLEIN, f"{data}[[datasets]]\nimage_directory = 'b'\nresolution = 1024\n")
+    assert [(each.height, each.batch_size) for each in found.job["buckets"]] == [(512, 4), (1024, 2)]
+    assert (found.job["height"], found.job["batch_size"]) == (1024, 2)
+
+
+def test_a_smaller_batch_or_size_is_told_of_each_dataset(tmp_path: Path) -> None:
+    data = "[general]\nbatch_size = 2\n[[datasets]]\nimage_directory = 'a'\nbatch_size = 4\nresolution = 512\n"
+    data += "[[datasets]]\nimage_directory = 'b'\nresolution = 1024\n"
+    translated(tmp_path, KLEIN, data)
+    case = settle(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "80GB"})
+    half = smaller_batches(case.dialect)[0].steps(case.fields)[0]
+    words = ["datasets[0].batch_size = 2", "general.batch_size = 1"]
+    assert list(changed_words(case, case.changed(half).fields, frozenset({"batch_size"}))) == words
+    # Clips that would be left out, or cut, are said in words.
+    with pytest.raises(InexpressibleError):
+        list(changed_words(case, case.changed({"buckets": ()}).fields, frozenset({"height"})))

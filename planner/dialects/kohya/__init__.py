@@ -1,0 +1,1 @@
+"""What sd-scripts and musubi-tuner, which are both kohya's, have alike."""
