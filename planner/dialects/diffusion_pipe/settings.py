@@ -42,13 +42,18 @@ from planner.dialects.diffusion_pipe.models import (
     BATCH,
     BUCKETS,
     IMAGE_BATCH,
+    PAIRED,
     TEXT_TOKENS,
     TYPES,
     WHICH,
+    edits,
     model_of,
+    named_model,
+    references_of,
     rows_of,
     shape_of,
     write_model,
+    write_references,
     write_shape,
 )
 from planner.errors import VplanError, quoted
@@ -314,7 +319,8 @@ TABLE: tuple[Binding | When, ...] = (
     Choice("compile", {"none": {}, "full": {"config:compile": True}}, "compile = true is the whole model"),
     Fixed("attention", "sdpa"),
     padded_prompts(model_of, TEXT_TOKENS, f"its prompts are filled up to 512 tokens ({AT} models/flux.py)"),
-    *our_defaults("trainable", "references", "validation", "master_weights", "ema", "offload_gradients",
+    _pair(references_of, write_references, (), references="a model's own; one by control_path"),
+    *our_defaults("trainable", "validation", "master_weights", "ema", "offload_gradients",
            "offload_params", "text_encoder_dtype", "vae_dtype", "vae_tiling", "vae_slicing", "inactive_expert",
            "group_offload", "group_offload_stream", "context_parallel", "adapter_inputs", "nested_checkpointing",
            "fsdp_replicas"),
@@ -392,6 +398,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
             yield f"max_llama3_sequence_length {length} is not estimated: as {model.shape.text_tokens}"
     if model.trained_with("diffusion-pipe", "own-model"):
         yield f"its own code of {model.title} was not compared: priced as diffusers' model"
+    yield from _edit_notes(settings, fields)
     if fields["method"] == "lora" and (
         note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
     ):
@@ -403,6 +410,17 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if rows_of(settings, "dataset:resolutions") and not rows_of(settings, BUCKETS):
         yield "resolutions are areas: estimated as squares, and buckets of other sides have as many pixels"
     yield from evaluation.notes(settings, fields)
+
+
+def _edit_notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    """What the dataset's images to edit, or their absence, make of the model."""
+    model = lookup.model(fields["model"])
+    if edits(settings) and (model.shape.references or fields["references"]):
+        yield f"control_path: each image has one to edit beside it, of the sample's size ({AT} utils/dataset.py)"
+    elif edits(settings):
+        yield f"control_path is not estimated with {model.title}: this is the estimate without images to edit"
+    elif PAIRED.get(fields["model"]) == named_model(settings):
+        yield f"no directory has a control_path: trained without images to edit, as {model.title}"
 
 
 def _version(settings: Settings, fields: Fields) -> str:
