@@ -288,18 +288,22 @@ def _residence(settings: Settings) -> Fields:
 def _write_residence(fields: Fields) -> Settings:
     script = _script(fields)
     flag_names = flags.script("diffusers", script).flags if script else {}
-    text = _text_encoder(script, offload=fields["vae"] == "swapped")
+    offload = fields["vae"] == "swapped" or fields["text_encoder"] != _text_encoder(script)
+    text = _text_encoder(script, offload=offload)
     if fields["text_encoder"] != text:
         why = "its example encodes prompts once" if text == "cached" else "its example keeps the text encoder"
         raise InexpressibleError(UnsupportedValue("text_encoder", fields["text_encoder"], text, why))
     usual = "cached" if script.endswith(BEFORE) else "resident"
     flag = {"cached": "--cache_latents", "swapped": "--offload"}.get(fields["vae"], "")
-    if fields["vae"] == usual:
-        return {}
-    if flag not in flag_names:
+    if fields["vae"] != usual and flag not in flag_names:
         why = f"that example has no {flag}" if flag else "that example caches latents"
         raise InexpressibleError(UnsupportedValue("vae", fields["vae"], usual, why))
-    return {flag: True}
+    settings: Settings = {flag: True} if fields["vae"] != usual else {}
+    return settings | ({"--offload": True} if offload else {})
+
+
+def _holds_a_pipeline(fields: Fields) -> bool:
+    return fields["text_encoder"] == "resident" and _script(fields).endswith(PIPELINE)
 
 
 def _switch(field: str, flag: str) -> FunctionPair:
@@ -566,6 +570,7 @@ DIALECT = Dialect(
             when=lambda fields: _may_add(ELSEWHERE, REMOTE, fields),
         ),
         Move({"vae": "cached"}, "latents are encoded once", when=lambda fields: fields["vae"] != "cached"),
+        Move({"text_encoder": "cached"}, "the text encoder leaves when prompts are encoded", when=_holds_a_pipeline),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"validation_mode": "off"}, "no samples"),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),

@@ -113,3 +113,15 @@ def test_a_change_keeps_what_the_version_says_already(tmp_path: Path) -> None:
     assert not remote.when(fields) and remote.when(fields | {"version": "nf4-scales-in-fp32"})
     z_image = read(tmp_path, Z_IMAGE)
     assert not remote.when(z_image.job | z_image.strategy | {"version": ""})
+
+
+SANA = "train_dreambooth_lora_sana.py --pretrained_model_name_or_path Efficient-Large-Model/Sana_1600M_1024px_diffusers"
+
+
+def test_an_encoder_that_the_script_holds_goes_by_offload_beside_cached_latents(tmp_path: Path) -> None:
+    held = read(tmp_path, f"{SANA} --cache_latents")
+    assert (held.strategy["text_encoder"], held.strategy["vae"]) == ("resident", "cached")
+    settings = settings_for(DIALECT, held.job | held.strategy | {"gpus": 1, "nodes": 1, "text_encoder": "cached"})
+    assert settings["--offload"] is True and settings["--cache_latents"] is True
+    away = read(tmp_path, f"{SANA} --cache_latents --offload")
+    assert (away.strategy["text_encoder"], away.strategy["vae"]) == ("cached", "cached")
