@@ -227,6 +227,8 @@ def _needs_less(other: Estimate, found: Estimate) -> bool:
     lacks_ram = [plan.host_ram_bytes > (plan.machine.host_ram or math.inf) for plan in (other, found)]
     if lacks_ram[0] != lacks_ram[1]:
         return lacks_ram[1]
+    if lacks_ram[0] and other.host_ram_bytes > found.host_ram_bytes:
+        return False
     worth = WORTH_LOSS if set(other.lossy) - set(found.lossy) else 1.0
     return other.peak.device_bytes * worth < found.peak.device_bytes
 

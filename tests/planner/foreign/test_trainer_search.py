@@ -213,6 +213,9 @@ def test_the_smaller_of_two_plans_that_do_not_fit_is_shown() -> None:
     """EasyAnimate has everything on the GPU at its start: swapped encoders take less, and too much."""
     plan = run("suggest", "easyanimate-v5.1-7b", "--gpu", "24GB", "--for", "easyanimate", code=3)["plan"]
     assert plan["verdict"] == "no" and plan["strategy"]["text_encoder"] == "swapped"
+    full = ["wan2.1-t2v-1.3b", "--for", "videox-fun", "--method", "full", "--frames", "17", "--host-ram", "26GiB"]
+    plan = run("suggest", *full, "--gpu", "24GB", code=3)["plan"]
+    assert plan["limit"] == "host" and plan["strategy"]["text_encoder"] == "resident"  # it is RAM that lacks
 
 
 @pytest.mark.parametrize(
