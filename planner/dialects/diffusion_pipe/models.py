@@ -47,10 +47,12 @@ READ_TOO: dict[str, tuple[str, ...]] = {
     "ernie_image": ("ernie-image",),
     "ideogram4": ("ideogram-4",),
     "hidream": ("hidream-i1",),
+    "anima": ("anima",),
 }
 """``[model] type`` -> models that are read and not written: their files are named one by one (``diffusion_model``,
 ``vae``, ``text_encoders``; models/flux2.py, krea2.py, z_image.py, hunyuan_video_15.py), or in two places
-(models/chroma.py: its own file and FLUX.1's folder; models/hidream.py: its folder and Llama's)."""
+(models/chroma.py: its own file and FLUX.1's folder; models/hidream.py: its folder and Llama's;
+models/cosmos_predict2.py: Anima's)."""
 
 TEXT_TOKENS = {"flux.1-schnell": 512}
 """Model -> the tokens that its prompts are filled up to, where its usual ones are fewer (models/flux.py takes what

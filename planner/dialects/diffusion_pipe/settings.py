@@ -236,6 +236,7 @@ def _write_spread(fields: Fields) -> Settings:
     return settings | ({"config:blocks_to_swap": blocks} if blocks else {})
 
 
+CONDITIONER_RATE = "config:model.llm_adapter_lr"
 IN_THE_LOOP = "config:model.cache_text_embeddings"
 WITH_ENCODER = frozenset({"wan"})
 """``[model] type`` of those that encode in the loop where they are told to; others have no code for it
@@ -396,8 +397,9 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{model.text_encoders[-1].name} encodes in the loop and stays on the GPU, {how} ({AT} models/hidream.py)"
         if (length := settings.get("config:model.max_llama3_sequence_length")) not in (None, model.shape.text_tokens):
             yield f"max_llama3_sequence_length {length} is not estimated: as {model.shape.text_tokens}"
-    if model.trained_with("diffusion-pipe", "own-model"):
-        yield f"its own code of {model.title} was not compared: priced as diffusers' model"
+    if model.trained_with("diffusion-pipe", "last-encoder-in-model") and settings.get(CONDITIONER_RATE) != 0:
+        what = "trained" if fields["method"] == "full" else "adapted"
+        yield f"{model.text_encoders[-1].name} is {what} too, which is not estimated: llm_adapter_lr = 0 leaves it"
     yield from _edit_notes(settings, fields)
     if fields["method"] == "lora" and (
         note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])

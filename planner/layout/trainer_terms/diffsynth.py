@@ -10,7 +10,7 @@ import itertools
 
 from planner.layout.encoders_vae import encoders
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, positions_in_fp64
+from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, last_encoder_in_model, positions_in_fp64
 from planner.tape.program import Stage
 
 COMPLEX128 = 16
@@ -54,9 +54,16 @@ def caches_kept_by_vae(run: Run) -> None:
         run.free(optimizer, sorted(kept))
 
 
+def conditioner_in_model(run: Run) -> None:
+    """Anima's conditioner is a part of ``dit``, which is there where prompts were encoded by another command too
+    (diffsynth/models/anima_dit.py ``AnimaDiT``)."""
+    if run.strategy.text_encoder == "cached":
+        last_encoder_in_model("diffsynth")(run)
+
+
 TERMS: tuple[Transform, ...] = (
     *(positions_in_fp64("diffsynth"), table_with_each_checkpoint, checkpoints_saved_on_cpu),
-    caches_kept_by_vae,
+    *(caches_kept_by_vae, conditioner_in_model),
 )
 
 

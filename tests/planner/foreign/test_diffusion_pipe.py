@@ -173,3 +173,12 @@ def test_images_to_edit_of_models_that_may_take_some(tmp_path: Path) -> None:
     assert named(tmp_path, words, PLAIN).job.get("references") in (None, 0)
     found = named(tmp_path, "type = 'sd3'\ndiffusers_path = 'stable-diffusion-3.5-medium'", PAIRS)
     assert any("control_path is not estimated" in note for note in found.notes)
+
+
+def test_anima_has_its_conditioner_in_it(tmp_path: Path) -> None:
+    words = "type = 'anima'\ntransformer_path = 'anima-preview.safetensors'\nllm_path = 'qwen_3_06b_base.safetensors'"
+    found = named(tmp_path, words, PLAIN)
+    assert found.job["model"] == "anima" and any("its own code of Anima" in note for note in found.notes)
+    assert sum("conditioner is adapted too" in note for note in found.notes) == 1
+    frozen = named(tmp_path, f"{words}\nllm_adapter_lr = 0", PLAIN)
+    assert not any("conditioner is adapted" in note for note in frozen.notes)
