@@ -54,16 +54,9 @@ def caches_kept_by_vae(run: Run) -> None:
         run.free(optimizer, sorted(kept))
 
 
-def conditioner_in_model(run: Run) -> None:
-    """Anima's conditioner is a part of ``dit``, which is there where prompts were encoded by another command too
-    (diffsynth/models/anima_dit.py ``AnimaDiT``)."""
-    if run.strategy.text_encoder == "cached":
-        last_encoder_in_model("diffsynth")(run)
-
-
 TERMS: tuple[Transform, ...] = (
     *(positions_in_fp64("diffsynth"), table_with_each_checkpoint, checkpoints_saved_on_cpu),
-    *(caches_kept_by_vae, conditioner_in_model),
+    *(caches_kept_by_vae, last_encoder_in_model("diffsynth", among_residents=True)),
 )
 
 

@@ -104,7 +104,12 @@ TERMS: tuple[Transform, ...] = (
         kahan_buffer,
     ),
     *(adapters_on_modulation("diffusion-pipe"), swapped_to_pinned_memory, checkpoints_in_pinned_memory),
-    *(encoders_trained, masks_by_head("diffusion-pipe"), last_encoder_in_model("diffusion-pipe"), conditioner_kept),
+    *(
+        encoders_trained,
+        masks_by_head("diffusion-pipe"),
+        last_encoder_in_model("diffusion-pipe", among_residents=True),
+        conditioner_kept,
+    ),
 )
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers."""

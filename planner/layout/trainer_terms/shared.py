@@ -112,17 +112,20 @@ def outputs_sent_to_cpu(run: Run) -> None:
         fetched_when_needed(run)
 
 
-def last_encoder_in_model(trainer: str) -> Transform:
+def last_encoder_in_model(trainer: str, among_residents: bool = False) -> Transform:
     """The term of a trainer whose model has the last text encoder in it, frozen: Anima's conditioner (ai-toolkit
     27a03a9 extensions_built_in/diffusion_models/anima/anima.py ``AnimaTrainableModel``; SimpleTuner bc8e6ab
-    helpers/models/anima/transformer.py ``_LLMAdapter``; sd-scripts 48d368f library/anima_models.py), and LTX-2's
+    helpers/models/anima/transformer.py ``_LLMAdapter``; sd-scripts 48d368f library/anima_models.py; DiffSynth-Studio
+    fed7b18 diffsynth/models/anima_dit.py; diffusion-pipe 8f83dbf models/cosmos_predict2.py), and LTX-2's
     connectors (SimpleTuner helpers/models/ltxvideo2/model.py ``model_predict``). What it makes on the way is gone
     before the first block, and is not added. It is in 16 bits over a quantised base too, where ai-toolkit quantises
-    it."""
+    it. ``among_residents``: text encoders that stay on the GPU are counted with it."""
 
     def term(run: Run) -> None:
         """The encoder's weights lie beside the model's."""
         encoder = run.facts.model.text_encoders[-1] if run.facts.model.text_encoders else None
+        if among_residents and run.strategy.text_encoder == "resident":
+            return
         if encoder is not None and run.facts.model.trained_with(trainer, "last-encoder-in-model"):
             run.add(run.load, int(BYTES_PER_PARAMETER["bf16"] * encoder.parameters), "residents", encoder.name)
 
