@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from planner.catalog.shapes import check_blocks
 from planner.catalog.swapped_stacks import fetches_again
-from planner.dialects.base.deepspeed_file import zero_settings
+from planner.dialects.base.engine_files.deepspeed_file import zero_settings
 from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import OPTIMIZER_MOMENT, PHASE_MOMENTS, assess, describe_moment, outside_bytes

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from planner import dialects
 from planner.catalog.card_limits import BF16_ATTENTION_FROM
@@ -138,18 +139,18 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
         return question, Suggester(OURS, prefer).suggest(question)
     dialect = dialects.writer(check_target(name), question.job.model)
     asked, found = _searched(question, dialect, prefer)
-    if found.plan.verdict != "no" or "weights_dtype" in question.fixed or question.job.method != "lora":
+    if found.plan.verdict != "no":
         return asked, found
-    for dtype in QUANTISED:
+    for other in _otherwise(question, dialect):
         with contextlib.suppress(VplanError):
-            smaller, other = _searched(_quantised(question, dtype), dialect, prefer)
-            if other.plan.verdict != "no":
-                told = Switch("weights_dtype", question.strategy.weights(question.job.method), dtype, 0, 0.0)
-                return smaller._replace(fixed=question.fixed), other._replace(switches=(told, *other.switches))
-            if _needs_less(other.plan, found.plan):
+            changed, answer = _searched(other, dialect, prefer)
+            changed = changed._replace(fixed=question.fixed)
+            if answer.plan.verdict != "no":
+                return changed, answer._replace(switches=(*_told(question, other), *answer.switches))
+            if _needs_less(answer.plan, found.plan):
                 lossless = tuple(wish for wish in found.relaxed if not wish.plan.lossy)
-                asked = smaller._replace(fixed=question.fixed)
-                found = other._replace(relaxed=(*lossless, *(wish for wish in other.relaxed if wish.plan.lossy)))
+                more = (wish for wish in answer.relaxed if wish.plan.lossy or not lossless)
+                asked, found = changed, answer._replace(relaxed=(*lossless, *more))
     return asked, _with_fewer_bits(found, dialect)
 
 
@@ -172,14 +173,56 @@ def fitting_for(question: Question, name: str) -> Estimate | None:
     """The plan alone that `suggest_for` has where one fits or is tight, without what explains it, which takes most of
     the time; None where there is none. Raises a VplanError as `suggest_for` does."""
     dialect = dialects.writer(check_target(name), question.job.model)
-    found = _fitting(question, dialect)
-    if found is not None or "weights_dtype" in question.fixed or question.job.method != "lora":
+    if (found := _fitting(question, dialect)) is not None:
         return found
-    for dtype in QUANTISED:
+    for other in _otherwise(question, dialect):
         with contextlib.suppress(VplanError):
-            if (found := _fitting(_quantised(question, dtype), dialect)) is not None:
+            if (found := _fitting(other, dialect)) is not None:
                 return found
     return None
+
+
+PLACES = frozenset({"text_encoder", "vae"})
+"""Fields of where encoders are. A search leaves them where the trainer has them: most cache what they make."""
+
+
+def _otherwise(question: Question, dialect: Dialect) -> Iterator[Question]:
+    """The question with what is tried where nothing fits, the mildest first: encoders elsewhere, which rounds nothing,
+    and a quantised base, with the encoders where they were and elsewhere."""
+    elsewhere = list(_encoders_elsewhere(question, dialect))
+    yield from elsewhere
+    if "weights_dtype" in question.fixed or question.job.method != "lora":
+        return
+    for dtype in QUANTISED:
+        for asked in (question, *elsewhere):
+            yield _typed(asked, {"weights_dtype": dtype})
+
+
+def _encoders_elsewhere(question: Question, dialect: Dialect) -> Iterator[Question]:
+    """The question with the encoders where changes of the trainer's flags put them, as `check` offers them: each change
+    by itself, and all together."""
+    now = nearest_fields(dialect, fields_of(_plan(question, question.job, question.strategy)))
+    moves = [move for move in dialect.moves if move.changes.keys() <= PLACES and move.when(now)]
+    steps = [dict(step) for move in moves for step in move.steps(now)]
+    together = dict(chain.from_iterable(step.items() for step in steps))
+    for number, step in enumerate([*steps, together]):
+        changes = {field: place for field, place in step.items() if now[field] != place}
+        if changes and not changes.keys() & question.fixed and step not in steps[:number]:
+            yield _typed(question, step)
+
+
+def _typed(question: Question, changes: Mapping[str, Any]) -> Question:
+    """The question with these values as if they were typed: what else a trainer does may follow from them."""
+    return question._replace(strategy=question.strategy.replace(**changes), fixed=question.fixed | changes.keys())
+
+
+def _told(question: Question, other: Question) -> Iterator[Switch]:
+    """What a question has that was not typed, as switches of the answer."""
+    for field in sorted(other.fixed - question.fixed):
+        before = getattr(question.strategy, field)
+        if field == "weights_dtype":
+            before = question.strategy.weights(question.job.method)
+        yield Switch(field, before, getattr(other.strategy, field), 0, 0.0)
 
 
 def _fitting(question: Question, dialect: Dialect) -> Estimate | None:
@@ -194,19 +237,16 @@ def _fitting(question: Question, dialect: Dialect) -> Estimate | None:
     return None if plan.verdict == "no" else plan
 
 
-def _quantised(question: Question, dtype: str) -> Question:
-    """The question with another format of the base as if it were typed: what else a trainer does may follow from it."""
-    strategy = question.strategy.replace(weights_dtype=dtype)
-    return question._replace(strategy=strategy, fixed=question.fixed | {"weights_dtype"})
-
-
 def _needs_less(other: Estimate, found: Estimate) -> bool:
     """Whether one of two plans that do not fit is called the smaller: host RAM is a limit like the card's memory, and
     what is rounded once more must be worth it (`planner.search.cost.WORTH_LOSS`)."""
     lacks_ram = [plan.host_ram_bytes > (plan.machine.host_ram or math.inf) for plan in (other, found)]
     if lacks_ram[0] != lacks_ram[1]:
         return lacks_ram[1]
-    return other.peak.device_bytes * WORTH_LOSS < found.peak.device_bytes
+    if lacks_ram[0] and other.host_ram_bytes > found.host_ram_bytes:
+        return False
+    worth = WORTH_LOSS if set(other.lossy) - set(found.lossy) else 1.0
+    return other.peak.device_bytes * worth < found.peak.device_bytes
 
 
 QUANTISED = ("fp8", "int8", "nf4")

@@ -306,7 +306,7 @@ class Strategy(Record):
     # How many blocks a search swaps, `planner.search.swap_count` finds.
     swap_blocks: Annotated[CountOrZero, Note(trained=ALL, searched=Searched(14, lora=(), full=()))] = 0
     """transformer blocks kept in host RAM and copied to the GPU when they run"""
-    text_encoder: Annotated[Residence, Note(trained=("cached",))] = "cached"
+    text_encoder: Annotated[Residence, Note(trained=("cached",), words={"swapped": "text encoders swapped"})] = "cached"
     """cached = prompts are encoded before training, then the encoder is unloaded; resident = stays on the GPU;
     swapped = moves to the GPU when needed"""
     vae: Annotated[

@@ -310,6 +310,8 @@ class Tape:
     def _outside_regime(self, name: str, fixed: int, value: int) -> NotRecordedError:
         if name == "B":  # its code loops over the samples, so that the events grow with the batch
             fault = f"{self.model} processes a batch sample by sample, and batch {value} is not recorded"
+            if self.variant.startswith("sample"):  # guidance may be half of them
+                return NotRecordedError(fault, "use --batch-size 1")
             return NotRecordedError(fault, f"use --batch-size 1 or {fixed}, with --gradient-accumulation")
         if name == "T":
             fault = f"{self.model} is recorded with prompts of {fixed} tokens, not {value}"

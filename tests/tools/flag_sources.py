@@ -60,7 +60,8 @@ DIFFSYNTH = Source(
             "",
             "examples/z_image/model_training/train.py examples/ltx2/model_training/train.py "
             "examples/krea2/model_training/train.py examples/stable_diffusion_xl/model_training/train.py "
-            "examples/stable_diffusion/model_training/train.py examples/ernie_image/model_training/train.py",
+            "examples/stable_diffusion/model_training/train.py examples/ernie_image/model_training/train.py "
+            "examples/anima/model_training/train.py examples/ideogram4/model_training/train.py",
         ),
         Entry(
             "examples/wanvideo/train_wan_t2v.py",
@@ -271,6 +272,7 @@ DIFFUSION_PIPE = Source(
                 *(
                     (f"models/{name}.py", _PIPE)
                     for name in [
+                        "cosmos_predict2",
                         "wan/wan",
                         "flux",
                         "flux2",

@@ -14,7 +14,7 @@ from planner.catalog import lookup
 from planner.dialects.base import config_text
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue, Value
 from planner.dialects.base.dialect import Dialect
-from planner.dialects.base.fsdp_launch import BY_CLASS
+from planner.dialects.base.engine_files.fsdp_launch import BY_CLASS
 from planner.layout.sharding.zero import DEEPSPEED
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED as FORMATS

@@ -56,6 +56,23 @@ def find_model(*texts: object) -> str | None:
     return None
 
 
+FORMAT_WORDS = r"(?:-(?:bf16|fp16|fp32|fp8|e4m3fn|e5m2|scaled|mixed|fp8mixed|fp8scaled))+$"
+"""What stands behind a model's name in the files of ComfyUI and others (qwen_image_edit_fp8_e4m3fn.safetensors)."""
+
+
+def find_checkpoint(path: object) -> str | None:
+    """The model whose name or alias a file has, whatever parts its words, and with a number format behind it."""
+    stem = re.split(r"[\\/]", str(path or "").lower())[-1]
+    words = re.sub(r"[-_. ]+", "-", re.sub(r"\.(safetensors|ckpt|pth|pt|gguf)$", "", stem))
+    return _known_files().get(re.sub(FORMAT_WORDS, "", words))
+
+
+@functools.cache
+def _known_files() -> dict[str, str]:
+    """`_known_models`, with one mark between words."""
+    return {re.sub(r"[-_. ]+", "-", name): model for name, model in _known_models().items()}
+
+
 def require_model(settings: Settings, *names: str, known: Sequence[str] = ()) -> str:
     """The model that the settings `names` give, or `model` where it is set. Raises a VplanError when none of them names
     a known one. ``known``: all that the trainer is priced with, where they are few."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue
-from planner.dialects.base.deepspeed_file import of_deepspeed, unknown_keys
-from planner.dialects.base.fsdp_launch import (
+from planner.dialects.base.engine_files.deepspeed_file import of_deepspeed, unknown_keys
+from planner.dialects.base.engine_files.fsdp_launch import (
     CLASSES,
     LOADING,
     OFFLOAD,

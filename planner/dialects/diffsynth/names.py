@@ -142,6 +142,10 @@ EXPERTS = {"high": "high_noise_model/", "low": "low_noise_model/"}
 PATHS = ("--model_id_with_origin_paths", "--model_paths")
 ENCODERS = ("t5", "clip", "text_encoder", "gemma", "qwen3-vl", "qwen2.5")
 
+PREQUANTISED = {"ideogram-4-fp8": "fp8", "ideogram-4-nf4": "nf4"}
+"""Repository -> format of the transformer and the text encoder in its files, which stay in it
+(diffsynth/configs/model_configs.py ``load_prequantized``)."""
+
 SPLIT_COST = (
     "two commands: first the same one with --task sft:data_process writes every sample's latents and prompts to "
     "--output_path, then this one reads them (--dataset_base_path); disk for the cache, not part of the step time"

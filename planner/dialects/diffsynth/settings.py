@@ -23,6 +23,7 @@ from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_o
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import engine, launch_settings, several_gpus
 from planner.dialects.base.layer_names import WAN_LAYERS
+from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.diffsynth.names import (
     AT,
@@ -36,6 +37,7 @@ from planner.dialects.diffsynth.names import (
     OFFLOAD_COST,
     OFFLOAD_NOTE,
     PATHS,
+    PREQUANTISED,
     REFERENCES,
     SHIPPED,
     SPLIT_COST,
@@ -45,6 +47,7 @@ from planner.dialects.diffsynth.names import (
     folder_of,
 )
 from planner.errors import VplanError
+from planner.layout.encoders_vae import BYTES_PER_PARAMETER
 from planner.layout.trainer_terms.diffsynth import MODEL_OFFLOAD
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
@@ -231,10 +234,27 @@ OPTIMIZERS = {
 QUANTISED = {"bitsandbytes_nf4": "nf4", "torchao_int8_w8a16": "int8"}
 
 
+def _format_of_files(settings: Settings, kind: str) -> str:
+    """The format in which files of a kind come and stay: bf16, but for the repositories of quantised ones."""
+    repositories = [path.partition(":")[0].rpartition("/")[2] for path in _listed(settings) if _kind(path) == kind]
+    return next((PREQUANTISED[name] for name in repositories if name in PREQUANTISED), "bf16")
+
+
+def _text_encoder_dtype(settings: Settings) -> Fields:
+    return {"text_encoder_dtype": _format_of_files(settings, "text_encoder")}
+
+
+def _write_text_encoder_dtype(fields: Fields) -> Settings:
+    if fields["text_encoder_dtype"] != "bf16":
+        why = "everything is loaded in bf16"
+        raise InexpressibleError(UnsupportedValue("text_encoder_dtype", fields["text_encoder_dtype"], "bf16", why))
+    return {}
+
+
 def _plain(settings: Settings) -> Fields:
     """Everything is loaded in bf16, adapters too; accelerate's mixed precision adds autocast. fp8 and 4 bits are for
     frozen weights, by the name of their file."""
-    weights = "bf16"
+    weights = _format_of_files(settings, "weights")
     base = [path for path in _listed(settings) if _kind(path) == "weights"]
     if set(base) & set(str(settings.get("--fp8_models") or "").split(",")):
         weights = "fp8"
@@ -311,14 +331,18 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "81 frames, the default of --num_frames"
     if not (settings.get("--height") and settings.get("--width")):
         yield "without --height and --width every clip keeps its size, up to --max_pixels"
+    yield from own_model_notes("diffsynth", fields)
+    if fields["method"] == "full" and profile.trained_with("diffsynth", "last-encoder-in-model"):
+        yield f"{profile.text_encoders[-1].name} is trained too, which is not estimated, and takes more than this"
     if _is_wan(profile.name) and not settings.get("--use_gradient_checkpointing"):
         yield f"checkpointing is on without a flag: forced for Wan since 72af7122 (2025-12-04, {AT})"
     if settings.get("--enable_model_cpu_offload"):
         yield OFFLOAD_NOTE
     elif fields["text_encoder"] == fields["vae"] == "resident":
-        parameters = profile.vae.parameters + sum(encoder.parameters for encoder in profile.text_encoders)
+        width = BYTES_PER_PARAMETER[fields["text_encoder_dtype"]]
+        nbytes = 2 * profile.vae.parameters + width * sum(encoder.parameters for encoder in profile.text_encoders)
         names = ", ".join(encoder.name for encoder in profile.text_encoders)
-        yield f"{names} and VAE ({format_gib(2 * parameters)}) stay on the GPU beside the model in task sft"
+        yield f"{names} and VAE ({format_gib(int(nbytes))}) stay on the GPU beside the model in task sft"
     if settings.get("--enable_optimizer_cpu_offload"):
         yield f"--enable_optimizer_cpu_offload{MAY_NEED_LESS}"
     yield "one sample per step: there is no batch-size flag"
@@ -364,7 +388,14 @@ def _table(*bindings: Binding | When) -> tuple[Binding | When, ...]:
         GPUS,
         NODES,
         *our_defaults("lora_dropout", "buckets", "text_tokens", "validation"),
-        *our_defaults("compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "text_encoder_dtype", "vae_dtype"),
+        FunctionPair(
+            ("text_encoder_dtype",),
+            (),
+            _text_encoder_dtype,
+            _write_text_encoder_dtype,
+            {"text_encoder_dtype": "bf16; Ideogram 4's also as its repository has it"},
+        ),
+        *our_defaults("compute_dtype", "checkpointed_blocks", "ema", "swap_blocks", "vae_dtype"),
         *our_defaults("vae_tiling", "vae_slicing", "inactive_expert", "validation_mode", "group_offload"),
         *our_defaults("group_offload_stream", "attention", "compile", "context_parallel"),
         *our_defaults("adapter_inputs", "nested_checkpointing", "fsdp_replicas"),

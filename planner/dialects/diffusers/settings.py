@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.catalog import lookup
@@ -20,14 +20,14 @@ from planner.dialects.base.bindings import (
 from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.fsdp_launch import Units, fsdp_notes
+from planner.dialects.base.engine_files.fsdp_launch import Units, fsdp_notes
 from planner.dialects.base.launchers import engine, half_precision, launch_settings
 from planner.dialects.base.script import Script
 from planner.dialects.diffusers.adapted_layers import ADAPTED, ratios
 from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised_base
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
-from planner.layout.trainer_terms.diffusers import IN_LOOP, PRIOR, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
+from planner.layout.trainer_terms.diffusers import IN_LOOP, PARTS, PRIOR, REMOTE, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
 from planner.spec.job import QUANTISED, SPLIT
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
@@ -103,19 +103,35 @@ def _version(settings: Settings, fields: Fields) -> str:
     """Of the terms in `planner.layout.trainer_terms.diffusers`, and what a batch is written by."""
     text = WHOLE_TEXT_ENCODER if _trains_text_encoder(settings) else ""
     scales = SCALES_IN_FP32 if settings.get(BASE) and not settings.get(DOUBLE) else ""
-    without_last = settings.get(SKIP) and fields["validation_mode"] == "on"
+    without_last = settings.get(SKIP) and fields["validation_mode"] != "off"
     skips = IN_LOOP if without_last else ""
-    return "-".join(filter(None, [text, scales, skips, PRIOR if _has_prior(settings) else ""]))
+    elsewhere = REMOTE if settings.get(ELSEWHERE) else ""
+    return "-".join(filter(None, [text, scales, skips, elsewhere, PRIOR if _has_prior(settings) else ""]))
 
 
 SKIP = "--skip_final_inference"
+ELSEWHERE = "--remote_text_encoder"
+
+
+def _version_with(part: str) -> Callable[[Fields], tuple[Fields, ...]]:
+    """The version of some fields with one part more."""
+
+    def changes(fields: Fields) -> tuple[Fields, ...]:
+        version = str(fields.get("version") or "")
+        return ({"version": "-".join(each for each in PARTS if each == part or each in version)},)
+
+    return changes
+
+
+def _may_add(flag: str, part: str, fields: Fields) -> bool:
+    """Whether the script has a flag that was not given, whose part of the version is given."""
+    script = _script(fields)
+    return bool(script) and part not in str(fields["version"]) and flag in flags.script("diffusers", script).flags
 
 
 def _takes_a_last_sample(fields: Fields) -> bool:
     """Whether it does, and has an option to leave it out."""
-    script = _script(fields)
-    sampled = fields["validation_mode"] == "on" and fields["version"] == ""
-    return sampled and bool(script) and SKIP in flags.script("diffusers", script).flags
+    return fields["validation_mode"] != "off" and _may_add(SKIP, IN_LOOP, fields)
 
 
 def _write_batch(fields: Fields) -> int:
@@ -255,18 +271,22 @@ def _residence(settings: Settings) -> Fields:
 def _write_residence(fields: Fields) -> Settings:
     script = _script(fields)
     flag_names = flags.script("diffusers", script).flags if script else {}
-    text = _text_encoder(script, offload=fields["vae"] == "swapped")
+    offload = fields["vae"] == "swapped" or fields["text_encoder"] != _text_encoder(script)
+    text = _text_encoder(script, offload=offload)
     if fields["text_encoder"] != text:
         why = "its example encodes prompts once" if text == "cached" else "its example keeps the text encoder"
         raise InexpressibleError(UnsupportedValue("text_encoder", fields["text_encoder"], text, why))
     usual = "cached" if script.endswith(BEFORE) else "resident"
     flag = {"cached": "--cache_latents", "swapped": "--offload"}.get(fields["vae"], "")
-    if fields["vae"] == usual:
-        return {}
-    if flag not in flag_names:
+    if fields["vae"] != usual and flag not in flag_names:
         why = f"that example has no {flag}" if flag else "that example caches latents"
         raise InexpressibleError(UnsupportedValue("vae", fields["vae"], usual, why))
-    return {flag: True}
+    settings: Settings = {flag: True} if fields["vae"] != usual else {}
+    return settings | ({"--offload": True} if offload else {})
+
+
+def _holds_a_pipeline(fields: Fields) -> bool:
+    return fields["text_encoder"] == "resident" and _script(fields).endswith(PIPELINE)
 
 
 def _switch(field: str, flag: str) -> FunctionPair:
@@ -301,18 +321,27 @@ def _write_ema(fields: Fields) -> Settings:
     return rows[where]
 
 
+IN_TURNS = tuple(f"train_dreambooth_lora_{name}.py" for name in ("flux2", "flux2_klein", "z_image"))
+"""Scripts whose ``log_validation`` calls ``enable_model_cpu_offload``; others call ``pipeline.to(device)``."""
+
+
+def _sampling(script: str) -> str:
+    """How a script samples: its pipeline is on the GPU whole, or each of its models in turn."""
+    return "offload" if script.endswith(IN_TURNS) else "on"
+
+
 def _validation(settings: Settings) -> Fields:
     prompts = settings.get("--validation_prompt") or settings.get("--validation_prompts")
-    return {"validation_mode": "on" if prompts else "off"}
+    return {"validation_mode": _sampling(str(settings["script"])) if prompts else "off"}
 
 
 def _write_validation(fields: Fields) -> Settings:
-    if fields["validation_mode"] == "offload":
-        raise InexpressibleError(
-            UnsupportedValue("validation_mode", "offload", "on", "its pipeline is put on the GPU whole")
-        )
-    if fields["validation_mode"] == "off":
+    mode, way = fields["validation_mode"], _sampling(_script(fields))
+    if mode == "off":
         return {}
+    if mode != way:
+        why = "its pipeline is put on the GPU whole" if way == "on" else "its pipeline offloads each of its models"
+        raise InexpressibleError(UnsupportedValue("validation_mode", mode, way, why))
     flag, prompt = "--validation_prompt", "a cat walks"
     plural = _script(fields).endswith("train_text_to_image.py")
     return {"--validation_prompts": [prompt]} if plural else {flag: prompt}
@@ -355,7 +384,9 @@ def _write_vae_dtype(fields: Fields) -> Settings:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if "--train_batch_size" not in settings:
         yield f"{fields['batch_size']} samples per step and GPU, the default of --train_batch_size"
-    if fields["text_encoder"] == "cached" and "text_to_image" in str(settings["script"]):
+    if settings.get(ELSEWHERE):
+        yield f"prompts are encoded on another machine, and no text encoder is loaded here ({AT})"
+    elif fields["text_encoder"] == "cached" and "text_to_image" in str(settings["script"]):
         yield f"prompts and latents are computed before training ({AT})"
     elif fields["text_encoder"] == "cached":
         yield f"prompts are encoded once and their encoders deleted, as with one instance prompt ({AT})"
@@ -463,7 +494,7 @@ DIALECT = Dialect(
             ("--validation_prompt", "--validation_prompts"),
             _validation,
             _write_validation,
-            {"validation_mode": "off, on"},
+            {"validation_mode": "off, on (FLUX.2 and Z-Image: offload)"},
         ),
         engine(
             _plain,
@@ -511,9 +542,18 @@ DIALECT = Dialect(
             {"version": IN_LOOP},
             "no sample behind the last step, for which a second transformer is loaded",
             words_for=lambda settings: [SKIP],
+            by_fields=_version_with(IN_LOOP),
             when=_takes_a_last_sample,
         ),
+        Move(
+            {"version": REMOTE},
+            "prompts are sent to Hugging Face's server, which encodes them",
+            words_for=lambda settings: [ELSEWHERE],
+            by_fields=_version_with(REMOTE),
+            when=lambda fields: _may_add(ELSEWHERE, REMOTE, fields),
+        ),
         Move({"vae": "cached"}, "latents are encoded once", when=lambda fields: fields["vae"] != "cached"),
+        Move({"text_encoder": "cached"}, "the text encoder leaves when prompts are encoded", when=_holds_a_pipeline),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
         Move({"validation_mode": "off"}, "no samples"),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),

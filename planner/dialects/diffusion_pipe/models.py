@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
-from planner.dialects.base.common_bindings import find_model
+from planner.dialects.base.common_bindings import find_checkpoint, find_model
 from planner.dialects.base.values import as_list, integer
 from planner.errors import VplanError, quoted
 from planner.spec.job import Bucket
@@ -47,10 +47,12 @@ READ_TOO: dict[str, tuple[str, ...]] = {
     "ernie_image": ("ernie-image",),
     "ideogram4": ("ideogram-4",),
     "hidream": ("hidream-i1",),
+    "anima": ("anima",),
 }
 """``[model] type`` -> models that are read and not written: their files are named one by one (``diffusion_model``,
 ``vae``, ``text_encoders``; models/flux2.py, krea2.py, z_image.py, hunyuan_video_15.py), or in two places
-(models/chroma.py: its own file and FLUX.1's folder; models/hidream.py: its folder and Llama's)."""
+(models/chroma.py: its own file and FLUX.1's folder; models/hidream.py: its folder and Llama's;
+models/cosmos_predict2.py: Anima's)."""
 
 TEXT_TOKENS = {"flux.1-schnell": 512}
 """Model -> the tokens that its prompts are filled up to, where its usual ones are fewer (models/flux.py takes what
@@ -61,6 +63,12 @@ WHICH = ("config:model.type", *(f"config:model.{name}" for name in PATHS))
 EXPERTS = ("low", "high")
 
 
+PAIRED = {"qwen-image": "qwen-image-edit", "flux.1-dev": "flux.1-kontext-dev"}
+"""Model -> the one that is trained with images to edit: both have the same ``[model] type`` and weights of the same
+shapes. A sample has its image's latents beside its own where the data set has them, whatever the weights are called
+(``control_latents`` in models/qwen_image.py, flux.py and flux2.py ``prepare_inputs``)."""
+
+
 def model_of(settings: Settings) -> Fields:
     """The fields `model` and `experts` that the settings mean. Raises a VplanError for an unknown model."""
     kind = settings.get("config:model.type")
@@ -68,19 +76,60 @@ def model_of(settings: Settings) -> Fields:
     if not candidates:
         listed = dict.fromkeys([known for known, _ in TYPES.values()] + list(READ_TOO))
         raise VplanError(f"model.type {quoted(kind)} is not supported here", f"supported: {', '.join(listed)}")
-    paths = [settings.get(f"config:model.{name}") for name in PATHS]
-    name_given = settings.get("model") or find_model(*reversed(paths), *paths)
-    model = name_given if name_given in candidates else None
-    if model is None and len(candidates) > 1:
-        raise VplanError(
-            f"cannot tell which {kind} model this is from {quoted(paths[0] or paths[1])}", "add --model NAME"
-        )
-    fields: Fields = {"model": model or candidates[0], "experts": None}
+    model = settings.get("model") or named_model(settings)
+    if model not in candidates:
+        if len(candidates) > 1:
+            raise _unnamed(settings)
+        model = candidates[0]
+    fields: Fields = {"model": _of_the_data(settings, str(model)), "experts": None}
     if lookup.model(fields["model"]).experts > 1:
         fields["experts"] = (
             "high" if "high" in str(settings.get("config:model.transformer_path", "")).lower() else "low"
         )
     return fields
+
+
+def named_model(settings: Settings) -> str | None:
+    """The model that a path names; that of the transformer alone counts before that of the whole."""
+    paths = [settings.get(f"config:model.{name}") for name in reversed(PATHS)]
+    return next(filter(None, (find_model(path) or find_checkpoint(path) for path in paths)), None)
+
+
+def _unnamed(settings: Settings) -> VplanError:
+    """The fault where no path names a model of the type, with what was looked at."""
+    paths = {name: settings.get(f"config:model.{name}") for name in PATHS}
+    given = ", ".join(f"{name} {quoted(path)}" for name, path in paths.items() if path)
+    kind = settings["config:model.type"]
+    fault = f"cannot tell which {kind} model this is from {given or 'no ' + ', '.join(PATHS)}"
+    return VplanError(fault, "add --model NAME")
+
+
+def edits(settings: Settings) -> bool:
+    """Whether a directory of the dataset has images to edit."""
+    return any(settings.get(f"{folder}control_path") for folder in _folders(settings))
+
+
+def _of_the_data(settings: Settings, model: str) -> str:
+    """The model as the dataset trains it, where that is here: with images to edit, or without."""
+    if "dataset" not in settings:
+        return model
+    if edits(settings):
+        return PAIRED.get(model, model)
+    return {edit: plain for plain, edit in PAIRED.items()}.get(model, model)
+
+
+def references_of(settings: Settings) -> Fields:
+    """The images beside each sample: one of a model that may take some, by the dataset. Others have as many as
+    always."""
+    takes = lookup.model(model_of(settings)["model"]).shape.takes_references
+    return {"references": 1 if takes and edits(settings) else None}
+
+
+def write_references(fields: Fields) -> Settings:
+    """No settings: files say it (``control_path``). Raises an InexpressibleError for more than one image."""
+    if (images := fields["references"] or 0) > 1:
+        raise InexpressibleError(UnsupportedValue("references", images, 1, "each image has one to edit (control_path)"))
+    return {}
 
 
 def write_model(fields: Fields) -> Settings:

@@ -34,13 +34,18 @@ from planner.dialects.diffusion_pipe.models import (
     BATCH,
     BUCKETS,
     IMAGE_BATCH,
+    PAIRED,
     TEXT_TOKENS,
     TYPES,
     WHICH,
+    edits,
     model_of,
+    named_model,
+    references_of,
     rows_of,
     shape_of,
     write_model,
+    write_references,
     write_shape,
 )
 from planner.errors import VplanError, quoted
@@ -227,10 +232,11 @@ def _write_spread(fields: Fields) -> Settings:
     return settings | ({"config:blocks_to_swap": blocks} if blocks else {})
 
 
+CONDITIONER_RATE = "config:model.llm_adapter_lr"
 IN_THE_LOOP = "config:model.cache_text_embeddings"
-WITH_ENCODER = frozenset({"wan"})
+WITH_ENCODER = frozenset({"wan", "anima"})
 """``[model] type`` of those that encode in the loop where they are told to; others have no code for it
-(models/wan/wan.py ``InitialLayer``)."""
+(models/wan/wan.py and cosmos_predict2.py ``InitialLayer``)."""
 
 
 ALWAYS_WITH_ENCODER = frozenset({"sdxl"})
@@ -300,13 +306,14 @@ TABLE: tuple[Binding | When, ...] = (
     pair(_spread_of, _write_spread, ("config:pipeline_stages", "config:blocks_to_swap"),
              sharding="none on one GPU, ddp on several", swap_blocks="blocks_to_swap, with LoRA"),
     When("sharding", frozenset({"ddp"}), Fixed("grad_buckets", "copy", "DeepSpeed averages gradients in buckets")),
-    pair(_text_encoder_of, _write_text_encoder, (IN_THE_LOOP,), text_encoder="cached; resident (Wan, always SDXL)"),
+    pair(_text_encoder_of, _write_text_encoder, (IN_THE_LOOP,), text_encoder="cached; resident (Wan, Anima, SDXL)"),
     Fixed("vae", "cached", "latents are cached on disk before training"),
     Fixed("validation_mode", "off", "its evaluation is a loss: it samples nothing"),
     Choice("compile", {"none": {}, "full": {"config:compile": True}}, "compile = true is the whole model"),
     Fixed("attention", "sdpa"),
     padded_prompts(model_of, TEXT_TOKENS, f"its prompts are filled up to 512 tokens ({AT} models/flux.py)"),
-    *our_defaults("trainable", "references", "validation", "master_weights", "ema", "offload_gradients",
+    pair(references_of, write_references, (), references="a model's own; one by control_path"),
+    *our_defaults("trainable", "validation", "master_weights", "ema", "offload_gradients",
            "offload_params", "text_encoder_dtype", "vae_dtype", "vae_tiling", "vae_slicing", "inactive_expert",
            "group_offload", "group_offload_stream", "context_parallel", "adapter_inputs", "nested_checkpointing",
            "fsdp_replicas"),
@@ -382,8 +389,10 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{model.text_encoders[-1].name} encodes in the loop and stays on the GPU, {how} ({AT} models/hidream.py)"
         if (length := settings.get("config:model.max_llama3_sequence_length")) not in (None, model.shape.text_tokens):
             yield f"max_llama3_sequence_length {length} is not estimated: as {model.shape.text_tokens}"
-    if model.trained_with("diffusion-pipe", "own-model"):
-        yield f"its own code of {model.title} was not compared: priced as diffusers' model"
+    if model.trained_with("diffusion-pipe", "last-encoder-in-model") and settings.get(CONDITIONER_RATE) != 0:
+        what = "trained" if fields["method"] == "full" else "adapted"
+        yield f"{model.text_encoders[-1].name} is {what} too, which is not estimated: llm_adapter_lr = 0 leaves it"
+    yield from _edit_notes(settings, fields)
     if fields["method"] == "lora" and (
         note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
     ):
@@ -397,6 +406,17 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from evaluation.notes(settings, fields)
     if kronecker_adapter.is_lokr(settings):
         yield kronecker_adapter.note(settings, fields)
+
+
+def _edit_notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    """What the dataset's images to edit, or their absence, make of the model."""
+    model = lookup.model(fields["model"])
+    if edits(settings) and (model.shape.references or fields["references"]):
+        yield f"control_path: each image has one to edit beside it, of the sample's size ({AT} utils/dataset.py)"
+    elif edits(settings):
+        yield f"control_path is not estimated with {model.title}: this is the estimate without images to edit"
+    elif PAIRED.get(fields["model"]) == named_model(settings):
+        yield f"no directory has a control_path: trained without images to edit, as {model.title}"
 
 
 def _version(settings: Settings, fields: Fields) -> str:

@@ -11,7 +11,7 @@ from planner.dialects.base import flags
 from planner.dialects.base.bindings import Choice, Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.commands import parse_program
 from planner.dialects.base.dialect import MAY_NEED_LESS, Invocation, Move
-from planner.dialects.base.fsdp_launch import OFFLOAD, VERSION, Units, fsdp_notes
+from planner.dialects.base.engine_files.fsdp_launch import OFFLOAD, VERSION, Units, fsdp_notes
 from planner.dialects.base.launchers import engine, launch_settings, several_gpus
 from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
 from planner.dialects.base.script import Script

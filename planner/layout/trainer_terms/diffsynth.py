@@ -10,7 +10,7 @@ import itertools
 
 from planner.layout.encoders_vae import encoders
 from planner.layout.run import Run, Transform
-from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, positions_in_fp64
+from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, last_encoder_in_model, positions_in_fp64
 from planner.tape.program import Stage
 
 COMPLEX128 = 16
@@ -56,7 +56,7 @@ def caches_kept_by_vae(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     *(positions_in_fp64("diffsynth"), table_with_each_checkpoint, checkpoints_saved_on_cpu),
-    caches_kept_by_vae,
+    *(caches_kept_by_vae, last_encoder_in_model("diffsynth")),
 )
 
 

@@ -22,6 +22,7 @@ from planner.layout.stored_positions import table_in_half
 from planner.layout.trainer_terms.frozen_experts import experts_without_gradients
 from planner.layout.trainer_terms.shared import cache_kept_while_sampling, clip_pixels
 from planner.layout.trainer_terms.trained_text_encoders import text_encoders_whole
+from planner.spec.plan import PhaseName
 from planner.tape.program import Moment, Stage
 
 HALF, FP32 = 2, 4
@@ -171,6 +172,36 @@ def _sample_beside(run: Run, nbytes: int) -> None:
     )
 
 
+def _turns(run: Run) -> list[tuple[PhaseName, Stage]]:
+    """An offloaded sample in parts: text encoders, where they encode, the denoising, and the decode, without what moves
+    the model. Behind each the allocator's cache is emptied (accelerate hooks.py ``CpuOffload.pre_forward``, diffusers
+    pipelines/pipeline_utils.py ``enable_model_cpu_offload``)."""
+    (_, denoise), (_, decode) = run.phases.validation
+    moved = weights_on_gpu(run)
+    moves = (moved, [~buffer for buffer in moved])
+    back = [at for at, (_, events) in enumerate(denoise.stretches) if events == moved]
+    parts = [denoise.stretches[: back[0]], denoise.stretches[back[0] :]] if back else [denoise.stretches]
+    kept = [[stretch for stretch in part if stretch[1] not in moves] for part in (*parts, decode.stretches)]
+    *before, decoded = kept
+    return [*(("denoise", Stage(denoise.name, part)) for part in before), ("decode", Stage(decode.name, decoded))]
+
+
+def _offloaded_samples(run: Run, nbytes: int, last: bool) -> None:
+    """Samples of a pipeline whose models take turns on the GPU: of the trained one, and at the end of one of so many
+    bytes that was loaded anew, beside the trained one, which is then not the pipeline's and stays."""
+    own, new, moved = _turns(run), _turns(run), weights_on_gpu(run)
+    leaving, second = [~buffer for buffer in moved], run.new(nbytes, "weight", "second transformer")
+    if len(own) > 2:  # text encoders come first
+        own[0][1].stretches.insert(0, (STRATEGY_MOMENT, leaving))
+        own[1][1].stretches.insert(0, (STRATEGY_MOMENT, moved))
+    own[-2][1].stretches.append((STRATEGY_MOMENT, leaving))
+    own[-1][1].stretches.append((STRATEGY_MOMENT, moved))
+    new[-2][1].stretches.insert(0, (STRATEGY_MOMENT, [second]))
+    new[-2][1].stretches.append((STRATEGY_MOMENT, [~second]))
+    run.phases.validation = (*own, *(new if last else ()))
+    run.empty_cache.after = (*run.empty_cache.after, *(stage for _, stage in run.phases.validation))
+
+
 IN_LOOP = "in-loop"
 """In the version of a script that takes no last sample at its end (``--skip_final_inference``)."""
 
@@ -185,18 +216,20 @@ def last_sample(run: Run) -> None:
     examples/dreambooth/train_dreambooth_lora_{flux,qwen_image,sdxl}.py and the other LoRA scripts, "Final
     inference"); one that is trained in full samples itself. In full training the second transformer is in the
     format that autocast computes in, and takes what autocast's copies of the trained one take in samples before
-    (train_dreambooth_{flux,sd3}.py, ``torch_dtype=weight_dtype``; ``nullcontext`` of the last sample)."""
+    (train_dreambooth_{flux,sd3}.py, ``torch_dtype=weight_dtype``; ``nullcontext`` of the last sample). The models of an
+    offloaded pipeline take turns (train_dreambooth_lora_{flux2,flux2_klein,z_image}.py ``log_validation``)."""
     version, strategy, model = run.trainer.partition("@")[2], run.strategy, run.facts.model
-    if not run.phases.validation or strategy.validation_mode != "on":
-        return
-    if version.startswith(OTHER_LOOPS) or IN_LOOP in version:
+    if not run.phases.validation or version.startswith(OTHER_LOOPS):
         return
     unet, full = "UNet" in model.diffusers_class, run.job.method == "full"
-    if full and (unet or strategy.autocast != "none"):
-        return
     whole = unet or strategy.weights_dtype == "fp32"
-    encoders_too = 0 if _sampled_without_encoders(run) else component_bytes(run, "resident")
-    _sample_beside(run, (FP32 if whole else HALF) * model.parameters + encoders_too)
+    second = (FP32 if whole else HALF) * model.parameters
+    if strategy.validation_mode == "offload":
+        _offloaded_samples(run, second, IN_LOOP not in version)
+        return
+    if IN_LOOP in version or (full and (unet or strategy.autocast != "none")):
+        return
+    _sample_beside(run, second + (0 if _sampled_without_encoders(run) else component_bytes(run, "resident")))
 
 
 def _sampled_without_encoders(run: Run) -> bool:
@@ -261,7 +294,19 @@ def encoders_beside_the_model(run: Run) -> None:
     run.phases.encode_once = Stage("encode", stretches)
 
 
+REMOTE = "remote-te"
+"""In the version of a script whose prompts are encoded elsewhere (``--remote_text_encoder``)."""
+
+
+def encoders_elsewhere(run: Run) -> None:
+    """No text encoder is loaded where another machine encodes prompts (58eb52c
+    examples/dreambooth/train_dreambooth_lora_flux2.py:1233, 1275, ``compute_remote_text_embeddings``)."""
+    if REMOTE in run.trainer.partition("@")[2]:
+        run.device.encoders_on_cpu = True
+
+
 TERMS: tuple[Transform, ...] = (
+    encoders_elsewhere,
     *(tables_cast, cast_on_the_gpu, loaded_on_the_cpu, cache_emptied, encoders_together, clip_as_loaded),
     *(experts_without_gradients, validation_prompts, cache_kept_while_sampling, encoders_beside_the_model, last_sample),
 )
@@ -385,10 +430,12 @@ _EXAMPLES: dict[str, tuple[Transform, ...]] = {
     WHOLE_TEXT_ENCODER: (text_encoders_whole,),
     SCALES_IN_FP32: (scales_in_fp32,),
     IN_LOOP: (),
+    REMOTE: (),
     PRIOR: (),
 }
 """What options of the examples do that no field says; their versions name each that is given, in this order."""
 
+PARTS = tuple(_EXAMPLES)
 _COMBINED = [parts for count in range(1, len(_EXAMPLES) + 1) for parts in itertools.combinations(_EXAMPLES, count)]
 
 BY_VERSION: dict[str, tuple[Transform, ...]] = {

@@ -24,11 +24,16 @@ from planner.layout.trainer_terms.lycoris.whole_changes import (
 )
 from planner.layout.trainer_terms.shared import (
     checkpoints_saved_on_cpu,
+    last_encoder_in_model,
     modulation_in_8_bits,
     swap_in_place,
     swapped_to_pinned_memory,
 )
-from planner.layout.trainer_terms.trained_text_encoders import adapters_on_text_encoders, text_encoders_whole
+from planner.layout.trainer_terms.trained_text_encoders import (
+    adapters_on_text_encoders,
+    keep_of_conditioner,
+    text_encoders_whole,
+)
 from planner.tape.variants import trained_storage
 
 
@@ -78,6 +83,13 @@ def encoders_trained(run: Run) -> None:
         term(run)
 
 
+def conditioner_kept(run: Run) -> None:
+    """What goes into Anima's first layer is made to require gradients, which pass through the conditioner, and that is
+    no layer of those that are checkpointed (models/cosmos_predict2.py ``InitialLayer``, ``LLMAdapterLayer``,
+    ``checkpointable_layers``)."""
+    keep_of_conditioner("diffusion-pipe", run)
+
+
 TERMS: tuple[Transform, ...] = (
     *(
         last_encoder_stays,
@@ -88,7 +100,12 @@ TERMS: tuple[Transform, ...] = (
         kahan_buffer,
     ),
     *(adapters_on_modulation("diffusion-pipe"), swapped_to_pinned_memory, checkpoints_in_pinned_memory),
-    *(encoders_trained, masks_by_head("diffusion-pipe")),
+    *(
+        encoders_trained,
+        masks_by_head("diffusion-pipe"),
+        last_encoder_in_model("diffusion-pipe"),
+        conditioner_kept,
+    ),
 )
 """``swap_in_place``: utils/offloading.py. Checkpoints: ``activation_checkpointing = 'unsloth'`` copies what is larger
 than 5 million numbers."""

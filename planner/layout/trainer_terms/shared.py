@@ -122,7 +122,8 @@ def encoder_in_model(run: Run, trainer: str) -> TextEncoder | None:
 def last_encoder_in_model(trainer: str) -> Transform:
     """The term of a trainer whose model has the last text encoder in it, frozen: Anima's conditioner (ai-toolkit
     27a03a9 extensions_built_in/diffusion_models/anima/anima.py ``AnimaTrainableModel``; SimpleTuner bc8e6ab
-    helpers/models/anima/transformer.py ``_LLMAdapter``; sd-scripts 48d368f library/anima_models.py), and LTX-2's
+    helpers/models/anima/transformer.py ``_LLMAdapter``; sd-scripts 48d368f library/anima_models.py; DiffSynth-Studio
+    fed7b18 diffsynth/models/anima_dit.py; diffusion-pipe 8f83dbf models/cosmos_predict2.py), and LTX-2's
     connectors (SimpleTuner helpers/models/ltxvideo2/model.py ``model_predict``, ai-toolkit
     extensions_built_in/diffusion_models/ltx2/ltx2.py ``get_noise_prediction``). What it makes on the way is gone
     before the first block, and is not added. It is in 16 bits over a quantised base too, where ai-toolkit quantises

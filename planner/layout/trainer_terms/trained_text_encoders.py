@@ -1,4 +1,5 @@
-"""Text encoders that are trained beside the model: adapters on them, or all of their weights.
+"""Text encoders that are trained beside the model, or that its gradients pass: adapters on them, or all of their
+weights.
 
 Adapters are held to rehearsals of sd-scripts (`profiles/rehearsals/commands/sd-scripts.jsonl`), whole ones to none.
 """
@@ -143,3 +144,17 @@ def keep_beside(run: Run, nbytes: int, name: str) -> None:
         kept = run.new(nbytes, "activation", name)
         run.place(stage, [kept], name, at=0)
         run.free(stage, [kept])
+
+
+KEPT_BY_CONDITIONER = 24
+"""Tensors as wide as the conditioner that autograd keeps of each of its layers (``saved_tensors_hooks`` over diffusers'
+AnimaTextConditioner: 145 MiB of 512 tokens)."""
+
+
+def keep_of_conditioner(trainer: str, run: Run) -> None:
+    """Keeps what gradients that pass through a conditioner in the model need, of a trainer that has one there."""
+    model = run.facts.model
+    if model.trained_with(trainer, "last-encoder-in-model"):
+        sizes = model.text_encoders[-1].config
+        tensor = HALF * run.grid["B"] * run.grid["T"] * sizes["model_dim"]
+        keep_beside(run, KEPT_BY_CONDITIONER * sizes["num_layers"] * tensor, "kept of the conditioner")

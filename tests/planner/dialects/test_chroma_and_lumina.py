@@ -82,7 +82,7 @@ def notes(folder: Path, name: str, text: str) -> tuple[str, str, tuple[str, ...]
         ("a.sh", LUMINA_SCRIPT, "sd-scripts", "lumina-image-2.0", "adapters on Gemma 2 are not estimated"),
         ("a.toml", LUMINA_CONFIG, "sd-scripts", "lumina-image-2.0", "own code of Lumina Image 2.0 was not compared"),
         ("a.toml", PIPE, "diffusion-pipe", "chroma1-hd", "latents and prompts are cached"),
-        ("a.toml", LUMINA_PIPE, "diffusion-pipe", "lumina-image-2.0", "own code of Lumina Image 2.0 was not compared"),
+        ("a.toml", LUMINA_PIPE, "diffusion-pipe", "lumina-image-2.0", "own code of Lumina Image 2.0 is priced as"),
         ("a.yaml", OSTRIS, "ai-toolkit", "chroma1-hd", "resolutions are areas"),
         ("a.yaml", OSTRIS_LUMINA, "ai-toolkit", "lumina-image-2.0", "resolutions are areas"),
         ("a.yaml", OSTRIS_FLEX, "ai-toolkit", "flex.1-alpha", "resolutions are areas"),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from planner import dialects
-from planner.dialects.base.deepspeed_file import zero_settings
 from planner.dialects.base.dialect import Translation, translate
+from planner.dialects.base.engine_files.deepspeed_file import zero_settings
 from planner.dialects.base.script import from_file
 from planner.dialects.easyanimate.settings import ZERO_2, launched_by_deepspeed
 from planner.errors import VplanError

@@ -30,6 +30,7 @@ from planner.layout.trainer_terms.shared import clip_pixels
 from planner.layout.trainer_terms.simpletuner import QUANTO, TORCHAO_WHOLE
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
+from planner.spec.plan import PhasePeak
 from planner.spec.rules import resolve
 from planner.tape.program import Stage
 from planner.units import MIB, power_of_two
@@ -127,6 +128,35 @@ def test_a_lora_of_diffusers_loads_a_second_model_for_its_last_sample(
     more = last["denoise"].allocated_bytes - in_loop["denoise"].allocated_bytes
     encoders = sum(2 * encoder.parameters for encoder in profile.text_encoders) if held else 0
     assert more == pytest.approx(second_bytes * profile.parameters + encoders, rel=1e-3)
+
+
+def phases_of(model: str, trainer: str, validation: str) -> dict[str, PhasePeak]:
+    """Those of a LoRA whose prompts and latents are encoded before training."""
+    strategy = Strategy.read({"validation_mode": validation, "gradient_checkpointing": "full"})
+    asked = Configuration.of(job_for(lookup.model(model), {"method": "lora"}), strategy, Machine(gpu="b200"))
+    return dict(estimate(asked, library.load_facts(asked), trainer).phases)
+
+
+def test_models_of_an_offloaded_pipeline_take_turns_beside_the_trained_one() -> None:
+    """In the loop its transformer is the trained one, and at the end another, which the VAE never meets."""
+    profile = lookup.model("z-image")
+    last, in_loop = (phases_of("z-image", f"diffusers{end}", "offload") for end in ("", "@in-loop"))
+    assert last["train"] == in_loop["train"]
+    second = 2 * profile.parameters
+    more = last["denoise"].allocated_bytes - in_loop["denoise"].allocated_bytes
+    assert more == pytest.approx(second, rel=2e-2)
+    assert second < last["decode"].allocated_bytes < last["denoise"].allocated_bytes - 0.8 * second
+    whole = phases_of("z-image", "diffusers", "on")
+    encoder = 2 * profile.text_encoders[0].parameters
+    more = whole["denoise"].allocated_bytes - last["denoise"].allocated_bytes
+    assert more == pytest.approx(encoder, rel=1e-2)
+    assert last["denoise"].reserved_bytes < last["denoise"].allocated_bytes + (2 << 30)  # the encoder's are given back
+
+
+def test_prompts_that_another_machine_encodes_need_no_text_encoder() -> None:
+    here, elsewhere = (phases_of("flux.2-dev", f"diffusers{end}", "off")["encode"] for end in ("", "@remote-te"))
+    encoder = lookup.model("flux.2-dev").text_encoders[0]
+    assert here.allocated_bytes - elsewhere.allocated_bytes > 2 * encoder.parameters * 0.99
 
 
 @pytest.mark.parametrize(("sharding", "seconds"), [("none", 0), ("zero-2", 1)])

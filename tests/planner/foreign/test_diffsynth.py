@@ -92,6 +92,12 @@ QWEN = "Qwen/Qwen-Image:text_encoder/model*.safetensors,Qwen/Qwen-Image:vae/diff
 EDIT = f"FireRedTeam/FireRed-Image-Edit-1.1:transformer/diffusion_pytorch_model*.safetensors,{QWEN}"
 DISTILLED = f"DiffSynth-Studio/Qwen-Image-Distill-Full:diffusion_pytorch_model*.safetensors,{QWEN}"
 SD = "AI-ModelScope/stable-diffusion-v1-5:unet/diffusion_pytorch_model.safetensors"
+ANIMA = (
+    "circlestone-labs/Anima:split_files/diffusion_models/anima-preview.safetensors,"
+    "circlestone-labs/Anima:split_files/text_encoders/qwen_3_06b_base.safetensors"
+)
+LTX = "DiffSynth-Studio/LTX-2.3-Repackage:transformer.safetensors"
+IDEOGRAM = "{0}:transformer/diffusion_pytorch_model.safetensors,{0}:text_encoder/model.safetensors"
 ERNIE = "PaddlePaddle/ERNIE-Image:transformer/diffusion_pytorch_model*.safetensors"
 
 
@@ -102,6 +108,8 @@ ERNIE = "PaddlePaddle/ERNIE-Image:transformer/diffusion_pytorch_model*.safetenso
         ("qwen_image", DISTILLED, "--trainable_models dit", ("qwen-image", "full")),
         ("stable_diffusion", SD, "--trainable_models unet", ("sd1.5", "full")),
         ("ernie_image", ERNIE, "--lora_base_model dit --lora_rank 32", ("ernie-image", "lora")),
+        ("anima", ANIMA, "--lora_base_model dit --lora_rank 32", ("anima", "lora")),
+        ("ltx2", LTX, "--lora_base_model dit --task sft:train", ("ltx-2.3", "lora")),
     ],
 )
 def test_its_examples_of_image_models_are_read(
@@ -129,3 +137,33 @@ def test_deepspeed_from_host_ram_is_tried_on_one_gpu_too(tmp_path: Path) -> None
     assert any(not fix.lossy for fix in fixes)
     short = settle(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "h100-80gb", "host_ram": 128 << 30})
     assert not check_case(short).fixes, "it takes 350 GiB of host RAM"
+
+
+@pytest.mark.parametrize(
+    ("repository", "dtype"),
+    [
+        ("DiffSynth-Studio/ideogram-4-bf16-repackage", "bf16"),
+        ("ideogram-ai/ideogram-4-fp8", "fp8"),
+        ("ideogram-ai/ideogram-4-nf4", "nf4"),
+    ],
+)
+def test_quantised_files_stay_as_they_come(repository: str, dtype: str, tmp_path: Path) -> None:
+    words = IMAGES.format("ideogram4", IDEOGRAM.format(repository), "--lora_base_model dit --lora_rank 32")
+    (tmp_path / "train.sh").write_text(words)
+    found = translate(*dialects.read_script(from_file(tmp_path / "train.sh")))
+    assert found.job["model"] == "ideogram-4"
+    assert found.strategy["weights_dtype"] == found.strategy["text_encoder_dtype"] == dtype
+
+
+def test_a_conditioner_in_the_model_is_there_without_its_encoders(tmp_path: Path) -> None:
+    """Anima's: with the encoders on the GPU it is one of them."""
+
+    def loaded(words: str) -> int:
+        (tmp_path / "train.sh").write_text(IMAGES.format("anima", ANIMA, f"--lora_base_model dit {words}"))
+        case = settle(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "rtx4090"})
+        return check_case(case).outcome.estimate.phases["load"].allocated_bytes
+
+    model = lookup.model("anima")
+    away = "--task sft:train --offload_models " + ANIMA.partition(",")[2]
+    encoders = 2 * (model.text_encoders[0].parameters + model.vae.parameters)
+    assert loaded("") - loaded(away) == pytest.approx(encoders, rel=0.02)

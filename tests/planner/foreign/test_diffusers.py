@@ -82,3 +82,46 @@ def test_gradients_that_stay_are_said(tmp_path: Path) -> None:
     words = "train_dreambooth.py --pretrained_model_name_or_path CompVis/stable-diffusion-v1-4 --resolution 512"
     assert any("--set_grads_to_none frees them" in note for note in read(tmp_path, words).notes)
     assert not any("set_grads" in note for note in read(tmp_path, f"{words} --set_grads_to_none").notes)
+
+
+Z_IMAGE = "train_dreambooth_lora_z_image.py --pretrained_model_name_or_path Tongyi-MAI/Z-Image --mixed_precision bf16"
+
+
+def test_a_pipeline_is_offloaded_or_put_on_the_gpu_whole_by_the_script(tmp_path: Path) -> None:
+    found = read(tmp_path, f"{Z_IMAGE} --validation_prompt cat")
+    assert found.strategy["validation_mode"] == "offload"
+    fields = found.job | found.strategy | {"gpus": 1, "nodes": 1}
+    assert settings_for(DIALECT, fields)["--validation_prompt"]
+    with pytest.raises(InexpressibleError, match="offloads each of its models"):
+        settings_for(DIALECT, fields | {"validation_mode": "on"})
+    assert read(tmp_path, f"{SD3} --validation_prompt cat").strategy["validation_mode"] == "on"
+
+
+BNB_4 = '{"load_in_4bit": true, "bnb_4bit_quant_type": "nf4"}'
+
+
+def test_a_change_keeps_what_the_version_says_already(tmp_path: Path) -> None:
+    """A base in NF4 with scales in fp32: what leaves out the last sample, or the text encoder, is one part more."""
+    (tmp_path / "bnb.json").write_text(BNB_4)
+    words = f"{FLUX_2} --mixed_precision bf16 --gradient_checkpointing --bnb_quantization_config_path bnb.json"
+    found = read(tmp_path, f"{words} --validation_prompt cat --remote_text_encoder")
+    assert found.version == "nf4-scales-in-fp32-remote-te"
+    (skips,) = (move for move in DIALECT.moves if move.words_for and move.words_for({}) == ["--skip_final_inference"])
+    fields = found.job | found.strategy | {"version": found.version}
+    assert skips.when(fields) and skips.steps(fields) == ({"version": "nf4-scales-in-fp32-in-loop-remote-te"},)
+    (remote,) = (move for move in DIALECT.moves if move.words_for and move.words_for({}) == ["--remote_text_encoder"])
+    assert not remote.when(fields) and remote.when(fields | {"version": "nf4-scales-in-fp32"})
+    z_image = read(tmp_path, Z_IMAGE)
+    assert not remote.when(z_image.job | z_image.strategy | {"version": ""})
+
+
+SANA = "train_dreambooth_lora_sana.py --pretrained_model_name_or_path Efficient-Large-Model/Sana_1600M_1024px_diffusers"
+
+
+def test_an_encoder_that_the_script_holds_goes_by_offload_beside_cached_latents(tmp_path: Path) -> None:
+    held = read(tmp_path, f"{SANA} --cache_latents")
+    assert (held.strategy["text_encoder"], held.strategy["vae"]) == ("resident", "cached")
+    settings = settings_for(DIALECT, held.job | held.strategy | {"gpus": 1, "nodes": 1, "text_encoder": "cached"})
+    assert settings["--offload"] is True and settings["--cache_latents"] is True
+    away = read(tmp_path, f"{SANA} --cache_latents --offload")
+    assert (away.strategy["text_encoder"], away.strategy["vae"]) == ("cached", "cached")

@@ -139,3 +139,83 @@ def test_a_lokr_that_is_not_priced_is_refused(tmp_path: Path) -> None:
         lokr(tmp_path, adapter="rank_dropout = 0.1")
     with pytest.raises(VplanError, match="over nf4 is not priced"):
         lokr(tmp_path, 'transformer_dtype = "nf4"')
+
+
+NAMES = """
+dataset = "dataset.toml"
+[model]
+dtype = "bfloat16"
+{}
+[adapter]
+type = "lora"
+[optimizer]
+type = "adamw_optimi"
+"""
+PLAIN = "resolutions = [512]\n[[directory]]\npath = 'a'\n"
+PAIRS = PLAIN + "control_path = 'b'\n"
+
+
+def named(folder: Path, model: str, dataset: str = "") -> Translation:
+    """``dataset``: its file; none is written where it is empty."""
+    (folder / "config.toml").write_text(NAMES.format(model))
+    if dataset:
+        (folder / "dataset.toml").write_text(dataset)
+    return translate(*dialects.read_script(from_file(folder / "config.toml")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "model"),
+    [
+        ("qwen_image", "transformer_path = 'c/qwen_image_bf16.safetensors'", "qwen-image"),
+        ("qwen_image", "transformer_path = 'c/qwen_image_edit_2509_fp8_e4m3fn.safetensors'", "qwen-image-edit"),
+        ("flux2", "diffusion_model = 'c/flux-2-klein-base-4b.safetensors'", "flux.2-klein-4b"),
+        ("flux2", "diffusion_model = 'c/flux-2-klein-base-9b.safetensors'", "flux.2-klein-9b"),
+        ("flux2", "diffusion_model = 'c/flux2_dev_fp8mixed.safetensors'", "flux.2-dev"),
+    ],
+)
+def test_a_file_names_its_model(kind: str, path: str, model: str, tmp_path: Path) -> None:
+    assert named(tmp_path, f"type = '{kind}'\n{path}").job["model"] == model
+
+
+@pytest.mark.parametrize("path", ["my.safetensors", "qwen_image_edit_2511_bf16.safetensors"])
+def test_a_file_that_names_none_is_quoted(path: str, tmp_path: Path) -> None:
+    """2511 takes what the trainer's own config of the model has not (zero_cond_t)."""
+    with pytest.raises(VplanError, match=f"qwen_image model this is from transformer_path '{path}'"):
+        named(tmp_path, f"type = 'qwen_image'\ntransformer_path = '{path}'")
+    with pytest.raises(VplanError, match="from no ckpt_path, diffusers_path"):
+        named(tmp_path, "type = 'flux2'")
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "plain", "edit"),
+    [
+        ("qwen_image", "diffusers_path = 'Qwen-Image'", "qwen-image", "qwen-image-edit"),
+        ("qwen_image", "transformer_path = 'qwen_image_edit_bf16.safetensors'", "qwen-image", "qwen-image-edit"),
+        ("flux", "diffusers_path = 'FLUX.1-dev'", "flux.1-dev", "flux.1-kontext-dev"),
+        ("flux", "diffusers_path = 'FLUX.1-Kontext-dev'", "flux.1-dev", "flux.1-kontext-dev"),
+    ],
+)
+def test_the_data_decides_whether_images_are_edited(
+    kind: str, path: str, plain: str, edit: str, tmp_path: Path
+) -> None:
+    words = f"type = '{kind}'\n{path}"
+    assert named(tmp_path, words, PLAIN).job["model"] == plain
+    found = named(tmp_path, words, PAIRS)
+    assert found.job["model"] == edit and any("one to edit beside it" in note for note in found.notes)
+
+
+def test_images_to_edit_of_models_that_may_take_some(tmp_path: Path) -> None:
+    words = "type = 'flux2'\ndiffusion_model = 'flux2-dev.safetensors'"
+    assert named(tmp_path, words, PAIRS).job["references"] == 1
+    assert named(tmp_path, words, PLAIN).job.get("references") in (None, 0)
+    found = named(tmp_path, "type = 'sd3'\ndiffusers_path = 'stable-diffusion-3.5-medium'", PAIRS)
+    assert any("control_path is not estimated" in note for note in found.notes)
+
+
+def test_anima_has_its_conditioner_in_it(tmp_path: Path) -> None:
+    words = "type = 'anima'\ntransformer_path = 'anima-preview.safetensors'\nllm_path = 'qwen_3_06b_base.safetensors'"
+    found = named(tmp_path, words, PLAIN)
+    assert found.job["model"] == "anima" and any("its own code of Anima" in note for note in found.notes)
+    assert sum("conditioner is adapted too" in note for note in found.notes) == 1
+    frozen = named(tmp_path, f"{words}\nllm_adapter_lr = 0", PLAIN)
+    assert not any("conditioner is adapted" in note for note in frozen.notes)

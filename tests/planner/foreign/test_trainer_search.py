@@ -194,9 +194,38 @@ def test_one_more_swapped_block_is_tried_where_the_holes_of_fewer_are_too_large(
     assert plan.configuration.strategy.gradient_checkpointing == "offload"
 
 
+def test_encoders_go_elsewhere_where_nothing_else_fits(tmp_path: Path) -> None:
+    """VideoX-Fun keeps its encoders on the GPU unless it is told to, and caches nothing."""
+    asked = ["suggest", "wan2.1-t2v-1.3b", "--for", "videox-fun", "--resolution", "512x512"]
+    answer = run(*asked, "--gpu", "16GB", "-o", str(tmp_path / "out"))
+    plan = answer["plan"]
+    assert plan["verdict"] == "fits" and plan["strategy"]["text_encoder"] == plan["strategy"]["vae"] == "swapped"
+    assert {"text_encoder", "vae"} <= {switch["field"] for switch in answer["switches"]}
+    script = next(path for path in (tmp_path / "out").iterdir() if path.suffix == ".sh")
+    assert "--low_vram" in script.read_text()
+    assert run("check", str(script), "--gpu", "16GB", "--no-fixes")["estimate"]["peak"] == plan["peak"]
+    assert run(*asked, "--gpu", "24GB")["plan"]["strategy"]["text_encoder"] == "resident"
+    typed_so = run(*asked, "--gpu", "16GB", "--text-encoder", "resident", "--vae", "resident", code=3)
+    assert typed_so["plan"]["strategy"]["text_encoder"] == "resident"
+
+
+def test_the_smaller_of_two_plans_that_do_not_fit_is_shown() -> None:
+    """EasyAnimate has everything on the GPU at its start: swapped encoders take less, and too much."""
+    plan = run("suggest", "easyanimate-v5.1-7b", "--gpu", "24GB", "--for", "easyanimate", code=3)["plan"]
+    assert plan["verdict"] == "no" and plan["strategy"]["text_encoder"] == "swapped"
+    full = ["wan2.1-t2v-1.3b", "--for", "videox-fun", "--method", "full", "--frames", "17", "--host-ram", "26GiB"]
+    plan = run("suggest", *full, "--gpu", "24GB", code=3)["plan"]
+    assert plan["limit"] == "host" and plan["strategy"]["text_encoder"] == "resident"  # it is RAM that lacks
+
+
 @pytest.mark.parametrize(
     ("model", "gpu", "trainer"),
-    [("sdxl", "24GB", "diffusers"), ("hunyuan-video", "16GB", "musubi-tuner"), ("hidream-i1", "12GB", "ai-toolkit")],
+    [
+        ("sdxl", "24GB", "diffusers"),
+        ("hunyuan-video", "16GB", "musubi-tuner"),
+        ("hidream-i1", "12GB", "ai-toolkit"),
+        ("wan2.1-t2v-1.3b", "12GB", "videox-fun"),
+    ],
 )
 def test_the_plan_alone_is_that_of_the_explained_answer(model: str, gpu: str, trainer: str) -> None:
     profile, (_, card) = lookup.model(model), card_lookup.parse_gpus(gpu)

@@ -22,7 +22,7 @@ from planner.layout.trainer_terms.shared import (
     swap_in_place,
     swapped_to_pinned_memory,
 )
-from planner.layout.trainer_terms.trained_text_encoders import HALF, keep_beside
+from planner.layout.trainer_terms.trained_text_encoders import keep_of_conditioner
 
 
 def text_encoders_together(run: Run) -> None:
@@ -42,21 +42,12 @@ def t5_cast(run: Run) -> None:
         run.device.encoder_cast = model.text_encoders[-1].name
 
 
-KEPT_BY_CONDITIONER = 24
-"""Tensors as wide as the conditioner that autograd keeps of each of its layers (``saved_tensors_hooks`` over diffusers'
-AnimaTextConditioner: 145 MiB of 512 tokens)."""
-
-
 def conditioner_kept(run: Run) -> None:
     """With ``--gradient_checkpointing`` a prompt's states are made to require gradients, which pass through the
     conditioner then, though nothing of it is trained, and it checkpoints nothing (anima_train_network.py
     ``get_noise_pred_and_target``)."""
-    model = run.facts.model
-    if run.strategy.gradient_checkpointing == "none" or not model.trained_with("sd-scripts", "last-encoder-in-model"):
-        return
-    sizes = model.text_encoders[-1].config
-    tensor = HALF * run.grid["B"] * run.grid["T"] * sizes["model_dim"]
-    keep_beside(run, KEPT_BY_CONDITIONER * sizes["num_layers"] * tensor, "kept of the conditioner")
+    if run.strategy.gradient_checkpointing != "none":
+        keep_of_conditioner("sd-scripts", run)
 
 
 FIRST: tuple[Transform, ...] = (largest_encoder_quantised,)
