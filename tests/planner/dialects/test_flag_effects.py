@@ -25,7 +25,7 @@ def known_names(trainer: str) -> set[str]:
 
 def read_words(trainer: str) -> set[str]:
     """The words of the code that reads a trainer, without the dots and dashes between them."""
-    folders = (trainer.replace("-", "_"), f"{trainer.replace('-', '_')}_", "base", "accelerate")
+    folders = (trainer.replace("-", "_"), f"{trainer.replace('-', '_')}_", "base", "engine_files", "accelerate")
     files = [path for path in READERS.rglob("*.py") if path.parent.name.startswith(folders)]
     return {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
 
