@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 import profiles
 from planner import __version__
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
+from planner.file_writing import write_file
 from planner.launch.checkpoints import COMFYUI_LORA, DIFFUSERS_LORA
 from planner.spec.job import Job
 from planner.spec.training import NAMED_INITS, TrainingSettings
@@ -86,11 +87,13 @@ class LoraFiles:
             target = folder / place
             target.mkdir(exist_ok=True)
             part = self.profile.traits.part
-            save_file(diffusers_tensors(of_part, part, self.scale), target / DIFFUSERS_LORA, metadata=header)
+            written = {DIFFUSERS_LORA: diffusers_tensors(of_part, part, self.scale)}
             if self.places is not None and self.job.adapter == "lokr":
-                save_file(lycoris_tensors(of_part, self.places), target / COMFYUI_LORA, metadata=header)
+                written[COMFYUI_LORA] = lycoris_tensors(of_part, self.places)
             elif self.places is not None:
-                save_file(comfyui_tensors(of_part, self.places, self.scale), target / COMFYUI_LORA, metadata=header)
+                written[COMFYUI_LORA] = comfyui_tensors(of_part, self.places, self.scale)
+            for name, tensors in written.items():  # safetensors' own files are readable by their owner alone
+                write_file(target / name, save(tensors, metadata=header))
 
     def _by_part(self, trained: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Folder -> what belongs in it, by names within the one model."""

@@ -438,3 +438,11 @@ def test_kaiming_begins_as_pefts_own_layers_do() -> None:
     bound = float(own.weight.abs().max())
     assert float(weight.abs().max()) == pytest.approx(bound, rel=0.01)
     assert float(weight.std()) == pytest.approx(float(own.weight.std()), rel=0.02)
+
+
+def test_the_files_can_be_read_like_any_other(tmp_path: Path) -> None:
+    """safetensors' own ``save_file`` leaves files that their owner alone can read."""
+    beside = tmp_path / "other"
+    beside.write_text("")
+    written(tiny.profile("sdxl"), tmp_path)
+    assert {path.stat().st_mode for path in tmp_path.glob("*.safetensors")} == {beside.stat().st_mode}

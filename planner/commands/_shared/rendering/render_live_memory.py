@@ -19,8 +19,6 @@ LEAST = GIB // 200
 
 def print_live(console: Console, live: LiveMemory) -> None:
     """A table of the lines that hold most; below a line, the library's line that allocated most of it."""
-    from rich.markup import escape
-
     entries = [(site.allocated_bytes, list(_rows(site))) for site in live.largest]
     backward = (live.backward_bytes, "backward", "gradients, and temporary tensors of the backward pass")
     entries.append((live.backward_bytes, [backward]))
@@ -28,7 +26,7 @@ def print_live(console: Console, live: LiveMemory) -> None:
     rows = [row for _, lines in entries for row in lines]
     rows.append((live.other_bytes, plural(live.other_lines, "other line"), ""))
     heading = ">GiB at the error" if live.at_error else ">GiB at the peak"
-    shown = [(f"{gib(size):.2f}", escape(place), escape(code)) for size, place, code in rows if size >= LEAST]
+    shown = [(f"{gib(size):.2f}", place, code) for size, place, code in rows if size >= LEAST]
     console.print(table((heading, "allocated by", "code"), shown))
     console.print()
 
