@@ -7,10 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from planner.allocator import caching
 from planner.allocator.implementation import CachingAllocator
+from planner.garbage_collection import forget_recordings
+from planner.units import GIB
 from tests.preloaded_python import forked_processes
 
 os.environ["VPLAN_HOME"] = str(Path(__file__).parent / "nobody")
@@ -35,6 +38,19 @@ def pytest_report_header() -> str:
     if CachingAllocator is caching.CachingAllocator:
         return "allocator: in Python (slow); pip install --no-deps -e . compiles it"
     return "allocator: compiled"
+
+
+MOST_KEPT = 3 * GIB
+"""Bytes of a worker, which is asked about all models, before it forgets their recordings; two of 12 GiB are too many
+for a machine of 24."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recordings_forgotten() -> Iterator[None]:
+    """What is made of recordings is kept for the next question about the same model, and not for the whole suite."""
+    yield
+    if psutil.Process().memory_info().rss > MOST_KEPT:
+        forget_recordings()
 
 
 @pytest.fixture(scope="module")

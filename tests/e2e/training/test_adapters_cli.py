@@ -69,7 +69,7 @@ def test_what_it_trained_is_what_diffusers_loads(place: runs.Place, tmp_path: Pa
     assert json.loads(done.stdout)["resumed_from"] == STEPS // 2
 
     in_memory = TrainingRun(place.request(tmp_path / "whole", plan, steps=STEPS), runs.ReportInMemory())
-    inputs, _ = in_memory.kind.inputs_and_target(next(iter(in_memory.loader.batches(0))))
+    inputs, _ = in_memory.family.inputs_and_target(next(iter(in_memory.loader.batches(0))))
     assert in_memory.train() and runs.losses(output) == runs.losses(tmp_path / "whole")
     trained = in_memory.engine.plain.eval().float()
 

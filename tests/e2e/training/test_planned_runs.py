@@ -40,9 +40,11 @@ def test_samples_that_are_asked_for_are_planned_for(place: Path, samples: tuple[
     assert "continuing with" in again.stderr and mode(place) == "on"
 
 
-def test_samples_beside_which_the_model_does_not_fit_are_made_with_it_in_host_ram(place: Path) -> None:
+def test_samples_that_the_vae_cannot_decode_whole_are_decoded_in_tiles(place: Path) -> None:
+    """Whole, the model would have to wait in host RAM, and the plan were tight."""
     train(place, MODEL, "--gpu", "6GB", "--validate-every", "10")
-    assert mode(place) == "offload"
+    strategy = read_plan(place / "run" / "plan.toml").strategy
+    assert (strategy.validation_mode, strategy.vae_tiling) == ("on", True)
     refused = train(place, "wan2.1-t2v-14b", "--gpu", "6GB", "--validate-every", "10", code=3, run="none")
     assert "or leave out --validate-every" in refused.stderr and not (place / "none" / "plan.toml").exists()
 
