@@ -109,6 +109,8 @@ def _formats_of(settings: Settings) -> Fields:
 def _write_formats(fields: Fields) -> Settings:
     compute, weights, encoder = fields["compute_dtype"], fields["weights_dtype"], fields["text_encoder_dtype"]
     refused = []
+    if compute == "fp32":
+        refused.append(UnsupportedValue("compute_dtype", compute, "bf16", "train.dtype fp32 is read, and not written"))
     if weights not in (compute, "fp8"):
         refused.append(UnsupportedValue("weights_dtype", weights, compute, "weights are train.dtype, or qtype's"))
     if encoder not in ("bf16", "fp8"):
