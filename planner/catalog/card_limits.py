@@ -37,6 +37,10 @@ LAST_OF_CUDA_12 = (2, 14)
 """The last torch with wheels of CUDA 12.6, which alone are built for Pascal and Volta (pytorch#190385, done in
 pytorch/test-infra#8739)."""
 
+NEW_ALLOC_CONF_FROM = (2, 10)
+"""torch's first version that takes expandable segments from PYTORCH_ALLOC_CONF: the CUDA wheels of 2.9.0 and 2.9.1
+leave them off, those of 2.10, 2.11 and 2.13 do not (pytorch#183387)."""
+
 EXPANDABLE_ON_AMD_FROM = (2, 12)
 """pytorch#177974. Off where nobody asks for it: a copy may hang (pytorch#192259)."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.catalog import card_lookup, lookup
+from planner.catalog.card_limits import NEW_ALLOC_CONF_FROM
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import check_blocks, job_for
@@ -172,11 +173,6 @@ def _with_shape(fields: Fields, shape: Fields) -> Fields:
     return {**fields, **own, "buckets": ()}
 
 
-NEW_NAME_FROM = (2, 10)
-"""torch's first version that takes expandable segments from PYTORCH_ALLOC_CONF: the CUDA wheels of 2.9.0 and 2.9.1
-leave them off, those of 2.10, 2.11 and 2.13 do not (pytorch#183387)."""
-
-
 def _on(machine: Machine, reading: Translation, by_new_name: bool) -> Translation:
     """The reading as the machine's system and torch have it: without expandable segments on Windows (c10/cuda/
     CUDAAllocatorConfig.h ``expandable_segments``), or where torch does not know the variable."""
@@ -184,7 +180,7 @@ def _on(machine: Machine, reading: Translation, by_new_name: bool) -> Translatio
         return reading
     if machine.os == "windows":
         remark = Remark(ALLOCATOR, f"{ON_WINDOWS}: it warns and goes on without")
-    elif by_new_name and machine.torch and tuple(map(int, machine.torch.split(".")[:2])) < NEW_NAME_FROM:
+    elif by_new_name and machine.torch and tuple(map(int, machine.torch.split(".")[:2])) < NEW_ALLOC_CONF_FROM:
         remark = Remark(NEW_ALLOC_CONF, "torch before 2.10 takes them from PYTORCH_CUDA_ALLOC_CONF alone")
     else:
         return reading

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from planner.catalog import card_lookup
+from planner.catalog.card_limits import NEW_ALLOC_CONF_FROM
 from planner.schema import JsonObject
 from planner.units import GIB, format_gib
 
@@ -36,8 +37,6 @@ SHARED_BYTES = GIB
 """Docker gives /dev/shm 64 MiB, which data loader workers fill with a few clips."""
 INSTALL = "pip install 'vplan[train]'"
 EXPANDABLE = "expandable_segments:True"
-NEW_ALLOC_CONF_FROM = (2, 10)
-"""torch's first version that takes them from PYTORCH_ALLOC_CONF too (`planner.foreign.case.NEW_NAME_FROM`)."""
 
 
 class Finding(NamedTuple):
