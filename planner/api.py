@@ -229,7 +229,7 @@ def suggest(options: Mapping[str, Any], words: Words) -> PlanAnswer:
     options as a command line has them."""
     said = question_of(_values(suggest_command.command, "suggest", options, words), own_card=True)
     asked = said["asked"]
-    question = asked.settle()._replace(allow_lossy=said["allow"] is not None)
+    question = asked.to_question()._replace(allow_lossy=said["allow"] is not None)
     trainer = asked.trainer
     if said["trainer"] is None:
         found = Suggester(trainer, said["prefer"]).suggest(question)

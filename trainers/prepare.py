@@ -97,7 +97,7 @@ def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = F
     from trainers.parallel.start import TIMEOUT, find_device
     from trainers.step import backends
 
-    backends.settle()
+    backends.set_flags()
     plan = request.plan
     setting = Setting(
         profile=lookup.model(plan.job.model),

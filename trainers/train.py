@@ -102,7 +102,7 @@ class TrainingRun:
         self.report = report
         self.output = Path(request.output)
         profile = lookup.model(request.plan.job.model)
-        self.request = request.replace(plan=training_settings.settled_plan(request.plan, profile))
+        self.request = request.replace(plan=training_settings.with_complete_settings(request.plan, profile))
         self.training = self.request.plan.training
         self.profile = training_settings.with_law(profile, self.training)
         self.strategy = request.plan.strategy

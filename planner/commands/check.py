@@ -48,7 +48,7 @@ from planner.dialects.base.dialect import MOST_STEPS
 from planner.dialects.base.script import OUT_OF_MEMORY, NoCommandError, Script, from_file, from_words
 from planner.errors import VplanError, quoted
 from planner.estimate.whole_job import WholeJob
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import Checked, check_case
 from planner.foreign.oom_cause import render
 from planner.foreign.other_ways import with_other_ways
@@ -156,7 +156,7 @@ def checked(said: Mapping[str, Any]) -> Checked:
     told = {name: said[name] for name in TOLD}
     machine = {name: value for name, value in said.items() if name in Machine.model_fields}
     search = not said["no_fixes"]
-    found = check_case(settle(dialect, given, told, machine), search)
+    found = check_case(read_case(dialect, given, told, machine), search)
     return with_other_ways(found) if search else found
 
 

@@ -110,7 +110,7 @@ def command(
 
 def estimated(asked: TypedQuestion) -> tuple[Question, Estimate, Facts]:
     """The complete question, its estimate with the defaults that were taken, and the facts it rests on."""
-    question = asked.settle()
+    question = asked.to_question()
     configuration = question.configuration()
     if question.frames_max:
         raise VplanError("estimate takes one length; --frames max is a search", "use vplan suggest --frames max")

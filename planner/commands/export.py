@@ -63,7 +63,7 @@ def command(asked: TypedQuestion, name: str, output: str, nearest: bool, force: 
     if asked.plan is not None and not asked.typed:
         plan = asked.plan
     else:
-        _, found = suggest_for(asked.settle(), name)
+        _, found = suggest_for(asked.to_question(), name)
         plan = found.to_plan(trainer_of(name, found.plan.job.model))
         if found.plan.verdict == "no":
             fault = f"no plan of {plan.job.model} fits as {name} trains it: at least {format_gib(found.plan.low_bytes)}"

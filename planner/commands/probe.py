@@ -18,7 +18,7 @@ from planner.evidence.jsonl import append_row, rows_by_id
 from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.measurement import ProbeRow
 from planner.launch import weight_files
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.layout.correction import SEPARATE_PHASES
 from planner.probe.probe import STEPS, TIME_LIMIT, RealRunner
 from planner.schema import JsonObject
@@ -130,7 +130,7 @@ def command(
     for _, plan in plans if weights else ():
         weight_files.check(plan, lookup.model(plan.job.model), Path(str(weights)).expanduser(), encoders=False)
     # All are checked before the first runs: a slip in the last one should not show after an hour.
-    ids = [row_id(settled(plan)) for _, plan in plans]
+    ids = [row_id(supported_plan(plan)) for _, plan in plans]
     known = rows_by_id(output) if output else {}
     runner = _runner(runner_name, python, how)
     ledger, rows = Ledger(default_path()), []

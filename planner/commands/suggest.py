@@ -159,7 +159,7 @@ def command(
     if length and length.folders and kind == "models":
         raise VplanError("--data needs a single model", one or "pass --model", USAGE)
     if length and kind == "classes":
-        question = asked.settle(gpu=card_lookup.gpu_classes()[0].name)
+        question = asked.to_question(gpu=card_lookup.gpu_classes()[0].name)
         length = length.counting(question.model, question.job)
     table = _Table(asked, prefer, allow is not None, several, length)
     return _show_table(started, table, kind, to)
@@ -192,7 +192,7 @@ def _with_samples(asked: TypedQuestion, suggester: Suggester, lossy: bool) -> Ty
     """The question with samples that were asked for, made in the way that its plan has room for."""
 
     def answer(asked: TypedQuestion) -> tuple[TypedQuestion, bool]:
-        found = suggester.fitting(asked.settle()._replace(allow_lossy=lossy))[1]
+        found = suggester.fitting(asked.to_question()._replace(allow_lossy=lossy))[1]
         return asked, found is not None and found.plan.verdict != "no"
 
     return answer_with_samples(asked, answer, lambda found: found[1])[0]
@@ -213,7 +213,7 @@ def _for_one(
     asks = {"-o": bool(to.output), "--report": bool(to.report), limited: limits is not None}
     refuse_without_cuda(card_lookup.parse_gpus(asked.gpu or "")[1], asks)
     counted = _counted(asked, suggester, limits, length, lossy=lossy) if limits else None
-    question = (counted.chosen.question if counted else asked.settle())._replace(allow_lossy=lossy)
+    question = (counted.chosen.question if counted else asked.to_question())._replace(allow_lossy=lossy)
     suggestion = suggester.suggest(question, _early(started, suggester, length))
     even = evened_plan(suggester, suggestion.plan, most) if most is not None else None
     suggestion = suggestion._replace(plan=even.plan) if even else suggestion
@@ -270,7 +270,7 @@ def _for_trainer(
         if to.output or to.report:
             raise VplanError("-o and --report need a single plan", f"write one of {', '.join(several)}", USAGE)
         return _show_table(started, _Table(asked, prefer, lossy, several, length, target), "models", to)
-    question, suggestion = suggest_for(asked.settle()._replace(allow_lossy=lossy), trainer, prefer)
+    question, suggestion = suggest_for(asked.to_question()._replace(allow_lossy=lossy), trainer, prefer)
     plan = suggestion.to_plan(trainer_of(target, suggestion.plan.job.model))
     whole = whole_job_of(length, suggestion.plan, plan.trainer)
     answer = suggestion.to_json(time.perf_counter() - started) | _json(whole, None)
@@ -345,8 +345,8 @@ class _Table:
         """The line for one model, or for one class of card of the model that was typed; or why there is none."""
         try:
             if self.asked.model is None or self.several:
-                return self._row(name, self.asked.settle(model=name))
-            return self._row(name, self.asked.settle(gpu=name))
+                return self._row(name, self.asked.to_question(model=name))
+            return self._row(name, self.asked.to_question(gpu=name))
         except VplanError as error:
             return error
 

@@ -148,7 +148,7 @@ def command(
     if said["python"] is not None and said["runner_name"] != REHEARSED:
         raise VplanError("--python is for rehearsals", "add --runner rehearse, or leave it out", USAGE)
     gpu = _own_gpu() if real else None
-    question = asked.settle(gpu=None if asked.gpu else gpu)  # of --gpu auto the card is known
+    question = asked.to_question(gpu=None if asked.gpu else gpu)  # of --gpu auto the card is known
     question = question._replace(allow_lossy=allow is not None)
     if asked.trainer != "vplan":
         raise VplanError(
@@ -222,13 +222,13 @@ def _meter(screen: Screen, gpu: str | None, said: dict[str, Any], question: Ques
 def _applied(question: Question, has: Callable[[str], bool]) -> Applicable:
     """Whether our own step applies a strategy, and the Python that runs it has the packages."""
     from planner.launch.launch import libraries
-    from planner.launch.supported import settled
+    from planner.launch.supported import supported_plan
 
     def allowed(job: Job, way: Strategy) -> bool:
         if not all(map(has, libraries(way))):
             return False
         try:
-            settled(Plan(job=job, strategy=way, machine=question.machine))
+            supported_plan(Plan(job=job, strategy=way, machine=question.machine))
         except VplanError:  # what it cannot apply it would refuse: nothing of this kind can be measured
             return False
         return True

@@ -220,7 +220,7 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparis
     numbers: list[tuple[Counter, Interval | None]] = [(interval.counter, interval) for interval in row.intervals]
     numbers = numbers or [(row.counter, None)]
     try:
-        configuration, family = _settle(row)
+        configuration, family = _configuration_of(row)
         prediction = predict(configuration, row.trainer)
         skipped = SEPARATE_PHASES - row.phases if row.phases else frozenset()
         if prediction.peaks_in(skipped):  # a probe of ours encodes nothing, so that cannot be what it ran out of
@@ -265,7 +265,7 @@ def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
     return (*before, *steps, *validation)
 
 
-def _settle(row: Row) -> tuple[Configuration, str]:
+def _configuration_of(row: Row) -> tuple[Configuration, str]:
     """Names looked up and open fields filled in, as for a question typed by hand; last, the model's family."""
     if row.unsupported:
         raise VplanError(row.unsupported)

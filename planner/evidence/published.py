@@ -294,17 +294,17 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         line.env.get("gpu") == "cpu" or (isinstance(line.details, dict) and line.details.get("config"))
     ):
         unsupported = "a rehearsal on the CPU, or of a shrunk model, says nothing about a GPU"
-    settled, short = Job.read(job, where), _published_by(line.source, SHORT_RUNS)
+    job_of_row, short = Job.read(job, where), _published_by(line.source, SHORT_RUNS)
     return Row(
         id=line.id,
         implementation=line.implementation,
-        job=settled,
+        job=job_of_row,
         strategy=Strategy.read(strategy, where),
         machine=Machine.read(machine, where),
         outcome=outcome,
         intervals=intervals,
         counter=counter,
-        states_come_last=short and (settled.method == "full" or settled.batch_size > 1),
+        states_come_last=short and (job_of_row.method == "full" or job_of_row.batch_size > 1),
         reset_after_load=short,
         whole_run=_published_by(line.source, WHOLE_RUNS),
         unsupported=unsupported,

@@ -84,7 +84,9 @@ class Case:
         )
 
 
-def settle(dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any], machine: Mapping[str, Any]) -> Case:
+def read_case(
+    dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any], machine: Mapping[str, Any]
+) -> Case:
     """The case of what was given. `overrides` says what the command does not (model, frames, height, width); `machine`
     holds the fields of Machine that were typed, its card among them."""
     settings = dict(invocation.settings)

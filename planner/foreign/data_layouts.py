@@ -45,7 +45,7 @@ class _Case(NamedTuple):
     ranks: int
 
 
-def _settle(dialect: Dialect, invocation: Invocation, gpus: int) -> _Case:
+def _case_of(dialect: Dialect, invocation: Invocation, gpus: int) -> _Case:
     """A command's job with its model's usual shape where it says none. Whether it can be estimated does not matter."""
     ranks = max(gpus, int(invocation.settings.get("gpus") or 1))
     settings = {**invocation.settings, "gpus": ranks, "nodes": 1}
@@ -73,7 +73,7 @@ def data_of(command: tuple[str, ...], gpus: int) -> HollowData:
         dialect, invocation = dialects.read_script(script)
         if dialect.name not in LAYOUTS:
             raise VplanError(f"--hollow data: the layout of {dialect.title}'s data is not known", LEAVE_OUT)
-        data = LAYOUTS[dialect.name](_settle(dialect, invocation, gpus), script)
+        data = LAYOUTS[dialect.name](_case_of(dialect, invocation, gpus), script)
     if not data.media:
         raise VplanError("--hollow data: the command names no data set", LEAVE_OUT)
     check_absent(data)

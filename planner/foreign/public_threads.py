@@ -20,7 +20,7 @@ import profiles
 from planner import dialects
 from planner.dialects.base.script import Script, from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import Checked, check_case
 from planner.schema import Positive, Record
 from planner.units import gib
@@ -220,7 +220,7 @@ def score(thread: PublicThread) -> ThreadScore:
     with tempfile.TemporaryDirectory() as folder:
         try:
             dialect, given = dialects.read_script(thread.script(Path(folder)))
-            case = settle(dialect, given, thread.told, machine)
+            case = read_case(dialect, given, thread.told, machine)
             return ThreadScore(thread, check_case(case, search=False))
         except VplanError as error:
             return ThreadScore(thread, None, error.message)

@@ -12,7 +12,7 @@ from typing import Any
 from planner import dialects
 from planner.dialects.base.script import Script, from_file, from_words
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import Checked, check_case
 from planner.rehearsal.answer import PHASES, RehearsalAnswer
 
@@ -60,12 +60,12 @@ def checked_rehearsal(answer: RehearsalAnswer) -> CheckedRehearsal | str:
         return ""
     machine: dict[str, Any] = {"gpu": rehearsal.card.name, "gpus": rehearsal.gpus, "host_ram": rehearsal.host_ram}
     try:
-        plain = check_case(settle(dialect, invocation, {}, machine), search=False)
+        plain = check_case(read_case(dialect, invocation, {}, machine), search=False)
         predicted = _predicted(plain, answer)
         took = answer.device_bytes + answer.short_of_bytes
         # The run is nearer to the truth: what it took more, a change has to save as well.
         machine["reserve"] = max(0, took - predicted)
-        checked = check_case(settle(dialect, invocation, {}, machine)) if answer.verdict != "fits" else plain
+        checked = check_case(read_case(dialect, invocation, {}, machine)) if answer.verdict != "fits" else plain
     except VplanError as error:
         return f"vplan check does not predict this command: {error.message}"
     return CheckedRehearsal(checked, predicted, took, answer.limit == "gpu")

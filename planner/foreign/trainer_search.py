@@ -328,19 +328,21 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
     left_open = set(searched(question.job.method))
     job = question.job.replace(**{field: value for field, value in changed.items() if field in Job.model_fields})
     check_job(question.model, job)
-    settled = {field: value for field, value in changed.items() if field in Strategy.model_fields}
+    strategy_changes = {field: value for field, value in changed.items() if field in Strategy.model_fields}
     otherwise = {field: value for field, value in changed.items() if field not in left_open}
     layers = ["LoRA layers of its own"] if otherwise.pop("lora_targets", None) else []
     words = ", ".join([*layers, *([flags_of(otherwise)] if otherwise else [])])
     notes = (f"as {dialect.title} trains" + (f" ({words})" if words else ""),)
     asked = question._replace(
         job=job,
-        strategy=question.strategy.replace(**{field: settled[field] for field in settled.keys() - left_open}),
+        strategy=question.strategy.replace(
+            **{field: strategy_changes[field] for field in strategy_changes.keys() - left_open}
+        ),
         assumptions=(*_still_assumed(question, job), *notes),
     )
     # Where nothing that a search tries can be said, more and more of what the trainer does instead is taken for typed.
     own = {field: value for field, value in after.items() if field in Strategy.model_fields and value is not None}
-    for held in ((), settled, {*settled, *PRECISION}, own):
+    for held in ((), strategy_changes, {*strategy_changes, *PRECISION}, own):
         only = {field: own[field] for field in held if field in own}
         narrowed = asked._replace(strategy=asked.strategy.replace(**only), fixed=asked.fixed | only.keys())
         with contextlib.suppress(ContradictionError):

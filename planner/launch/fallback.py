@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.errors import VplanError
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Plan
 
@@ -35,7 +35,7 @@ def next_plan(plan: Plan) -> Plan | None:
     """The plan to continue with after running out of memory; None when the ladder has no further one."""
     for candidate in (*_ladder(plan), *_switches(plan)):
         try:
-            return settled(candidate, trained=True).replace(ladder=candidate.ladder, training=plan.training)
+            return supported_plan(candidate, trained=True).replace(ladder=candidate.ladder, training=plan.training)
         except VplanError:  # not for this model, or not applied by training
             continue
     return None

@@ -160,7 +160,7 @@ class Peers:
             own = outcome(run_folder(Path(request.output), nodes), Ended(None))
             if own.name in ("ok", "crash"):
                 own = error.outcome if error.outcome.name == "gone" else Outcome("ended")
-        return self.settle(attempt, own)
+        return self.joint_outcome(attempt, own)
 
     def watch(self, attempt: int) -> None:
         """Raises an ElsewhereError when another computer has failed or fallen silent; cheap enough for every tick."""
@@ -175,7 +175,7 @@ class Peers:
             if not result and pulse.beats and silent > SILENT_SECONDS:
                 raise ElsewhereError(_gone(rank))
 
-    def settle(self, attempt: int, own: Outcome) -> Outcome:
+    def joint_outcome(self, attempt: int, own: Outcome) -> Outcome:
         """Tells how this computer's ranks ended, and returns how all did: what says most of the cause.
 
         Ranks that crashed, each on its computer, are all quoted: most only saw that another was gone.

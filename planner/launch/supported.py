@@ -20,7 +20,7 @@ from planner.spec.job import Machine
 from planner.spec.plan import Plan
 
 
-def settled(plan: Plan, *, trained: bool = False) -> Plan:
+def supported_plan(plan: Plan, *, trained: bool = False) -> Plan:
     """The plan's three records with open fields filled in, or a VplanError for what contradicts or is not applied.
 
     `trained`: by `vplan train`; else by a probe, which is a few steps on one computer.

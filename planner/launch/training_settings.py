@@ -73,7 +73,7 @@ def check_lora_init(settings: TrainingSettings) -> None:
         raise VplanError(f"--lora-init: there is no {quoted(init)}", fix)
 
 
-def settled_plan(plan: Plan, profile: ModelProfile) -> Plan:
+def with_complete_settings(plan: Plan, profile: ModelProfile) -> Plan:
     """The plan with complete training settings. A VplanError for those that the model, the optimizer or the rest of the
     plan does not take."""
     return plan.replace(training=complete(plan.training, profile, plan.job, plan.strategy))

@@ -20,7 +20,7 @@ from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.evidence.ledger import Ledger, default_path
 from planner.hardware import doctor
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.layout.recordings import load_facts
 from planner.preflight.checks import FAILED, SHORT, Check, Need, on_data, on_disk, on_host, versions
 from planner.preflight.gpu_wait import cards_of, on_card, wait
@@ -151,7 +151,7 @@ def ready(plan: Plan) -> Plan:
     """The plan with open fields filled in, or a VplanError for what contradicts; for our own trainer also for what it
     does not apply. What the file says it will take is left behind: it may be of another version, or edited."""
     if plan.trainer == "vplan":
-        return settled(plan, trained=True).replace(ladder=plan.ladder, evidence=plan.evidence)
+        return supported_plan(plan, trained=True).replace(ladder=plan.ladder, evidence=plan.evidence)
     profile = lookup.model(plan.job.model)
     configuration = plan.configuration
     check_job(profile, plan.job)

@@ -12,7 +12,7 @@ from planner.catalog.plan_id import row_id
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.evidence.measurement import ProbeRow, phases_of
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.layout import margin
 from planner.layout.correction import SEPARATE_PHASES
 from planner.layout.recordings import load_facts
@@ -83,7 +83,7 @@ def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, o
     try:
         if entry.gpus > machine.gpus:
             raise VplanError(f"it is for {entry.gpus} GPUs, and this machine has {machine.gpus}")
-        plan = settled(bare)
+        plan = supported_plan(bare)
         if on_cpu and not entry.config:
             raise VplanError("the full model takes too long on the CPU: its job needs a config that shrinks it")
         if entry.config:

@@ -29,7 +29,7 @@ from planner.evidence.measurement import REHEARSED, ProbeRow
 from planner.hardware import doctor
 from planner.hardware.nvml import CONTEXT_BYTES
 from planner.launch import launch
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.probe.worker_python import WorkerPython
 from planner.spec.job import Machine, Strategy
 from planner.spec.plan import VIRTUAL, Environment, Measured, Outcome, Plan
@@ -110,7 +110,7 @@ def probe(
     GPU, a switch our step lacks) is a VplanError.
     """
     device, weights, config, history = runner.device, runner.weights, runner.config, runner.history
-    plan = settled(plan)
+    plan = supported_plan(plan)
     _check_installed(plan.strategy, runner.python)
     if history and device == "cpu":
         raise VplanError("the allocator's history needs a GPU", "leave out --record-history, or --device cpu")

@@ -22,7 +22,7 @@ from PIL import Image
 
 from planner.dataset.sources import sources
 from planner.launch import launch
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.worker_process import read_json, result_file
@@ -76,7 +76,7 @@ def main(clips: int, images: int) -> None:
         unsettled = Plan(job=job, strategy=Strategy.read(runs.PLAIN), machine=Machine(gpu="24GB", gpus=1))
         data = write_data(root / "data", clips, images)
         request = launch.Preparation(
-            plan=settled(unsettled, trained=True),
+            plan=supported_plan(unsettled, trained=True),
             data=str(data),
             sources=sources(data, {}),
             weights=str(root / "model"),

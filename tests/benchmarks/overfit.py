@@ -182,7 +182,7 @@ class Overfitted:
 
     def train(self) -> None:
         """Trains; nothing where that is done."""
-        from planner.launch.supported import settled
+        from planner.launch.supported import supported_plan
         from planner.spec.job import Machine, Strategy
         from planner.spec.plan import Plan
         from tests.trainers import runs
@@ -193,7 +193,7 @@ class Overfitted:
         place = runs.Place.__new__(runs.Place)
         place.root, place.entries = self.folder, self.folder / "data" / "entries.jsonl"
         asked = {"steps": self.steps, "checkpoint_every": self.steps, "learning_rate": RATE}
-        told = runs.train(place.request(self.output, settled(plan, trained=True), **asked))
+        told = runs.train(place.request(self.output, supported_plan(plan, trained=True), **asked))
         assert told["outcome"] == "ok", told
 
     # ---- what came of it

@@ -31,10 +31,10 @@ TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ff
     ids=lambda strategy: strategy["sharding"],
 )
 def test_every_rank_runs_every_phase(strategy: dict[str, Any], tmp_path: Path) -> None:
-    from planner.launch.supported import settled
+    from planner.launch.supported import supported_plan
 
     job = Job(model="wan2.1-t2v-1.3b", frames=5, height=32, width=32, lora_rank=4)
-    plan = settled(Plan(job=job, strategy=Strategy.read(strategy), machine=Machine(gpu="24GB", gpus=2)))
+    plan = supported_plan(Plan(job=job, strategy=Strategy.read(strategy), machine=Machine(gpu="24GB", gpus=2)))
     records = {part: getattr(plan, part).to_json() for part in ("job", "strategy", "machine")}
     request = {"plan": {"schema": 1, **records}}
     request |= {"device": "cpu", "steps": 1, "weights": None, "config": TINY, "history": None, "capacity_bytes": 1}

@@ -86,7 +86,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> None:
     @click.option("--steps", type=int)
     @json_option
     def command(asked: TypedQuestion, steps: int | None, as_json: bool) -> int:
-        show({"frames": asked.settle().job.frames}, as_json, lambda console: console.print("shown"))
+        show({"frames": asked.to_question().job.frames}, as_json, lambda console: console.print("shown"))
         return verdict_exit_code("no")
 
     monkeypatch.setitem(sys.modules, "planner.commands.ask", SimpleNamespace(command=command))

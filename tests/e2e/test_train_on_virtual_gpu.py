@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import vplan
 from planner.launch import checkpoints
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan, write_plan
 from tests.cuda_wheel import CUDA_PYTHON, needs_cuda_wheel
@@ -47,7 +47,7 @@ def test_a_run_that_is_out_of_memory_goes_on_with_the_next_plan(
     shape = {"frames": bucket.frames, "height": bucket.height, "width": bucket.width}
     job = Job.read({"model": place.model, **shape, "lora_rank": 4, "batch_size": 400})
     strategy = Strategy.read({**runs.PLAIN, "sharding": sharding})
-    plan = settled(Plan(job=job, strategy=strategy, machine=Machine(gpu="24GB", gpus=gpus)), trained=True)
+    plan = supported_plan(Plan(job=job, strategy=strategy, machine=Machine(gpu="24GB", gpus=gpus)), trained=True)
     write_plan(plan, tmp_path / "plan.toml")
     typed = {"--data": place.root / "data", "--output": output, "--weights": place.root / "model", "--device": "cuda"}
     typed |= {"--steps": 4, "--checkpoint-every": 2}

@@ -35,7 +35,7 @@ from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.dialects.base.script import from_file
 from planner.errors import NotEstimatedError, VplanError
-from planner.foreign.case import Case, settle
+from planner.foreign.case import Case, read_case
 from planner.foreign.check import check_case
 from planner.foreign.export import Exported, export, targets
 from planner.spec.job import Job, Machine, Strategy
@@ -100,7 +100,7 @@ def outcome(exported: Exported, start: Path) -> tuple[str, str]:
             return "unreadable", f"read as {dialect.name}"
         if odd := (*invocation.unknown, *(each.flag for each in invocation.removed)):
             return "flags", ", ".join(odd)
-        case = settle(dialect, invocation, {}, dict(MACHINE))
+        case = read_case(dialect, invocation, {}, dict(MACHINE))
         after = check_case(case, search=False).outcome.estimate
     except NotEstimatedError as error:
         return ("unreadable" if before else "unpriced"), error.message

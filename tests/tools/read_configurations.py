@@ -22,7 +22,7 @@ from typing import NamedTuple
 from planner import dialects
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 
 
 class Repository(NamedTuple):
@@ -90,7 +90,7 @@ def outcome(path: Path, allowed: tuple[str, ...], model: str = "") -> tuple[str,
         dialect, given = dialects.read_script(from_file(path))
         if dialect.name.partition("@")[0] not in allowed:
             return "wrong", f"read as {dialect.name}"
-        case = settle(dialect, given, {"model": model or None}, {"gpu": "80GB"})
+        case = read_case(dialect, given, {"model": model or None}, {"gpu": "80GB"})
     except VplanError as error:
         return "refused", error.message
     return "read", f"{case.job.model} {case.job.method}"

@@ -20,7 +20,7 @@ import profiles
 from planner import dialects
 from planner.dialects.base.script import from_file
 from planner.estimate.estimate import OPTIMIZER_MOMENT, assess, describe_moment
-from planner.foreign.case import Case, settle
+from planner.foreign.case import Case, read_case
 from planner.foreign.check import Checked, check_case
 from planner.foreign.pricing import Pricing
 
@@ -72,7 +72,7 @@ def case_of(row: dict[str, Any], folder: Path) -> Case:
     dialect, given = dialects.read_script(from_file(folder / row.get("read", "train.sh")))
     shape = dict(zip(("frames", "height", "width"), row.get("shape", ()), strict=False))
     machine = {"gpu": row["env"]["gpu"].removeprefix("virtual "), "torch": ".".join(row["env"]["torch"].split(".")[:2])}
-    return settle(dialect, given, shape, machine)
+    return read_case(dialect, given, shape, machine)
 
 
 class Comparison(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import vplan
 from planner.launch import checkpoints
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan
 from planner.units import MIB
@@ -178,7 +178,7 @@ def _plan(place: runs.Place, case: Case) -> Plan:
     shape = {"frames": bucket.frames, "height": bucket.height, "width": bucket.width, "lora_rank": 4}
     job = Job.read({"model": place.model, **shape, **case.job})
     machine = Machine(gpu="24GB", gpus=case.gpus)
-    return settled(Plan(job=job, strategy=Strategy.read(case.strategy), machine=machine), trained=True)
+    return supported_plan(Plan(job=job, strategy=Strategy.read(case.strategy), machine=machine), trained=True)
 
 
 def _kill_a_rank(process: subprocess.Popen[bytes], output: Path) -> None:

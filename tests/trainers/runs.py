@@ -15,7 +15,7 @@ from planner.catalog import lookup, user_data
 from planner.commands._shared import own_model
 from planner.launch import checkpoints
 from planner.launch.launch import RunRequest
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.training import TrainingSettings
@@ -114,7 +114,7 @@ class Place:
         shape = {"frames": bucket.frames, "height": bucket.height, "width": bucket.width, "lora_rank": 4}
         shape |= {"buckets": [each.to_json() for each in SHAPES[self.kind]]} if others else {}
         shape |= {"text_tokens": TEXT[self.kind]}
-        return settled(
+        return supported_plan(
             Plan(
                 job=Job.read({"model": self.model, **shape, **job}),
                 strategy=Strategy.read({**PLAIN, **(strategy or {})}),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from planner.catalog import lookup  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
-from planner.launch.supported import settled  # noqa: E402
+from planner.launch.supported import supported_plan  # noqa: E402
 from planner.launch.weight_files import model_folder  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan  # noqa: E402
@@ -300,7 +300,7 @@ def test_what_training_does_not_apply_is_refused_by_name(model: str, strategy: d
         machine=Machine(gpu="80GB", gpus=Strategy.read(strategy).context_parallel),
     )
     with pytest.raises(VplanError, match=named):
-        settled(plan, trained=True)
+        supported_plan(plan, trained=True)
 
 
 def test_a_drive_that_deepspeed_cannot_reach_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 
 
-def settle() -> None:
+def set_flags() -> None:
     """Sets torch's flags for this process, whatever its environment says."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = True

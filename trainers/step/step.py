@@ -116,7 +116,7 @@ def build_model(
     """
     from diffusers.models.modeling_utils import no_init_weights
 
-    backends.settle()
+    backends.set_flags()
     named = class_of(profile.diffusers_class)
     with no_init_weights(), init_empty_weights():
         model = build(named, config or profile.config)

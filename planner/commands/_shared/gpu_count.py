@@ -190,7 +190,7 @@ def count_gpus(
 
 
 def _row(asked: TypedQuestion, best: FindPlan, whole: FindWholeJob) -> CountRow:
-    question = asked.settle()
+    question = asked.to_question()
     plan = best(question)
     return CountRow(question, plan, whole(plan) if plan else None)
 

@@ -12,7 +12,7 @@ from planner import dialects
 from planner.dialects.base.script import Script
 from planner.errors import VplanError
 from planner.estimate.estimate import replay
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.oom_cause import Explanation, explain
 from planner.foreign.oom_formats import ON_HOST, find
 from planner.foreign.oom_message import LONGEST, parse
@@ -49,7 +49,7 @@ def explained(said: str, script: Script | None, told: Mapping[str, Any], machine
             raise VplanError("the message does not state the card's capacity, and no card is given", "add --gpu 80GB")
         machine = {**machine, "gpu": f"{message.capacity_bytes / GIB:.2f}GiB"}
     dialect, given = dialects.read_script(script)
-    case = settle(dialect, given, told, machine)
+    case = read_case(dialect, given, told, machine)
     configuration = case.configuration
     _, played = replay(configuration, load_facts(configuration, case.model, case.gpu), case.trainer)
     return explain(message, played)

@@ -1,8 +1,8 @@
-"""From typed flags to the records of one estimate: names looked up, defaults filled in, and every default said.
+"""Turns typed flags into a complete question: looks names up, fills in defaults, and notes each default it took.
 
-A command takes `@request_options(...)` and gets one `TypedQuestion`; `asked.settle()` is the `Question` to answer, or a
-VplanError. A command that answers for many models or cards settles the same `TypedQuestion` for each:
-`asked.settle(gpu=...)`.
+A command decorated with `@request_options(...)` receives one `TypedQuestion`. `asked.to_question()` returns the
+`Question` to answer, or raises a VplanError. A command that answers for many models or cards calls it once for each:
+`asked.to_question(gpu=...)`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class TypedQuestion(NamedTuple):
         strategy, typed = {**self.strategy, "validation_mode": mode}, self.typed | {"validation_mode"}
         return self._replace(strategy=strategy, typed=typed, notes=(*self.notes, SAMPLING[mode]))
 
-    def settle(self, *, model: str | None = None, gpu: str | None = None) -> Question:
+    def to_question(self, *, model: str | None = None, gpu: str | None = None) -> Question:
         """The complete question, for this model and card where several are asked for.
 
         Its strategy is as typed, open fields open and unchecked: a search fills them in, or `Question.configuration`.

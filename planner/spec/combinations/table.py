@@ -7,7 +7,7 @@
 | contradiction | `contradictions` | `contradictions.check` |
 | model cannot | `model_limits` | `planner.catalog.shapes` |
 | not estimated | `estimate_gaps` | `planner.layout.unpriced.refuse_unpriced` |
-| our trainer cannot | `trainer_gaps` | `planner.launch.supported.settled` |
+| our trainer cannot | `trainer_gaps` | `planner.launch.supported.supported_plan` |
 | not worth searching | `search_exclusions` | `planner.search.space.strategies` |
 
 Within a kind the order of the rows is the order in which faults are reported, and of most kinds only the first is.

@@ -44,13 +44,13 @@ def ask(*words: str) -> TypedQuestion:
     return caught[0]
 
 
-def settle(*words: str) -> Question:
-    question = ask(*words).settle()
+def resolved_question(*words: str) -> Question:
+    question = ask(*words).to_question()
     return question._replace(strategy=question.configuration().strategy)
 
 
 def test_defaults_are_taken_and_said() -> None:
-    request = settle(WAN, "--gpu", "24GB")
+    request = resolved_question(WAN, "--gpu", "24GB")
     job = request.job
     assert (job.frames, job.height, job.width, job.lora_rank, job.batch_size) == (81, 480, 832, 16, 1)
     assert request.machine == Machine(gpu="24GB", gpus=1, host_ram=26 * GIB)
@@ -73,7 +73,7 @@ def test_an_option_over_a_plan_takes_what_said_more_about_the_old_value_with_it(
 
 
 def test_nothing_is_assumed_that_was_typed() -> None:
-    request = settle(
+    request = resolved_question(
         *(WAN, "--gpu", "h100-80gb", "--frames", "49", "--resolution", "480p", "--lora-rank", "8"),
         *("--host-ram", "64GiB"),
     )
@@ -94,7 +94,7 @@ def test_nothing_is_assumed_that_was_typed() -> None:
     ],
 )
 def test_strategy_flags(words: list[str], field: str, value: Any) -> None:
-    request = settle(WAN, "--gpu", "24GB", *words)
+    request = resolved_question(WAN, "--gpu", "24GB", *words)
     assert getattr(request.strategy, field) == value
     assert field in request.fixed
 
@@ -112,7 +112,7 @@ def test_every_strategy_field_has_a_flag() -> None:
 
 
 def test_lists_and_shapes() -> None:
-    request = settle(
+    request = resolved_question(
         *(WAN, "--gpu", "24GB", "--lora-targets", "to_q, to_k", "--buckets", "81x480x832,1x720x1280x4"),
         *("--validation", "33x480x832", "--lora-dropout", "0.1"),
     )
@@ -127,22 +127,22 @@ def test_lists_and_shapes() -> None:
 
 
 def test_a_sample_may_be_without_guidance() -> None:
-    shapes = [settle(WAN, "--gpu", "24GB", "--validation", text).job.validation
+    shapes = [resolved_question(WAN, "--gpu", "24GB", "--validation", text).job.validation
               for text in ("33x480x832", "33x480x832, no-cfg")]  # fmt: skip
     assert [shape and (shape.frames, shape.cfg) for shape in shapes] == [(33, True), (33, False)]
     with pytest.raises(VplanError, match="no-cfg"):
-        settle(WAN, "--gpu", "24GB", "--validation", "33x480x832,cfg")
+        resolved_question(WAN, "--gpu", "24GB", "--validation", "33x480x832,cfg")
 
 
 def test_two_cards_are_two_gpus() -> None:
-    request = settle(WAN, "--gpu", "2x4090", "--method", "full")
+    request = resolved_question(WAN, "--gpu", "2x4090", "--method", "full")
     assert (request.machine.gpu, request.machine.gpus) == ("rtx4090", 2)
     assert (request.strategy.sharding, request.strategy.weights_dtype) == ("ddp", "fp32")
 
 
 def test_frames_max_and_open_strategies_are_for_a_search() -> None:
     asked = ask(WAN, "--gpu", "24GB", "--frames", "max", "--swap-blocks", "20")
-    request = asked.settle()
+    request = asked.to_question()
     assert request.frames_max
     assert request.strategy == Strategy(swap_blocks=20)
     # On its own, swap without checkpointing is a contradiction; a search may add the checkpointing.
@@ -153,12 +153,12 @@ def test_frames_max_and_open_strategies_are_for_a_search() -> None:
 def test_one_question_for_many_models_and_cards() -> None:
     asked = ask("--frames", "81")
     assert (asked.model, asked.gpu) == (None, None)
-    request = asked.settle(model="wan2.1-t2v-14b", gpu="48GB")
+    request = asked.to_question(model="wan2.1-t2v-14b", gpu="48GB")
     assert (request.model.name, request.machine.gpu) == ("wan2.1-t2v-14b", "48GB")
 
 
 def test_long_clips_are_remarked() -> None:
-    assert any("trained on" in note for note in settle(WAN, "--gpu", "24GB", "--frames", "129").assumptions)
+    assert any("trained on" in note for note in resolved_question(WAN, "--gpu", "24GB", "--frames", "129").assumptions)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_long_clips_are_remarked() -> None:
 )
 def test_refusals_name_the_fault_and_the_fix(words: list[str], code: int, message: str) -> None:
     with pytest.raises(VplanError) as refused:
-        settle(*words)
+        resolved_question(*words)
     assert message in refused.value.message
     assert (refused.value.exit_code, bool(refused.value.fix)) == (code, True)
 
@@ -209,13 +209,13 @@ def plan(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("flag", [[], ["--plan"]])
 def test_a_plan_is_a_question(plan: str, flag: list[str]) -> None:
-    request = settle(*flag, plan)
+    request = resolved_question(*flag, plan)
     assert (request.job.frames, request.strategy.swap_blocks, request.machine.host_ram) == (33, 10, 64 * GIB)
     assert (request.assumptions, request.fixed) == ((), frozenset())
 
 
 def test_flags_change_a_plan(plan: str) -> None:
-    request = settle(plan, "--frames", "49", "--swap-blocks", "0", "--gpu", "2x4090", "--sharding", "ddp")
+    request = resolved_question(plan, "--frames", "49", "--swap-blocks", "0", "--gpu", "2x4090", "--sharding", "ddp")
     assert (request.job.frames, request.job.lora_rank, request.strategy.swap_blocks) == (49, 8, 0)
     assert request.strategy.gradient_checkpointing == "full"
     # Another card is another computer.

@@ -8,7 +8,7 @@ from planner import dialects
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 
 WORDS = {
@@ -67,6 +67,6 @@ def test_a_lora_lies_over_the_transformer_in_fp32(tmp_path: Path) -> None:
     """Its own code was rehearsed at 11.18 GiB allocated in training, the base in 16 bits at 7.79
     (docs/accuracy.md, cvx-001)."""
     dialect, given, _ = read(tmp_path)
-    checked = check_case(settle(dialect, given, {}, {"gpu": "a100-80gb"}), search=False)
+    checked = check_case(read_case(dialect, given, {}, {"gpu": "a100-80gb"}), search=False)
     allocated = checked.outcome.estimate.phases["train"].allocated_bytes / 2**30
     assert allocated == pytest.approx(11.18, rel=0.02)

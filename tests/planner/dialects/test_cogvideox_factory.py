@@ -8,7 +8,7 @@ from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 
 WORDS = (
@@ -116,6 +116,6 @@ def test_encoders_are_there_before_the_first_step(tmp_path: Path) -> None:
     """Rehearsed in its own code at 19.91 GiB allocated while loading, 18.58 in training."""
     read(tmp_path, "cogvideox_text_to_video_lora.py", "--mixed_precision bf16 --load_tensors")
     dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
-    found = check_case(settle(dialect, given, {}, {"gpu": "80GB"}), search=False).outcome.estimate.phases
+    found = check_case(read_case(dialect, given, {}, {"gpu": "80GB"}), search=False).outcome.estimate.phases
     for phase, gib in (("load", 19.91), ("train", 18.58)):
         assert found[phase].allocated_bytes / 2**30 == pytest.approx(gib, rel=0.005)

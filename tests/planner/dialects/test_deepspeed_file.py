@@ -14,7 +14,7 @@ from planner.dialects.base.engine_files.deepspeed_file import zero_settings
 from planner.dialects.base.script import from_file
 from planner.dialects.easyanimate.settings import ZERO_2, launched_by_deepspeed
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import Checked, check_case
 from planner.layout.run_records import ZeroSettings
 
@@ -103,7 +103,7 @@ def test_sizes_are_taken_as_they_are() -> None:
 def priced(folder: Path, zero: dict[str, Any]) -> Checked:
     read(folder, zero)
     dialect, given = dialects.read_script(from_file(folder / "train.sh"))
-    return check_case(settle(dialect, given, {}, {"gpu": "a100-80gb"}), search=False)
+    return check_case(read_case(dialect, given, {}, {"gpu": "a100-80gb"}), search=False)
 
 
 def test_a_second_bucket_is_there_in_backward_and_a_smaller_one_takes_less(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from planner.dialects.base.script import from_file
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
 from planner.dialects.diffusers.settings import DIALECT as DIFFUSERS
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import Checked, check_case
 
 DREAMBOOTH = "train_dreambooth.py --pretrained_model_name_or_path CompVis/stable-diffusion-v1-4 --resolution 512 "
@@ -36,7 +36,7 @@ def command(folder: Path, words: str) -> Translation:
 
 def checked(folder: Path, words: str) -> Checked:
     dialect, given = read(folder, words)
-    return check_case(settle(dialect, given, {}, {"gpu": "80GB"}), search=False)
+    return check_case(read_case(dialect, given, {}, {"gpu": "80GB"}), search=False)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def nf4(folder: Path, **config: Any) -> Checked:
     (folder / "a.sh").write_text(NF4)
     (folder / "bnb.json").write_text(json.dumps(config))
     dialect, given = dialects.read_script(from_file(folder / "a.sh"))
-    return check_case(settle(dialect, given, {}, {"gpu": "24GB"}), search=False)
+    return check_case(read_case(dialect, given, {}, {"gpu": "24GB"}), search=False)
 
 
 def test_a_base_is_quantised_as_the_file_says(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.dialects.onetrainer.settings import DIALECT as ONETRAINERS
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 
@@ -226,7 +226,7 @@ def test_the_precision_of_simpletuners_text_encoders_is_read_and_not_priced(tmp_
     precisions = {"--text_encoder_1_precision": "no_change", "--text_encoder_2_precision": "int8-quanto"}
     (tmp_path / "config.json").write_text(json.dumps(SIMPLETUNER | precisions))
     dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
-    case = settle(dialect, given, {}, {"gpu": "24GB"})
+    case = read_case(dialect, given, {}, {"gpu": "24GB"})
     assert not given.unknown and case.unpriced == ("text_encoder_2_precision",)
 
 
@@ -337,7 +337,7 @@ def test_ramtorch_swaps_without_checkpoints(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(without | changes), encoding="utf-8")
         dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
         if "--ramtorch" in changes:
-            case = settle(dialect, given, shape, {"gpu": "80GB"})
+            case = read_case(dialect, given, shape, {"gpu": "80GB"})
             assert (case.strategy.swap_blocks, case.strategy.gradient_checkpointing) == (39, "none")
             run = lay_out(
                 case.configuration,
@@ -353,7 +353,7 @@ def test_ramtorch_swaps_without_checkpoints(tmp_path: Path) -> None:
             assert len(inputs) % 39 == 0
         else:
             with pytest.raises(VplanError, match="frees nothing"):
-                settle(dialect, given, shape, {"gpu": "80GB"})
+                read_case(dialect, given, shape, {"gpu": "80GB"})
 
 
 @pytest.mark.parametrize(

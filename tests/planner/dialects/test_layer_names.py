@@ -14,7 +14,7 @@ from planner.catalog.shapes import grid
 from planner.dialects.base.layer_names import chosen_layers, in_wan
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import Case, settle
+from planner.foreign.case import Case, read_case
 from planner.foreign.pricing import Pricing
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
@@ -27,7 +27,7 @@ FLUX = "--pretrained_model_name_or_path black-forest-labs/FLUX.1-dev"
 def case(folder: Path, name: str, text: str) -> Case:
     (folder / name).write_text(text)
     dialect, given = dialects.read_script(from_file(folder / name))
-    return settle(dialect, given, {}, {"gpu": "80GB"})
+    return read_case(dialect, given, {}, {"gpu": "80GB"})
 
 
 def videox(folder: Path, script: str, words: str) -> tuple[str, ...] | None:

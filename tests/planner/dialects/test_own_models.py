@@ -14,7 +14,7 @@ from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.dialects.base.script import from_file
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.pricing import Pricing
 
 SIMPLETUNER = {"data_backend_config": "d.json", "model_type": "lora", "resolution": 512, "gradient_checkpointing": True}
@@ -172,10 +172,10 @@ def test_the_low_end_of_prompts_that_are_not_filled_up_is_that_of_a_short_one(tm
     preset["text_encoder"] = {"train": False, "weight_dtype": "FLOAT_8"}
     (tmp_path / "preset.json").write_text(json.dumps(preset))
     dialect, given = dialects.read_script(from_file(tmp_path / "preset.json"))
-    case = settle(dialect, given, {}, {"gpu": "80GB"})
+    case = read_case(dialect, given, {}, {"gpu": "80GB"})
     short = replace(case, job=case.job.replace(text_tokens=SHORT_PROMPT))
     found, least = Pricing(case).outcome(case).estimate, Pricing(short).outcome(short).estimate
     assert found.low_bytes == least.low_bytes < least.peak.device_bytes < found.peak.device_bytes
     middle = (least.low_bytes + found.peak.device_bytes) // 2
-    between = settle(dialect, given, {}, {"gpu": f"{middle // 2**20}MiB"})
+    between = read_case(dialect, given, {}, {"gpu": f"{middle // 2**20}MiB"})
     assert Pricing(between).outcome(between).estimate.verdict == "tight"

@@ -13,7 +13,7 @@ from planner.commands import cli
 from planner.dialects.base.pasted import as_posix
 from planner.dialects.base.script import from_file, from_words
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 
 FLAGS = "--task t2v-14B --dit wan2.1_t2v_14B.safetensors --sdpa --network_module networks.lora_wan --network_dim 32"
 WAN = f"src/musubi_tuner/wan_train_network.py {FLAGS}"
@@ -100,6 +100,6 @@ def test_a_bare_script_behind_cd_is_its_trainers(folder: str, tmp_path: Path) ->
 )  # fmt: skip
 def test_dropout_of_adapters_is_told_and_left_out(command: str, tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(f"{command} --fp8_base --gradient_checkpointing\n")
-    case = settle(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "80GB"})
+    case = read_case(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "80GB"})
     assert case.reading.job["lora_dropout"] == 0.1 and case.job.lora_dropout == 0
     assert any("LoRA dropout 0.1" in note for note in case.notes)

@@ -14,7 +14,7 @@ from planner.dialects.base.block_swap import setting, swapped
 from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import Case, settle
+from planner.foreign.case import Case, read_case
 from planner.foreign.export import export
 from planner.foreign.pricing import Pricing
 from planner.spec.job import Job, Machine, Strategy
@@ -28,7 +28,7 @@ FLUX = """accelerate launch --mixed_precision bf16 flux_train_network.py --netwo
 
 def case_of(folder: Path, words: str, gpu: str = "24GB") -> Case:
     (folder / "a.sh").write_text(FLUX + words + "\n")
-    return settle(*dialects.read_script(from_file(folder / "a.sh")), {}, {"gpu": gpu})
+    return read_case(*dialects.read_script(from_file(folder / "a.sh")), {}, {"gpu": gpu})
 
 
 @pytest.mark.parametrize(

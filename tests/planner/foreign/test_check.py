@@ -18,7 +18,7 @@ from planner.dialects.base.script import from_file
 from planner.dialects.base.shell import join_continued_lines
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import assess
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.change_words import changed_words
 from planner.foreign.check import check_case
 from planner.foreign.other_ways import with_other_ways
@@ -152,7 +152,7 @@ def test_what_cannot_be_is_told_in_the_trainers_words(text: str, fault: str, fix
     (tmp_path / "a.sh").write_text(text.replace("--use_ema ", ""))
     dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
     with pytest.raises(VplanError, match=fault) as caught:
-        settle(dialect, given, {}, {"gpu": "24GB"})
+        read_case(dialect, given, {}, {"gpu": "24GB"})
     assert fix in caught.value.fix
 
 
@@ -166,7 +166,7 @@ def test_a_smaller_batch_with_as_many_samples_a_step_is_offered(tmp_path: Path) 
     """The mildest that does, lossless, in the trainer's flags; applied it fits, and the plan saved says the same."""
     (tmp_path / "a.sh").write_text(BATCH)
     dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
-    case = settle(dialect, given, {}, {"gpu": "8GB"})
+    case = read_case(dialect, given, {}, {"gpu": "8GB"})
     found = check_case(case)
     assert found.outcome.estimate.verdict == "no"
     fix = next(fix for fix in found.fixes if any("--train_batch_size" in part for part in fix.change))
@@ -193,7 +193,7 @@ def test_a_change_that_rounds_the_base_is_lossy_though_no_field_of_the_strategy_
         "--gradient_checkpointing --optimizer_type=AdamW8bit --no_half_vae"
     )
     (tmp_path / "train.sh").write_text(command)
-    found = check_case(settle(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "6GB"}))
+    found = check_case(read_case(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "6GB"}))
     assert [(fix.change, fix.lossy) for fix in found.fixes] == [(("--fp8_base_unet",), True)]
 
 
@@ -222,7 +222,7 @@ def test_a_batch_that_is_not_recorded_names_one_that_is(tmp_path: Path) -> None:
         (clip, "general.batch_size = 2 --gradient_accumulation_steps 2"),
     ):
         (tmp_path / "a.sh").write_text(text)
-        case = settle(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "24GB"})
+        case = read_case(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "24GB"})
         with pytest.raises(NotRecordedError, match="sample by sample") as caught:
             check_case(case, search=False)
         assert fix in caught.value.fix
@@ -236,12 +236,12 @@ def test_a_length_that_is_told_is_that_of_every_bucket(tmp_path: Path) -> None:
         "--mixed_precision bf16 --network_module networks.lora_wan --gradient_checkpointing --sdpa\n"
     )
     dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
-    plain = settle(dialect, given, {}, {"gpu": "rtx4090"})
+    plain = read_case(dialect, given, {}, {"gpu": "rtx4090"})
     assert {shape.frames for shape in plain.job.shapes} == {1, 25, 45}
-    told = settle(dialect, given, {"frames": 17, "height": None}, {"gpu": "rtx4090"})
+    told = read_case(dialect, given, {"frames": 17, "height": None}, {"gpu": "rtx4090"})
     assert [(shape.frames, shape.height, shape.width) for shape in told.job.shapes] == [(17, 544, 960)]
     with pytest.raises(VplanError, match=r"^frames 18 is not 4n\+1"):
-        settle(dialect, given, {"frames": 18}, {"gpu": "rtx4090"})
+        read_case(dialect, given, {"frames": 18}, {"gpu": "rtx4090"})
 
 
 REFUSED = {
@@ -341,7 +341,7 @@ def test_an_arch_that_is_not_known_names_those_that_can_be_typed(tmp_path: Path)
 def test_a_4_bit_base_is_not_offered_8_bits_and_what_is_set_is_not_said_again(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(TOOLKIT % f"{A14B}, low_vram: true, quantize_te: false, qtype: qint4")
     dialect, given = dialects.read_script(from_file(tmp_path / "c.yaml"))
-    case = settle(dialect, given, {}, {"gpu": "16GB"})
+    case = read_case(dialect, given, {}, {"gpu": "16GB"})
     assert case.strategy.weights_dtype == "nf4"
     assert not any("weights_dtype" in move.changes for move in moves_of(case))
     eight = case.changed({"weights_dtype": "fp8"})
@@ -358,12 +358,12 @@ FULL_FLUX = (
 def test_where_no_option_is_enough_the_card_that_is_stands_there(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(FULL_FLUX)
     dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
-    found = with_other_ways(check_case(settle(dialect, given, {}, {"gpu": "24GB"})))
+    found = with_other_ways(check_case(read_case(dialect, given, {}, {"gpu": "24GB"})))
     assert not found.fixes and found.larger_card is not None
     there = found.larger_card.estimate
-    again = check_case(settle(dialect, given, {}, {"gpu": there.machine.gpu}), search=False)
+    again = check_case(read_case(dialect, given, {}, {"gpu": there.machine.gpu}), search=False)
     assert there.verdict == "fits" and again.outcome.estimate.peak == there.peak
-    smaller = check_case(settle(dialect, given, {}, {"gpu": "96GB"}), search=False)
+    smaller = check_case(read_case(dialect, given, {}, {"gpu": "96GB"}), search=False)
     assert (
         found.as_lora is not None and found.as_lora[0] == "vplan suggest flux.1-dev --gpu 24GB --resolution 512x512"
     ), "its own LoRA does not fit"
@@ -373,7 +373,7 @@ def test_where_no_option_is_enough_the_card_that_is_stands_there(tmp_path: Path)
 def test_where_full_training_does_not_fit_a_lora_that_does_is_priced(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(SDXL_FULL)
     dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
-    found = with_other_ways(check_case(settle(dialect, given, {}, {"gpu": "12GB"})))
+    found = with_other_ways(check_case(read_case(dialect, given, {}, {"gpu": "12GB"})))
     assert not found.fixes and found.as_lora is not None
     words, plan = found.as_lora
     assert words == "vplan suggest sdxl --gpu 12GB --resolution 1024x1024 --for diffusers"
@@ -395,7 +395,7 @@ def test_a_change_back_to_the_trainers_default_is_said(tmp_path: Path) -> None:
         f"{words} --resolution 1024,1024 --network_dim 64 --train_batch_size 4 --pretrained_model_name_or_path a\n"
     )
     dialect, given = dialects.read_script(from_file(tmp_path / "a.sh"))
-    case = settle(dialect, given, {}, {"gpu": "12GB"})
+    case = read_case(dialect, given, {}, {"gpu": "12GB"})
     other = case.changed({"batch_size": 1, "gradient_accumulation": 4})
     changed = list(changed_words(case, other.fields, frozenset({"batch_size", "gradient_accumulation"})))
     assert changed == ["--train_batch_size 1", "--gradient_accumulation_steps 4"]

@@ -11,7 +11,7 @@ from planner.catalog import lookup
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 from planner.foreign.export import export
 from planner.spec.job import Job, Machine, Strategy
@@ -130,12 +130,14 @@ def test_unet_is_a_part_beside_the_models_that_have_a_dit(tmp_path: Path) -> Non
 def test_deepspeed_from_host_ram_is_tried_on_one_gpu_too(tmp_path: Path) -> None:
     files = f"{WAN}:diffusion_pytorch_model*.safetensors,{REST.format(WAN)}"
     (tmp_path / "a.sh").write_text(COMMAND.format(files, "--trainable_models dit"))
-    case = settle(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "h100-80gb"})
+    case = read_case(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "h100-80gb"})
     fixes = check_case(case).fixes
     changes = [words for fix in fixes for words in fix.change if "--zero_stage 3" in words]
     assert changes and all("--offload_optimizer_device cpu --offload_param_device cpu" in words for words in changes)
     assert any(not fix.lossy for fix in fixes)
-    short = settle(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "h100-80gb", "host_ram": 128 << 30})
+    short = read_case(
+        *dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "h100-80gb", "host_ram": 128 << 30}
+    )
     assert not check_case(short).fixes, "it takes 350 GiB of host RAM"
 
 
@@ -160,7 +162,7 @@ def test_a_conditioner_in_the_model_is_there_without_its_encoders(tmp_path: Path
 
     def loaded(words: str) -> int:
         (tmp_path / "train.sh").write_text(IMAGES.format("anima", ANIMA, f"--lora_base_model dit {words}"))
-        case = settle(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "rtx4090"})
+        case = read_case(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "rtx4090"})
         return check_case(case).outcome.estimate.phases["load"].allocated_bytes
 
     model = lookup.model("anima")

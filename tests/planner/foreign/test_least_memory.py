@@ -15,7 +15,7 @@ from planner.catalog import lookup
 from planner.dialects.base.bindings import Fixed
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import Case, settle
+from planner.foreign.case import Case, read_case
 from planner.foreign.change_words import move_words
 from planner.foreign.check import Checked, check_case
 from planner.foreign.export import export, targets
@@ -56,7 +56,9 @@ type = "adamw_optimi"
 
 def checked(file: Path, **machine: Any) -> Checked:
     dialect, given = dialects.read_script(from_file(file))
-    return with_other_ways(check_case(settle(dialect, given, {}, {"gpu": "16GB", "host_ram": 64 * 10**9, **machine})))
+    return with_other_ways(
+        check_case(read_case(dialect, given, {}, {"gpu": "16GB", "host_ram": 64 * 10**9, **machine}))
+    )
 
 
 def changed(config: str, fix: Fix) -> str:
@@ -159,7 +161,7 @@ def cases(target: str, folder: Path) -> Iterator[Case]:
         try:
             start = written(export(plan_of(model, strategy), target, take_nearest=True), folder)
             dialect, given = dialects.read_script(from_file(start))
-            case = settle(dialect, given, {}, PLENTY)
+            case = read_case(dialect, given, {}, PLENTY)
         except VplanError:
             continue
         if moves_of(case):

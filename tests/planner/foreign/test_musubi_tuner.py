@@ -10,7 +10,7 @@ from planner import dialects
 from planner.catalog.shapes import grid
 from planner.dialects.base.dialect import Move
 from planner.dialects.base.script import from_file
-from planner.foreign.case import Case, settle
+from planner.foreign.case import Case, read_case
 from planner.foreign.change_words import cost_words, costs_of
 from planner.foreign.check import check_case
 from planner.foreign.pricing import Pricing
@@ -42,7 +42,7 @@ def case_of(
     (folder / "a.sh").write_text(COMMAND.format(script, rank, words))
     dialect, given = dialects.read_script(from_file(folder / "a.sh"))
     told = dict(zip(("frames", "height", "width"), shape, strict=True)) if shape else {}
-    return settle(dialect, given, told, {"gpu": gpu, **machine})
+    return read_case(dialect, given, told, {"gpu": gpu, **machine})
 
 
 def run_of(case: Case) -> Run:

@@ -8,7 +8,7 @@ import pytest
 
 from planner.estimate.estimate import estimate
 from planner.launch.fallback import difference, next_plan
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.layout.recordings import load_facts
 from planner.spec.job import Bucket, Job, Machine, Strategy
 from planner.spec.plan import Plan
@@ -19,7 +19,7 @@ MODEL = "wan2.1-t2v-1.3b"
 def plan(strategy: dict[str, Any] | None = None, **job: Any) -> Plan:
     shape = {"model": MODEL, "frames": 17, "height": 480, "width": 832, **job}
     found = Plan(job=Job.read(shape), strategy=Strategy.read(strategy or {}), machine=Machine(gpu="24GB"))
-    return settled(found, trained=True)
+    return supported_plan(found, trained=True)
 
 
 def test_without_a_ladder_it_checkpoints_then_offloads_then_halves_the_batch() -> None:

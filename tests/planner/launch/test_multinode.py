@@ -62,19 +62,19 @@ def test_what_the_first_says_reaches_the_others(pair: tuple[Peers, Peers], tmp_p
     heard = later(lambda: second.request(0))
     first.publish(0, request(tmp_path, steps=7))
     assert heard().steps == 7
-    told = later(lambda: first.settle(0, Outcome("ok")))
-    assert second.settle(0, Outcome("ok")).name == told().name == "ok"
+    told = later(lambda: first.joint_outcome(0, Outcome("ok")))
+    assert second.joint_outcome(0, Outcome("ok")).name == told().name == "ok"
 
 
 def test_the_cause_is_told_on_all(pair: tuple[Peers, Peers]) -> None:
     """One ran out of memory; the other's ranks only saw that it was gone."""
     first, second = pair
-    told = later(lambda: first.settle(0, Outcome("crash", "connection reset", exit_code=4)))
+    told = later(lambda: first.joint_outcome(0, Outcome("crash", "connection reset", exit_code=4)))
     shape = {"frames": 5, "height": 64, "width": 64}
-    assert second.settle(0, Outcome("oom", "no memory", exit_code=3, shape=shape)).name == "oom"
+    assert second.joint_outcome(0, Outcome("oom", "no memory", exit_code=3, shape=shape)).name == "oom"
     assert told() == Outcome("oom", "no memory", exit_code=3, shape=shape)
-    told = later(lambda: first.settle(1, Outcome("crash", "reset")))
-    assert second.settle(1, Outcome("crash", "KeyError: x")).message == "node 0: reset; node 1: KeyError: x"
+    told = later(lambda: first.joint_outcome(1, Outcome("crash", "reset")))
+    assert second.joint_outcome(1, Outcome("crash", "KeyError: x")).message == "node 0: reset; node 1: KeyError: x"
     assert told().message == "node 0: reset; node 1: KeyError: x"
 
 
@@ -86,14 +86,14 @@ def test_a_failure_elsewhere_ends_the_ranks_here(
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(launch, "command", lambda *said: sleeper)
     began = later(lambda: first.run(0, request(tmp_path), Nodes(0), lambda: None))
-    told = later(lambda: second.settle(0, Outcome("nan", "step 3", exit_code=4)))
+    told = later(lambda: second.joint_outcome(0, Outcome("nan", "step 3", exit_code=4)))
     assert began() == told() == Outcome("nan", "step 3", exit_code=4)
 
     def out_of_memory() -> None:
         write_json(tmp_path / "run" / "result-00000.json", {"rank": 0, "outcome": "oom", "message": "here"})
 
     began = later(lambda: first.run(1, request(tmp_path), Nodes(0), out_of_memory))
-    told = later(lambda: second.settle(1, Outcome("crash", "reset", exit_code=4)))
+    told = later(lambda: second.joint_outcome(1, Outcome("crash", "reset", exit_code=4)))
     assert began().message == told().message == "here"
 
 
@@ -107,7 +107,7 @@ def test_one_that_falls_silent_ends_the_rest(tmp_path: Path) -> None:
         with pytest.raises(ElsewhereError, match="node 1 stopped responding"):
             while time.monotonic() < end:
                 first.watch(0)
-        assert first.settle(0, Outcome("crash", "reset")).name == "gone"
+        assert first.joint_outcome(0, Outcome("crash", "reset")).name == "gone"
 
 
 def test_the_others_hear_why_the_first_has_ended(tmp_path: Path) -> None:

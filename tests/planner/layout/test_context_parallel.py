@@ -32,7 +32,7 @@ def cards(count: int) -> Machine:
     return Machine(gpu="h100-80gb", gpus=count, host_ram=2**40)
 
 
-def settled(name: str, parts: int, gpus: int, said: dict[str, Any], **fields: Any) -> tuple[Job, Strategy, Machine]:
+def records(name: str, parts: int, gpus: int, said: dict[str, Any], **fields: Any) -> tuple[Job, Strategy, Machine]:
     job, machine = job_for(lookup.model(name), said), cards(gpus)
     typed = Strategy.read({"context_parallel": parts, "gradient_checkpointing": "full", **fields})
     strategy = resolve(job, typed, machine)
@@ -41,14 +41,14 @@ def settled(name: str, parts: int, gpus: int, said: dict[str, Any], **fields: An
 
 
 def laid_out(name: str, parts: int, gpus: int = 0, said: dict[str, Any] | None = None, **fields: Any) -> Run:
-    job, strategy, machine = settled(name, parts, gpus or parts, CLIP if said is None else said, **fields)
+    job, strategy, machine = records(name, parts, gpus or parts, CLIP if said is None else said, **fields)
     model = lookup.model(name)
     configuration = Configuration.of(job, strategy, machine)
     return lay_out(configuration, load_facts(configuration), grid(model, job))
 
 
 def priced(name: str, parts: int, gpus: int = 0, said: dict[str, Any] | None = None, **fields: Any) -> Estimate:
-    job, strategy, machine = settled(name, parts, gpus or parts, said or CLIP, **fields)
+    job, strategy, machine = records(name, parts, gpus or parts, said or CLIP, **fields)
     configuration = Configuration.of(job, strategy, machine)
     return estimate(configuration, load_facts(configuration))
 
@@ -113,7 +113,7 @@ def test_samples_are_made_by_several_gpus_together() -> None:
 
 @pytest.mark.parametrize(("parts", "gpus", "sharding"), [(2, 2, "none"), (2, 4, "ddp"), (4, 8, "ddp")])
 def test_gpus_that_share_no_sample_train_side_by_side(parts: int, gpus: int, sharding: str) -> None:
-    _, strategy, _ = settled(WAN, parts, gpus, CLIP)
+    _, strategy, _ = records(WAN, parts, gpus, CLIP)
     assert strategy.sharding == sharding
     assert (strategy.autocast, strategy.adapter_dtype, strategy.master_weights) == ("none", "bf16", "fp32")
 

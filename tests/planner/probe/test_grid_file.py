@@ -24,7 +24,7 @@ from planner.estimate.work import step_work
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, held_out, in_held_out_half
 from planner.garbage_collection import without_garbage_collection
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 from planner.probe import grid_file
@@ -52,13 +52,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def priced() -> list[Candidate]:
-    """Every plan, settled and laid out from its tapes: all of an estimate but the replay of its allocator."""
+    """Every plan, completed and laid out from its tapes: all of an estimate but the replay of its allocator."""
     with without_garbage_collection():
         return [_priced(entry) for entry in SHIPPED]
 
 
 def _priced(entry: GridEntry) -> Candidate:
-    plan = settled(Plan(job=entry.job, strategy=entry.strategy, machine=MACHINE))
+    plan = supported_plan(Plan(job=entry.job, strategy=entry.strategy, machine=MACHINE))
     configuration = Configuration.of(plan.job, plan.strategy, MACHINE)
     known = load_facts(configuration)
     run = lay_out(configuration, known, grid(known.model, plan.job, plan.job.shapes[-1]))

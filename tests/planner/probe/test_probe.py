@@ -28,7 +28,7 @@ from planner.evidence.measurement import ProbeRow
 from planner.evidence.published import read_rows
 from planner.hardware import nvml
 from planner.launch import launch
-from planner.launch.supported import settled
+from planner.launch.supported import supported_plan
 from planner.probe import probe as probing
 from planner.probe import worker_python
 from planner.probe.probe import RealRunner, classify, measured, probe, together
@@ -408,7 +408,7 @@ def test_the_worker_sets_the_allocator_before_torch() -> None:
 
 
 def test_open_fields_are_filled_in() -> None:
-    assert settled(plan()).strategy.weights_dtype == "bf16"
+    assert supported_plan(plan()).strategy.weights_dtype == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from planner.dataset.sources import DataSource  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import checkpoints  # noqa: E402
 from planner.launch.launch import RunRequest  # noqa: E402
-from planner.launch.supported import settled  # noqa: E402
+from planner.launch.supported import supported_plan  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
@@ -57,7 +57,7 @@ class Place:
             text.unlink()
         shape = {"frames": FRAMES, "height": SIDE, "width": SIDE, "method": "full"}
         job = Job.read({"model": self.model, **shape})
-        self.plan = settled(Plan(job=job, strategy=PLAIN, machine=Machine(gpu="24GB")), trained=True)
+        self.plan = supported_plan(Plan(job=job, strategy=PLAIN, machine=Machine(gpu="24GB")), trained=True)
         self.setting = cache.Setting(self.profile, job, PLAIN, str(model), root / "cache")
         self.dataset = scan.read([DataSource(folder=str(self.clips))], self.profile, job)
         self.entries = root / "cache" / "entries.jsonl"
@@ -197,7 +197,7 @@ def test_frames_that_are_no_windows_are_refused(place: Place) -> None:
 def test_samples_are_refused_before_anything_is_encoded(place: Place) -> None:
     plan = place.plan.replace(strategy=PLAIN.replace(validation_mode="on"))
     with pytest.raises(VplanError, match="a sample of tiny-lips, whose pipeline is not from diffusers"):
-        settled(plan, trained=True)
+        supported_plan(plan, trained=True)
 
 
 @pytest.mark.parametrize("part", ["mask", "feature_extractor"])

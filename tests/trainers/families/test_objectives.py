@@ -18,7 +18,7 @@ from planner.catalog import lookup  # noqa: E402
 from planner.catalog.shapes import grid  # noqa: E402
 from planner.dataset import scan  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
-from planner.launch.supported import settled  # noqa: E402
+from planner.launch.supported import supported_plan  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan  # noqa: E402
 from tests.trainers import tiny  # noqa: E402
@@ -187,7 +187,7 @@ def test_samples_draw_from_their_models_density_and_records_do_not(monkeypatch: 
 def test_one_of_two_experts_is_named_or_both_are() -> None:
     def plan(**said: Any) -> Plan:
         job = Job(model="wan2.2-t2v-a14b", frames=17, height=480, width=832, **said)
-        return settled(Plan(job=job, strategy=Strategy(), machine=Machine(gpu="80GB")), trained=True)
+        return supported_plan(Plan(job=job, strategy=Strategy(), machine=Machine(gpu="80GB")), trained=True)
 
     for which in ("high", "low", "both"):
         assert plan(experts=which).job.experts == which

@@ -14,7 +14,7 @@ from diffusers import AutoencoderKLWan  # noqa: E402
 from transformers import UMT5EncoderModel  # noqa: E402
 
 from planner.errors import VplanError  # noqa: E402
-from planner.launch.supported import settled  # noqa: E402
+from planner.launch.supported import supported_plan  # noqa: E402
 from planner.spec.job import Bucket  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers.data import layer_offload  # noqa: E402
@@ -99,7 +99,7 @@ def test_both_experts_are_probed_in_turn(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     pair = runs.Pair(tmp_path / "pair")
     plan = pair.plan({"inactive_expert": "cpu"}, experts="both")
-    assert settled(plan) == plan
+    assert supported_plan(plan) == plan
     asked = {"config": {}, "device": "cpu", "steps": 3, "weights": str(pair.root / "model")}
     report = Report()
     measure(ProbeRequest.of(plan, scratch=tmp_path / "scratch", **asked), report)

@@ -23,7 +23,7 @@ from planner.dataset.sources import DataSource  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import validation  # noqa: E402
 from planner.launch.launch import Preparation, Validation  # noqa: E402
-from planner.launch.supported import settled  # noqa: E402
+from planner.launch.supported import supported_plan  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy, ValidationShape  # noqa: E402
 from planner.spec.plan import Plan  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
@@ -184,7 +184,7 @@ def test_what_cannot_be_sampled_while_training_is_refused_by_name() -> None:
         said = Strategy.read({"validation_mode": "on", **strategy})
         plan = Plan(job=job, strategy=said, machine=Machine(gpu="80GB", gpus=gpus))
         with pytest.raises(VplanError, match=words):
-            settled(plan, trained=True)
+            supported_plan(plan, trained=True)
 
 
 def test_samples_that_do_not_fit_are_left_out_and_it_says_so() -> None:
@@ -194,7 +194,7 @@ def test_samples_that_do_not_fit_are_left_out_and_it_says_so() -> None:
     strategy = Strategy.read(
         {"gradient_checkpointing": "full", "validation_mode": "on", "vae_dtype": "fp32", "group_offload": "block"}
     )
-    plan = settled(Plan(job=job, strategy=strategy, machine=Machine(gpu="8GB")), trained=True)
+    plan = supported_plan(Plan(job=job, strategy=strategy, machine=Machine(gpu="8GB")), trained=True)
     found, note = validation.fitted(plan)
     assert note is not None
     assert note.startswith("no samples are made because they do not fit: decoding takes")

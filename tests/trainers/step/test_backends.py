@@ -15,7 +15,7 @@ from trainers.step import step  # noqa: E402
 BACKENDS = torch.backends
 
 
-def test_a_built_model_has_settled_them_whatever_was_set() -> None:
+def test_a_built_model_has_set_the_flags_whatever_was_set() -> None:
     """As NVIDIA's containers set TF32 for matrices; its memory format is torch's usual one."""
     BACKENDS.cuda.matmul.allow_tf32 = BACKENDS.cudnn.benchmark = True
     BACKENDS.cudnn.allow_tf32 = False

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from planner.catalog import lookup  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch.launch import Validation  # noqa: E402
-from planner.launch.supported import settled  # noqa: E402
+from planner.launch.supported import supported_plan  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from planner.spec.plan import Plan  # noqa: E402
 from tests.trainers import runs  # noqa: E402
@@ -241,4 +241,4 @@ def test_what_they_cannot_do_in_turn_is_refused_by_name(
 ) -> None:
     asked = Job(model="wan2.2-t2v-a14b", frames=17, height=480, width=832, **{"experts": "both", **job})
     with pytest.raises(VplanError, match=fault):
-        settled(Plan(job=asked, strategy=Strategy(**strategy), machine=Machine(gpu="80GB")), trained=True)
+        supported_plan(Plan(job=asked, strategy=Strategy(**strategy), machine=Machine(gpu="80GB")), trained=True)

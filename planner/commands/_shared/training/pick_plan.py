@@ -53,7 +53,7 @@ def choose(
     VplanError when there is neither plan nor model."""
     kept = output / PLAN
     if asked.plan is not None:
-        plan = Plan.under(asked.settle().configuration(), asked.trainer).replace(training=asked.plan.training)
+        plan = Plan.under(asked.to_question().configuration(), asked.trainer).replace(training=asked.plan.training)
         if not asked.typed:
             plan = plan.replace(ladder=asked.plan.ladder, evidence=asked.plan.evidence)
         return Chosen(plan)
@@ -89,7 +89,7 @@ def _suggest(asked: TypedQuestion, samples: str | None, most: Mapping[Bucket, in
     suggester = Suggester(asked.trainer)
 
     def found(asked: TypedQuestion) -> tuple[Question, Suggestion]:
-        question = asked.settle(gpu=None if asked.gpu else _card_here())
+        question = asked.to_question(gpu=None if asked.gpu else _card_here())
         return question, suggester.suggest(question)
 
     question, suggestion = answer_with_samples(asked, found, _fits) if samples else found(asked)

@@ -58,7 +58,7 @@ class TrainingSupervisor:
     def __init__(self, plan: Plan, data: Path, output: Path, options: dict[str, Any]) -> None:
         self.data, self.output, self.options = data, output, options
         self.profile = lookup.model(plan.job.model)
-        self.plan = training_settings.settled_plan(plan, self.profile)
+        self.plan = training_settings.with_complete_settings(plan, self.profile)
         self.device: Literal["cuda", "cpu"] = options["device"]
         self.notes: list[str] = []
         self.estimate: Estimate | None = None

@@ -9,7 +9,7 @@ import pytest
 from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 
 CONFIG = """job: extension
@@ -64,7 +64,7 @@ def test_fewer_bits_are_a_change_that_needs_no_more_host_ram(tmp_path: Path) -> 
     """ai-toolkit ships an example of Qwen-Image for 24 GB over uint3."""
     text = CONFIG % f"{QWEN}, qtype: qfloat8"
     (tmp_path / "config.yaml").write_text(text.replace("dtype: bf16", "dtype: bf16, cache_text_embeddings: true"))
-    case = settle(*dialects.read_script(from_file(tmp_path / "config.yaml")), {}, {"gpu": "24GB"})
+    case = read_case(*dialects.read_script(from_file(tmp_path / "config.yaml")), {}, {"gpu": "24GB"})
     found = check_case(case)
     assert found.outcome.estimate.verdict == "no"
     (fewer,) = [fix for fix in found.fixes if any("qtype" in words for words in fix.change)]

@@ -9,7 +9,7 @@ import pytest
 from planner import dialects
 from planner.catalog.shapes import grids
 from planner.dialects.base.script import from_file
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.layout.encoders_vae import encoders
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
@@ -30,7 +30,7 @@ config:
 
 def laid_out(folder: Path, model: str, cached: bool) -> Run:
     (folder / "a.yaml").write_text(CONFIG % (str(cached).lower(), model, model.lower().replace("-2", "2")))
-    case = settle(*dialects.read_script(from_file(folder / "a.yaml")), {}, {"gpu": "h200-141gb"})
+    case = read_case(*dialects.read_script(from_file(folder / "a.yaml")), {}, {"gpu": "h200-141gb"})
     (shape,) = grids(case.model, case.job)
     return lay_out(case.configuration, load_facts(case.configuration), shape, case.trainer)
 

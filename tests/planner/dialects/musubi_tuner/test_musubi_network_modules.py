@@ -10,7 +10,7 @@ from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.pricing import Pricing
 from planner.units import GIB
 
@@ -37,7 +37,7 @@ def allocated(words: str, folder: Path, data: str = DATA, checkpoints: bool = Tr
     command = COMMAND if checkpoints else COMMAND.replace("--gradient_checkpointing ", "")
     (folder / "train.sh").write_text(command + words)
     (folder / "data.toml").write_text(data)
-    case = settle(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": "h200", "host_ram": 64 * GIB})
+    case = read_case(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": "h200", "host_ram": 64 * GIB})
     return Pricing(case).outcome(case).estimate.phases["train"].allocated_bytes
 
 

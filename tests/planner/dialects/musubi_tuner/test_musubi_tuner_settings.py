@@ -12,7 +12,7 @@ from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.dialects.musubi_tuner import settings
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.change_words import changed_words
 from planner.foreign.smallest_change import smaller_batches
 
@@ -151,7 +151,7 @@ def test_a_smaller_batch_or_size_is_told_of_each_dataset(tmp_path: Path) -> None
     data = "[general]\nbatch_size = 2\n[[datasets]]\nimage_directory = 'a'\nbatch_size = 4\nresolution = 512\n"
     data += "[[datasets]]\nimage_directory = 'b'\nresolution = 1024\n"
     translated(tmp_path, KLEIN, data)
-    case = settle(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "80GB"})
+    case = read_case(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "80GB"})
     half = smaller_batches(case.dialect)[0].steps(case.fields)[0]
     words = ["datasets[0].batch_size = 2", "general.batch_size = 1"]
     assert list(changed_words(case, case.changed(half).fields, frozenset({"batch_size"}))) == words

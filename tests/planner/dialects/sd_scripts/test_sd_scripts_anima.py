@@ -12,7 +12,7 @@ from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 from planner.estimate.estimate import assess
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.pricing import Pricing
 
 COMMAND = (
@@ -87,7 +87,7 @@ def test_the_conditioner_is_in_the_model_and_autograd_keeps_of_it(words: str, tm
     """Beside a model without it: its weights from loading on, and behind checkpoints what it made of the prompt."""
     (tmp_path / "train.sh").write_text(COMMAND + words)
     dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
-    case = settle(dialect, given, {}, {"gpu": "80GB"})
+    case = read_case(dialect, given, {}, {"gpu": "80GB"})
     facts = Pricing(case).facts(case.configuration)
     without = facts._replace(model=facts.model.replace(traits=facts.model.traits.replace(trainers={})))
     theirs, bare = (assess(case.configuration, each, case.trainer).estimate for each in (facts, without))

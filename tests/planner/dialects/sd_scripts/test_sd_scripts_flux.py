@@ -11,7 +11,7 @@ from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 
 COMMAND = (
@@ -79,7 +79,7 @@ def test_what_is_not_estimated_is_said(tmp_path: Path) -> None:
 def trained_bytes(folder: Path, words: str) -> int:
     """What a step of FLUX.1 at 1024 pixels holds at most."""
     (folder / "train.sh").write_text(COMMAND + "--network_train_unet_only --resolution 1024 " + words)
-    case = settle(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": "h200"})
+    case = read_case(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": "h200"})
     return check_case(case, search=False).outcome.estimate.phases["train"].allocated_bytes
 
 

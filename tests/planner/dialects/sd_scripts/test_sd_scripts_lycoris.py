@@ -13,7 +13,7 @@ from planner.catalog.shapes import grid
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.pricing import Pricing
 from planner.layout.adapters import is_named, layers_of
 from planner.layout.pipeline import lay_out
@@ -36,7 +36,7 @@ def translated(words: str, folder: Path, command: str = SDXL) -> Translation:
 
 def allocated(words: str, folder: Path) -> int:
     (folder / "train.sh").write_text(SDXL + words)
-    case = settle(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": "h200", "host_ram": 64 * GIB})
+    case = read_case(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": "h200", "host_ram": 64 * GIB})
     return Pricing(case).outcome(case).estimate.phases["train"].allocated_bytes
 
 
@@ -148,7 +148,7 @@ def test_a_block_alone_keeps_its_changes_with_checkpoints(tmp_path: Path) -> Non
 def test_gradients_of_a_change_are_in_the_adapters_format(words: str, each: int, tmp_path: Path) -> None:
     """Three of the largest convolution's, beside what it kept."""
     (tmp_path / "train.sh").write_text(f"{SDXL}{LOKR} preset=unet-convblock-only {words}")
-    case = settle(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "h200", "host_ram": 64 * GIB})
+    case = read_case(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "h200", "host_ram": 64 * GIB})
     facts = load_facts(case.configuration, case.model, case.gpu)
     run = lay_out(case.configuration, facts, grid(case.model, case.job), case.trainer)
     passing = [size for size, op in zip(run.sizes, run.program.op, strict=True) if op == "gradients of a change"]

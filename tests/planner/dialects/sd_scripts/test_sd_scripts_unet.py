@@ -12,7 +12,7 @@ from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 
 LAUNCH = "accelerate launch --num_processes 1 "
@@ -146,6 +146,6 @@ def test_every_rank_of_sdxl_is_priced_and_a_higher_one_takes_more(tmp_path: Path
         flags = f"--mixed_precision bf16 --gradient_checkpointing --cache_latents --train_batch_size {batch}"
         (tmp_path / "train.sh").write_text(f"{LAUNCH}{SDXL}{flags} --resolution {size},{size} --network_dim {rank}")
         dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
-        outcome = check_case(settle(dialect, given, {}, {"gpu": "80GB"}), search=False).outcome
+        outcome = check_case(read_case(dialect, given, {}, {"gpu": "80GB"}), search=False).outcome
         taken.append(outcome.estimate.peak.allocated_bytes)
     assert taken == sorted(taken)

@@ -9,7 +9,7 @@ import pytest
 from planner import dialects
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.script import from_file
-from planner.foreign.case import Case, settle
+from planner.foreign.case import Case, read_case
 from planner.foreign.change_words import changed_words, move_words
 from planner.foreign.pricing import Pricing
 from planner.foreign.smallest_change import said, smaller_batches
@@ -38,7 +38,7 @@ image_dir = 'b'
 def case_of(folder: Path, command: str, data: str, words: str = "") -> Case:
     (folder / "train.sh").write_text(command.format(words))
     (folder / "ds.toml").write_text(data)
-    return settle(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": "rtx3060"})
+    return read_case(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": "rtx3060"})
 
 
 def shapes(case: Case) -> list[tuple[int, int, int | None]]:

@@ -11,7 +11,7 @@ import pytest
 from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file, from_words
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 
 LORA = {
     "model_family": "flux",
@@ -128,7 +128,7 @@ def test_what_may_need_less_makes_a_verdict_that_is_not_firm(tmp_path: Path) -> 
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CLIPS | {"offload_during_startup": True, "train_batch_size": 1}))
     dialect, given = dialects.read_script(from_file(config))
-    assert settle(dialect, given, {}, {"gpu": "24GB"}).unpriced == ("offload_during_startup",)
+    assert read_case(dialect, given, {}, {"gpu": "24GB"}).unpriced == ("offload_during_startup",)
 
 
 def test_images_that_are_encoded_at_once_are_said_unless_the_config_says_one(tmp_path: Path) -> None:

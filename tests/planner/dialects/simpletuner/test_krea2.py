@@ -10,7 +10,7 @@ import pytest
 
 from planner import dialects
 from planner.dialects.base.script import from_file
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 from planner.layout.trainer_terms.simpletuner import FUSED
 from planner.spec.plan import Estimate
@@ -37,7 +37,7 @@ def estimated(folder: Path, **changes: Any) -> tuple[Estimate, tuple[str, ...], 
     path = folder / "config.json"
     path.write_text(json.dumps(CONFIG | changes))
     dialect, given = dialects.read_script(from_file(path))
-    checked = check_case(settle(dialect, given, {}, {"gpu": "h100-80gb"}), search=False)
+    checked = check_case(read_case(dialect, given, {}, {"gpu": "h100-80gb"}), search=False)
     return checked.outcome.estimate, checked.case.notes, checked.case.version
 
 

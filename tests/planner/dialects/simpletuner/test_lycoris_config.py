@@ -15,7 +15,7 @@ from planner.dialects.base.script import from_file
 from planner.dialects.simpletuner.models import MODELS
 from planner.dialects.simpletuner.module_classes import MODULE_CLASSES, lies_in
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.pricing import Pricing
 from planner.layout.adapters import is_named, layers_of
 from planner.units import GIB
@@ -56,7 +56,7 @@ def translated(folder: Path, file: dict[str, Any] | None, **changes: Any) -> Tra
 
 def allocated(folder: Path, file: dict[str, Any] | None, **changes: Any) -> int:
     script = from_file(written(folder, file, **changes))
-    case = settle(*dialects.read_script(script), {}, {"gpu": "h200", "host_ram": 64 * GIB})
+    case = read_case(*dialects.read_script(script), {}, {"gpu": "h200", "host_ram": 64 * GIB})
     return Pricing(case).outcome(case).estimate.phases["train"].allocated_bytes
 
 

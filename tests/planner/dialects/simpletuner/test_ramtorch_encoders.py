@@ -14,7 +14,7 @@ from planner.catalog.shapes import job_for
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.estimate.estimate import estimate
-from planner.foreign.case import Case, settle
+from planner.foreign.case import Case, read_case
 from planner.foreign.export import export, write_files
 from planner.layout.recordings import load_facts
 from planner.spec.job import Machine, Strategy
@@ -40,7 +40,7 @@ WAITS = {"ramtorch_text_encoder": True}
 
 def case_of(folder: Path, changes: dict[str, Any]) -> Case:
     (folder / "config.json").write_text(json.dumps(CONFIG | changes), encoding="utf-8")
-    return settle(*dialects.read_script(from_file(folder / "config.json")), {}, {"gpu": "24GB"})
+    return read_case(*dialects.read_script(from_file(folder / "config.json")), {}, {"gpu": "24GB"})
 
 
 def encoding(case: Case) -> tuple[int, int, int]:

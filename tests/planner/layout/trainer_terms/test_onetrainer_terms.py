@@ -12,7 +12,7 @@ from planner import dialects
 from planner.catalog.shapes import grid
 from planner.dialects.base.script import from_file
 from planner.estimate.stages import replay_stages
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 def run_of(folder: Path, **changes: Any) -> Run:
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     dialect, given = dialects.read_script(from_file(folder / "config.json"))
-    case = settle(dialect, given, {}, {"gpu": "80GB"})
+    case = read_case(dialect, given, {}, {"gpu": "80GB"})
     facts = load_facts(case.configuration, case.model, case.gpu)
     return lay_out(case.configuration, facts, grid(case.model, case.job), case.trainer)
 
@@ -100,7 +100,7 @@ def test_weights_that_are_cast_anew_lie_in_the_buffers_in_every_stage(tmp_path: 
     config = CONFIG | {"transformer": part, "gradient_accumulation_steps": passes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     dialect, given = dialects.read_script(from_file(tmp_path / "config.json"))
-    found = check_case(settle(dialect, given, {}, {"gpu": "80GB"}), search=False)
+    found = check_case(read_case(dialect, given, {}, {"gpu": "80GB"}), search=False)
     assert found.outcome.estimate.phases["train"].allocated_bytes < 8 << 30
 
 

@@ -11,7 +11,7 @@ from planner import dialects
 from planner.catalog.shapes import grid
 from planner.dialects.base.script import from_file
 from planner.errors import NotEstimatedError
-from planner.foreign.case import Case, settle
+from planner.foreign.case import Case, read_case
 from planner.foreign.check import check_case
 from planner.foreign.pricing import Pricing
 from planner.layout.pipeline import lay_out
@@ -29,7 +29,7 @@ def run_of(folder: Path, script: str, *flags: str) -> Run:
     words = ["accelerate launch", script, "--pretrained_model_name_or_path model", FLAGS, *flags]
     (folder / "train.sh").write_text(" ".join([*words, "--network_train_unet_only"]))
     dialect, given = dialects.read_script(from_file(folder / "train.sh"))
-    case = settle(dialect, given, {}, {"gpu": "80GB"})
+    case = read_case(dialect, given, {}, {"gpu": "80GB"})
     facts = load_facts(case.configuration, case.model, case.gpu)
     return lay_out(case.configuration, facts, grid(case.model, case.job), case.trainer)
 
@@ -68,7 +68,7 @@ def full(folder: Path, *flags: str, gpu: str = "180GiB") -> Case:
     words = "sdxl_train.py --pretrained_model_name_or_path m --resolution 1024,1024 --train_batch_size 1"
     kept = "--mixed_precision bf16 --cache_latents --cache_text_encoder_outputs"
     (folder / "train.sh").write_text(" ".join(["accelerate launch", words, kept, *flags]))
-    return settle(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": gpu})
+    return read_case(*dialects.read_script(from_file(folder / "train.sh")), {}, {"gpu": gpu})
 
 
 @pytest.mark.parametrize("flag", SCORES)
