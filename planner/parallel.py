@@ -81,7 +81,7 @@ def with_progress(names: Sequence[str], what: str) -> Iterator[str]:
 
 
 @contextmanager
-def counted(what: str, total: int) -> Iterator[Callable[[T], T]]:
+def progress_bar(what: str, total: int) -> Iterator[Callable[[T], T]]:
     """A function that hands back what it is given and moves a bar on stderr on, while someone looks at it.
 
     Drawn by this thread alone, so that work can be forked meanwhile.

@@ -45,7 +45,7 @@ def write(
     from planner.evidence import accuracy, held_out
     from planner.evidence.published import shipped_rows
     from planner.garbage_collection import without_garbage_collection
-    from planner.parallel import counted
+    from planner.parallel import progress_bar
     from reports import data, page, share
 
     page.check_name(path)
@@ -54,7 +54,7 @@ def write(
     measured = [*shipped, *rows]
     with without_garbage_collection():
         points = timeline.POINTS // max(len(plans), 1)  # many plans on a page are told in less detail each
-        with counted("report", data.PARTS * len(plans)) as progress:
+        with progress_bar("report", data.PARTS * len(plans)) as progress:
             plan_pages = tuple(
                 data.Builder(name, plan, measured, probes, points).data(share.shared, progress) for name, plan in plans
             )

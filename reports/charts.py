@@ -71,7 +71,7 @@ class Axis:
         return [step * index for index in range(first, math.floor(self.high / step) + 1)]
 
 
-def around(values: Sequence[float], log: bool = False) -> Axis:
+def padded_axis(values: Sequence[float], log: bool = False) -> Axis:
     """An axis over all values with some room at both ends; the values must be positive."""
     low, high = min(values), max(values)
     if log:

@@ -200,7 +200,7 @@ class Builder:
         """Every phase at its peak, and the memory of one steady step."""
         plan = self.plan
         configuration = plan.configuration
-        run = step_timeline.laid_out(configuration, self._facts(configuration), plan.trainer)
+        run = step_timeline.largest_run(configuration, self._facts(configuration), plan.trainer)
         timeline = step_timeline.timeline(run, self.points)
         return Steps(step_timeline.phases(run), timeline, moments(run, [point.at for point in timeline.points]))
 

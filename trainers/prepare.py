@@ -23,7 +23,7 @@ from trainers.worker import ResultFile, end_with_parent, set_allocator, tell_out
 
 if TYPE_CHECKING:
     from planner.dataset.scan import Dataset
-    from trainers.data.cache import Setting
+    from trainers.data.cache import EncodingTask
 
 
 def main(arguments: list[str]) -> int:
@@ -89,17 +89,17 @@ def prepare(request: Preparation, tell: Callable[..., None]) -> None:
         samples.prepare(request, alone, dataset)
 
 
-def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = False) -> Setting:
+def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = False) -> EncodingTask:
     """What this rank encodes, and with whom: with the others of the launcher, or ``alone``."""
     import torch.distributed as dist
 
-    from trainers.data.cache import Setting
+    from trainers.data.cache import EncodingTask
     from trainers.parallel.start import TIMEOUT, find_device
     from trainers.step import backends
 
     backends.set_flags()
     plan = request.plan
-    setting = Setting(
+    setting = EncodingTask(
         profile=lookup.model(plan.job.model),
         job=plan.job,
         strategy=plan.strategy,
@@ -115,7 +115,7 @@ def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = F
     return replace(setting, rank=dist.get_rank(), ranks=dist.get_world_size(), wait=dist.barrier)
 
 
-def _dataset(request: Preparation, setting: Setting) -> Dataset:
+def _dataset(request: Preparation, setting: EncodingTask) -> Dataset:
     """The samples of the plan in the data, read by the first rank for all."""
     import torch.distributed as dist
 

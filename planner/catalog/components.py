@@ -23,7 +23,7 @@ copied with the last two frames of the one before it, at most as long as itself,
 there beside what it is joined to."""
 
 
-def together(model: ModelProfile, guided: bool) -> int:
+def samples_per_call(model: ModelProfile, guided: bool) -> int:
     """Samples in one call of the model per sample made: 2 where the prompt and the empty prompt are one batch."""
     return 2 if guided and model.traits.guidance_in_one_batch else 1
 
@@ -31,7 +31,7 @@ def together(model: ModelProfile, guided: bool) -> int:
 def calls(model: ModelProfile, guided: bool) -> int:
     """Calls of the model at one noise level. A model that takes the guidance scale as an input needs one
     (``guidance_embeds``: FLUX.1, HunyuanVideo, FLUX.2)."""
-    if not guided or together(model, guided) == 2 or model.config.get("guidance_embeds"):
+    if not guided or samples_per_call(model, guided) == 2 or model.config.get("guidance_embeds"):
         return 1
     return 2
 

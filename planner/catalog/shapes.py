@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from planner.catalog.components import together
+from planner.catalog.components import samples_per_call
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
 from planner.spec.combinations.combination import ModelSummary, first_refusal
@@ -121,7 +121,7 @@ def check_job(model: ModelProfile, job: Job) -> None:
         _check_within(model, shape, "--buckets" if job.buckets else "")
     if job.validation:
         _check_within(model, job.validation, "--validation")
-    if refusal := first_refusal(JOB_LIMITS, ModelJob(summary(model), job)):
+    if refusal := first_refusal(JOB_LIMITS, ModelJob(model_summary(model), job)):
         raise VplanError(*refusal)
 
 
@@ -137,11 +137,11 @@ def _check_within(model: ModelProfile, shape: Bucket | ValidationShape, flag: st
 
 def check_blocks(model: ModelProfile, strategy: Strategy) -> None:
     """Raises a VplanError when a strategy counts more blocks than the model has. One block must stay on the GPU."""
-    if refusal := first_refusal(BLOCK_LIMITS, BlockCounts(summary(model), strategy)):
+    if refusal := first_refusal(BLOCK_LIMITS, BlockCounts(model_summary(model), strategy)):
         raise VplanError(*refusal)
 
 
-def summary(model: ModelProfile) -> ModelSummary:
+def model_summary(model: ModelProfile) -> ModelSummary:
     """The facts about a model that the tables of combinations (`planner.spec.combinations`) ask for."""
     return ModelSummary(
         title=model.title,
@@ -186,7 +186,7 @@ def sample_grid(model: ModelProfile, job: Job, shape: Bucket | None = None) -> d
     temporal patches do it.
     """
     shape = shape or job.shapes[0]
-    side_by_side = together(model, job.guided) if job.method == "sample" else 1
+    side_by_side = samples_per_call(model, job.guided) if job.method == "sample" else 1
     patch_frames, patch_height, patch_width = model.shape.patch
     rows = shape.height // (model.vae.spatial * patch_height)
     columns = shape.width // (model.vae.spatial * patch_width)

@@ -18,7 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import planner
-from planner.commands._shared.flag_aliases import meant
+from planner.commands._shared.flag_aliases import likely_options
 from planner.commands._shared.verb import TypedCommand
 from planner.errors import VplanError, did_you_mean, quoted
 from planner.terminal import echo
@@ -147,7 +147,7 @@ def as_ours(error: click.ClickException) -> VplanError:
     see = f"see `{context.command_path} --help`" if context else "see `vplan --help`"
     if isinstance(error, click.NoSuchOption):
         known = [name for parameter in context.command.params for name in parameter.opts] if context else []
-        close = meant(error.option_name, known)
+        close = likely_options(error.option_name, known)
         fix = f"did you mean {' or '.join(close)}? ({see})" if close else see
         return VplanError(f"no such option {error.option_name}", fix, USAGE)
     if isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter):

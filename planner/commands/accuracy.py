@@ -30,7 +30,7 @@ from planner.evidence.held_out import halves
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
 from planner.evidence.published import Row, own_row, read_rows, shipped, shipped_own, shipped_rehearsals
-from planner.parallel import counted
+from planner.parallel import progress_bar
 from planner.spec.configuration import Configuration
 from planner.terminal import echo
 from planner.units import parse_bytes
@@ -192,7 +192,7 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
     before = [entry for entry in compared if entry.row.id in ids and entry.unsupported is None]
     after: list[Comparison] = []
     rows = {id(entry.row): entry.row for entry in before}
-    with counted("learning from the others", len(rows)) as done:
+    with progress_bar("learning from the others", len(rows)) as done:
         for row in rows.values():
             others = [other for other in own if other.id != row.id]
 

@@ -22,7 +22,7 @@ from planner.errors import VplanError, quoted
 from planner.estimate.roofline import LAUNCH_SECONDS
 from planner.evidence import calibration
 from planner.evidence.calibration import Calibration, calibrated
-from planner.evidence.from_ledger import learned
+from planner.evidence.from_ledger import measurements_of
 from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.measurement import ProbeRow, Setup, is_of_a_gpu
 from planner.file_writing import write_file
@@ -150,7 +150,7 @@ def command(
         "calibration": found.to_json(),
         "path": str(path),
         "probes": [row.to_json() for row in rows],
-        "corrections": {name: list(learned(name, card).correction.words) for name in names} if card else {},
+        "corrections": {name: list(measurements_of(name, card).correction.words) for name in names} if card else {},
         "shared": shared,
     }
     show(answer, as_json, lambda console: _render(console, answer, found, card, rows))

@@ -29,7 +29,7 @@ from planner.commands._shared.verb import (
 )
 from planner.dialects.base import cli_words
 from planner.errors import VplanError
-from planner.estimate.bucket_batches import evened
+from planner.estimate.bucket_batches import with_batch_sizes
 from planner.estimate.estimate import assess
 from planner.evidence.from_ledger import with_learned
 from planner.layout.recordings import load_facts
@@ -78,7 +78,7 @@ def command(
     def price(job: Job) -> Estimate:
         return assess(replace(found.configuration, job=job), facts_of(job), asked.trainer).estimate
 
-    even = evened(found, price, most) if auto else None
+    even = with_batch_sizes(found, price, most) if auto else None
     if even:
         found, facts = even.plan, facts_of(even.plan.job)
     whole = length.of(found, facts, asked.trainer) if length else None

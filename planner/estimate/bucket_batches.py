@@ -56,7 +56,7 @@ class EvenedPlan(NamedTuple):
     """the same at the job's own batch size"""
 
 
-def evened(plan: Estimate, price: Price, most: Mapping[Bucket, int]) -> EvenedPlan:
+def with_batch_sizes(plan: Estimate, price: Price, most: Mapping[Bucket, int]) -> EvenedPlan:
     """The plan with batch sizes for its shapes; as it is where it does not run, or no shape takes more. ``most``: how
     many different samples each shape has, by the shape without a batch size."""
     job = plan.job

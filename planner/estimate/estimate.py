@@ -120,7 +120,7 @@ def assess(
     whole = estimate_run(run, played)
     if facts.gpu.has_working_set:
         runs = list({id(entry.run): entry.run for entry in played}.values())
-        return Assessment(run, played, working_set.judged(whole, runs, played))
+        return Assessment(run, played, working_set.with_macos_limits(whole, runs, played))
     if whole.verdict == "no" and whole.limit == "gpu" and flushes:
         capacity = _capacity_bytes(run)
         if max(entry.replayed.allocated_peak_bytes for entry in played) <= capacity:

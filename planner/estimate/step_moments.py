@@ -16,7 +16,7 @@ from planner.estimate.roofline import forward_seconds
 from planner.estimate.timeline import STEADY
 from planner.estimate.work import step_work
 from planner.layout.run import Run
-from planner.tape.levels import whole
+from planner.tape.levels import whole_blocks
 from planner.tape.program import Moment, Program, Stage
 
 MOST_OWNERS = 4
@@ -45,7 +45,7 @@ def moments(run: Run, at: Sequence[int]) -> tuple[StepMoment, ...]:
     indices = [index for index, (phase, _) in enumerate(run.stages) if phase in steady]
     indices = indices[-1:] if run.samples_only else indices
     held: Counter[str] = Counter()
-    owners, rounded = _owners(run.program), list(map(whole, run.sizes))
+    owners, rounded = _owners(run.program), list(map(whole_blocks, run.sizes))
     live: set[int] = set()
     for _, stage in run.stages[: indices[0]]:
         live = _live_after(stage, live)
@@ -120,6 +120,6 @@ def _seconds_of(run: Run, passes: Sequence[str]) -> list[float]:
     optimizer = min(optimizer, usual / 2) if "optimizer" in passes else 0.0
     micro = (usual - optimizer) / run.strategy.gradient_accumulation
     forward = min(forward, micro) if "backward" in passes else micro
-    whole = {"forward": forward, "optimizer": optimizer}
+    whole_pass = {"forward": forward, "optimizer": optimizer}
     counts = Counter("forward" if name == "forward" else "optimizer" if name == "optimizer" else "" for name in passes)
-    return [whole.get(name, micro - forward) / counts[name if name in whole else ""] for name in passes]
+    return [whole_pass.get(name, micro - forward) / counts[name if name in whole_pass else ""] for name in passes]

@@ -77,7 +77,7 @@ class Timeline:
     """on the device beside torch: CUDA's context and libraries"""
 
 
-def laid_out(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> Run:
+def largest_run(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> Run:
     """The run of a configuration, and of ranks that do not allocate alike of the one that needs most; with buckets, of
     the largest shape."""
     job = configuration.job

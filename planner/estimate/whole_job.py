@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from planner.catalog.components import calls, together
+from planner.catalog.components import calls, samples_per_call
 from planner.catalog.shapes import grid
 from planner.errors import VplanError
 from planner.estimate.estimate import Layout, run_seconds
@@ -241,7 +241,7 @@ def _sample(run: Run, length: JobLength) -> Span:
     host RAM and come back; with group offload they come for each call."""
     facts, job, strategy, model = run.facts, run.job, run.strategy, run.facts.model
     assert facts.sample is not None
-    shape = {**validation_grid(job, model), "B": together(model, job.guided)}
+    shape = {**validation_grid(job, model), "B": samples_per_call(model, job.guided)}
     work = work_of(facts.sample, main_piece(facts.sample), shape)
     weights = run.total_bytes(weights_on_gpu(run))
     grouped = strategy.group_offload != "none"

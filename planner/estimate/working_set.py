@@ -27,7 +27,7 @@ NOT_ENCODED = "prompts and clips are encoded before, in a run of its own: what M
 NO_SECONDS = "no seconds: what PyTorch's kernels reach on Apple's GPUs is not published"
 
 
-def judged(estimate: Estimate, runs: Sequence[Run], played: Sequence[ReplayedStage]) -> Estimate:
+def with_macos_limits(estimate: Estimate, runs: Sequence[Run], played: Sequence[ReplayedStage]) -> Estimate:
     """An estimate for one of Apple's GPUs, with what becomes of it in words; what fails is no fit. ``runs``: one for
     each shape; ``played``: their stages, replayed without a limit."""
     told = (NOT_COMPARED, NOT_ENCODED, NO_SECONDS)

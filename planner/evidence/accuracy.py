@@ -15,7 +15,7 @@ from planner.errors import VplanError, did_you_mean, quoted
 from planner.evidence.published import Counter, Interval, Row
 from planner.layout import margin
 from planner.layout.correction import SEPARATE_PHASES
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Strategy
 from planner.spec.plan import RAN, RAN_OUT, Estimate, PhaseName, PhasePeak, Verdict
@@ -284,7 +284,7 @@ def _configuration_of(row: Row) -> tuple[Configuration, str]:
         machine = machine.replace(host_ram=card_lookup.installed_host_ram(card, machine.gpus))
     job = row.job.replace(model=model.name)
     configuration = Configuration.of(job, row.strategy, machine)
-    check(configuration)
+    refuse_contradictions(configuration)
     return configuration, model.family
 
 
@@ -311,8 +311,8 @@ def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
     """Errors by counter, by implementation (all peaks, and each of its counters) and the verdicts against outcomes."""
     implementations = dict.fromkeys(entry.row.implementation for entry in compared)
     return {
-        **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in PEAKS},
-        **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in APART},
+        **{counter: error_statistics(entry for entry in compared if entry.counter == counter) for counter in PEAKS},
+        **{counter: error_statistics(entry for entry in compared if entry.counter == counter) for counter in APART},
         "by_implementation": {
             name: _by_counter([entry for entry in compared if entry.row.implementation == name])
             for name in implementations
@@ -360,18 +360,18 @@ def _by_counter(compared: Sequence[Comparison]) -> dict[str, Any]:
     """The spread over all peaks, and beside it that of each counter there is."""
     counters = [counter for counter in (*PEAKS, *APART) if any(entry.counter == counter for entry in compared)]
     return {
-        **spread(entry for entry in compared if entry.counter in PEAKS),
-        **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in counters},
+        **error_statistics(entry for entry in compared if entry.counter in PEAKS),
+        **{counter: error_statistics(entry for entry in compared if entry.counter == counter) for counter in counters},
     }
 
 
-def spread(compared: Iterable[Comparison]) -> dict[str, Any]:
+def error_statistics(compared: Iterable[Comparison]) -> dict[str, Any]:
     """How many errors there are (`n`), with their mean, median and largest magnitude in per cent; None without any."""
     return distances([entry.error_pct for entry in compared if entry.error_pct is not None])
 
 
 def distances(signed_pct: Sequence[float]) -> dict[str, Any]:
-    """`spread` of errors in per cent."""
+    """`error_statistics` in per cent."""
     errors = list(map(abs, signed_pct))
     return {
         "n": len(errors),
@@ -385,7 +385,7 @@ def by_family(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
     """The spread over the peaks of each family of models, by its name."""
     families = sorted({entry.family for entry in compared if entry.family})
     return {
-        family: spread(entry for entry in compared if entry.family == family and entry.counter in PEAKS)
+        family: error_statistics(entry for entry in compared if entry.family == family and entry.counter in PEAKS)
         for family in families
     }
 

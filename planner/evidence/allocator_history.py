@@ -21,7 +21,7 @@ from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run
 from planner.spec.plan import Plan
-from planner.tape.levels import whole
+from planner.tape.levels import whole_blocks
 from planner.tape.program import Moment
 from planner.units import MIB
 from planner.untrusted import read_bytes
@@ -45,7 +45,7 @@ ACTIONS = {"alloc": "alloc", "free_completed": "free"}
 """What of torch's actions the tape knows. `free_requested` comes first, where another stream still has the memory."""
 
 
-class Event(NamedTuple):
+class AllocatorEvent(NamedTuple):
     """One allocation or free, on the tape or in the GPU's history, with its size in bytes."""
 
     kind: str
@@ -62,8 +62,8 @@ class Difference(NamedTuple):
     """place among the tape's events of that phase"""
     what: str
     """``size``, ``missing`` (the run does it, the tape does not), ``extra``, ``order`` or ``other``"""
-    tape: tuple[Event, ...]
-    run: tuple[Event, ...]
+    tape: tuple[AllocatorEvent, ...]
+    run: tuple[AllocatorEvent, ...]
     module: str
     """where in the model"""
 
@@ -100,7 +100,7 @@ class History:
     events: list[list[Any]]
     frames: tuple[str, ...]
 
-    def of(self, phase: str, least: int) -> list[Event]:
+    def of(self, phase: str, least: int) -> list[AllocatorEvent]:
         """The events of a phase of at least `least` bytes, in order."""
         starts = [start for _, start in self.phases] + [len(self.events)]
         events = []
@@ -111,13 +111,13 @@ class History:
                 ]
         return events
 
-    def _event(self, row: list[Any], least: int) -> Event | None:
+    def _event(self, row: list[Any], least: int) -> AllocatorEvent | None:
         action, _, size, _, *frame = row
-        nbytes = whole(size)
+        nbytes = whole_blocks(size)
         if action not in ACTIONS or nbytes < least:
             return None
         has_frame = bool(frame) and 0 <= frame[0] < len(self.frames)
-        return Event(ACTIONS[action], nbytes, self.frames[frame[0]] if has_frame else "")
+        return AllocatorEvent(ACTIONS[action], nbytes, self.frames[frame[0]] if has_frame else "")
 
 
 def read_history(path: str | Path) -> History:
@@ -163,7 +163,7 @@ def _is_whole_number(value: object) -> bool:
 # ---- the tape's side
 
 
-def laid_out(plan: Plan) -> Run:
+def probed_run(plan: Plan) -> Run:
     """The run of a plan at its largest shape: the one that a probe steps."""
     configuration = plan.configuration
     facts = load_facts(configuration)
@@ -171,17 +171,17 @@ def laid_out(plan: Plan) -> Run:
     return lay_out(configuration, facts, largest)
 
 
-def on_tape(run: Run, least: int = 0) -> dict[str, list[Event]]:
+def on_tape(run: Run, least: int = 0) -> dict[str, list[AllocatorEvent]]:
     """The allocations and frees of at least `least` bytes of a run, by phase."""
-    by_phase: dict[str, list[Event]] = {}
+    by_phase: dict[str, list[AllocatorEvent]] = {}
     for phase, stage in run.stages:
         events = by_phase.setdefault(phase, [])
         for moment, ops in stage.stretches:
             for op in ops:
                 buffer = op if op >= 0 else ~op
-                nbytes = whole(run.sizes[buffer])
+                nbytes = whole_blocks(run.sizes[buffer])
                 if nbytes >= max(least, 1):
-                    events.append(Event("alloc" if op >= 0 else "free", nbytes, _where(moment, run, buffer)))
+                    events.append(AllocatorEvent("alloc" if op >= 0 else "free", nbytes, _where(moment, run, buffer)))
     return by_phase
 
 
@@ -197,23 +197,25 @@ def _where(moment: Moment, run: Run, buffer: int) -> str:
 def compare(history: History, least: int = LEAST_BYTES) -> Iterator[PhaseComparison]:
     """Compares every phase that both the plan's tape and the GPU's history have, in the order in which they run; events
     under `least` bytes are left out."""
-    tape = on_tape(laid_out(history.plan), least)
+    tape = on_tape(probed_run(history.plan), least)
     for phase in dict.fromkeys(name for name, _ in history.phases):
         if phase in tape:
             yield compare_phase(phase, tape[phase], history.of(phase, least))
 
 
-def in_order(events: Iterable[Event]) -> list[Event]:
+def in_order(events: Iterable[AllocatorEvent]) -> list[AllocatorEvent]:
     """The same events, with frees that follow each other from the largest to the smallest: Python frees the locals of a
     function in the order of their slots, and nothing is allocated in between."""
-    ordered: list[Event] = []
+    ordered: list[AllocatorEvent] = []
     for kind, group in itertools.groupby(events, key=lambda event: event.kind):
         together = list(group)
         ordered += together if kind == "alloc" else sorted(together, key=lambda event: -event.nbytes)
     return ordered
 
 
-def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event], most: int = MOST) -> PhaseComparison:
+def compare_phase(
+    phase: str, tape: Sequence[AllocatorEvent], run: Sequence[AllocatorEvent], most: int = MOST
+) -> PhaseComparison:
     """Aligns the events of one phase of both sides by order, kind and size, and lists where they differ, up to ``most``
     places. Frees that follow each other count in any order."""
     tape, run = in_order(tape), in_order(run)
@@ -235,11 +237,13 @@ def compare_phase(phase: str, tape: Sequence[Event], run: Sequence[Event], most:
     return PhaseComparison(phase, len(run), len(tape), _peak(run), _peak(tape), tuple(differences), parted)
 
 
-def _alike(one: Event, other: Event) -> bool:
+def _alike(one: AllocatorEvent, other: AllocatorEvent) -> bool:
     return one.kind == other.kind and one.nbytes == other.nbytes
 
 
-def _together(tape: Sequence[Event], run: Sequence[Event], one: int, other: int) -> tuple[int, int] | None:
+def _together(
+    tape: Sequence[AllocatorEvent], run: Sequence[AllocatorEvent], one: int, other: int
+) -> tuple[int, int] | None:
     """How many events to leave out on either side, as few as can be, so that those behind agree; None: no number does.
 
     What is left of both sides may also end there.
@@ -258,7 +262,7 @@ def _together(tape: Sequence[Event], run: Sequence[Event], one: int, other: int)
     return None
 
 
-def _what(tape: Sequence[Event], run: Sequence[Event]) -> str:
+def _what(tape: Sequence[AllocatorEvent], run: Sequence[AllocatorEvent]) -> str:
     if not tape or not run:
         return "missing" if not tape else "extra"
     if len(tape) == len(run) == 1 and tape[0].kind == run[0].kind:
@@ -267,12 +271,12 @@ def _what(tape: Sequence[Event], run: Sequence[Event]) -> str:
     return "order" if same else "other"
 
 
-def _module(tape: Sequence[Event], at: int) -> str:
+def _module(tape: Sequence[AllocatorEvent], at: int) -> str:
     """Where in the model the tape is at one of its events, or behind its last."""
     return tape[min(at, len(tape) - 1)].where if tape else ""
 
 
-def _peak(events: Sequence[Event]) -> int:
+def _peak(events: Sequence[AllocatorEvent]) -> int:
     held = highest = 0
     for event in events:
         held += event.nbytes if event.kind == "alloc" else -event.nbytes

@@ -111,7 +111,7 @@ def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def learned(
+def measurements_of(
     model: str, gpu: GpuProfile, trainer: str = "vplan", probes: Sequence[ProbeRow] | None = None
 ) -> ModelMeasurements:
     """What measurements say about a bundled or own model on a card; nothing about other people's trainers.
@@ -205,7 +205,7 @@ def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
 
 def with_learned(facts: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
     """The facts of a question with what measurements say: the ledgers', or these."""
-    return facts._replace(measurements=learned(facts.model.name, facts.gpu, trainer, from_rows))
+    return facts._replace(measurements=measurements_of(facts.model.name, facts.gpu, trainer, from_rows))
 
 
 class _Predictions:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from planner.evidence.accuracy import Comparison, spread
+from planner.evidence.accuracy import Comparison, error_statistics
 from planner.spec.plan import Verdict
 
 COUNTERS = ("allocated", "reserved", "device")
@@ -76,8 +76,8 @@ def _half(compared: Sequence[Comparison]) -> dict[str, Any]:
             fits[entry.verdict] += 1
     return {
         "rows": len(judged),
-        **{counter: spread(entry for entry in compared if entry.counter == counter) for counter in COUNTERS},
-        "reserved_expandable": spread(grown),
+        **{counter: error_statistics(entry for entry in compared if entry.counter == counter) for counter in COUNTERS},
+        "reserved_expandable": error_statistics(grown),
         "step_seconds": _seconds(ran),
         "order": _order(ran),
         "verdict": {

@@ -21,7 +21,7 @@ from planner.dialects.base.launchers import ALLOCATOR, NEW_ALLOC_CONF
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.recordings import load_facts
 from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_uncast_inputs
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import QUANTISED, Bucket, Job, Machine, Strategy
 from planner.spec.rules import ResolvedStrategy
@@ -87,8 +87,8 @@ class Case:
 def read_case(
     dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any], machine: Mapping[str, Any]
 ) -> Case:
-    """The case of what was given. `overrides` says what the command does not (model, frames, height, width); `machine`
-    holds the fields of Machine that were typed, its card among them."""
+    """The case of a command. `overrides`: what was told beside it (model, frames, height, width). `machine`: the fields
+    of Machine that were typed, including the card."""
     settings = dict(invocation.settings)
     settings |= {name: value for name, value in overrides.items() if value is not None}
     notes: list[str] = []
@@ -144,7 +144,7 @@ def _refuse_contradictions(dialect: Dialect, version: str, model: ModelProfile, 
     """Raises a VplanError where the command contradicts itself, with a fix in the trainer's words where it has some."""
     try:
         check_blocks(model, configuration.strategy)
-        check(configuration, fetched_again=fetches_again(f"{dialect.name}@{version}"))
+        refuse_contradictions(configuration, fetched_again=fetches_again(f"{dialect.name}@{version}"))
     except VplanError as error:
         world = {"gpus": configuration.machine.gpus, "nodes": configuration.machine.nodes}
         fields = {**configuration.job.__dict__, **configuration.strategy.__dict__, **world}

@@ -13,7 +13,7 @@ from planner.catalog import apple_cards, card_lookup, lookup
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.names.other_models import find as find_other
 from planner.catalog.names.other_models import other_names
-from planner.catalog.names.trainer_lists import Answer, ListedModel, TrainerList, answer, trainer_lists
+from planner.catalog.names.trainer_lists import ListedModel, NameVerdict, TrainerList, answer, trainer_lists
 from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.dialect import capabilities
 from planner.launch.training_settings import preset_words
@@ -98,7 +98,7 @@ def _who_lists_what(models: Sequence[ModelProfile]) -> list[str]:
     """The section on what other trainers list, by what lookup answers to their names now."""
     lists = trainer_lists()
     rows = [_counts_row(each) for each in lists]
-    totals = [sum(row[column] for row in rows) for column in range(len(Answer) + 1)]
+    totals = [sum(row[column] for row in rows) for column in range(len(NameVerdict) + 1)]
     count, numbers, several, refused, unknown = totals
     of_both = [(each, listed, *answer(listed.name)) for each in lists for listed in each.models]
     return [
@@ -130,14 +130,14 @@ def _who_lists_what(models: Sequence[ModelProfile]) -> list[str]:
     ]
 
 
-_Listing = tuple[TrainerList, ListedModel, Answer, tuple[str, ...]]
+_Listing = tuple[TrainerList, ListedModel, NameVerdict, tuple[str, ...]]
 """A trainer's list, a model on it, what its name gets, and our models that it means."""
 
 
 def _counts_row(each: TrainerList) -> list[int]:
     """How many names a trainer lists, and how many of them get each kind of answer."""
     answers = [answer(listed.name)[0] for listed in each.models]
-    return [len(answers), *(answers.count(kind) for kind in Answer)]
+    return [len(answers), *(answers.count(kind) for kind in NameVerdict)]
 
 
 def _share(counts: Sequence[int]) -> str:
@@ -154,16 +154,16 @@ def _listed_rows(models: Sequence[ModelProfile], listings: Sequence[_Listing]) -
     titles = list(dict.fromkeys(each.title for each, *_ in listings))
     marks: dict[tuple[str, str], str] = {}
     for each, _, kind, names in listings:
-        for name in names if kind in (Answer.NUMBERS, Answer.SEVERAL) else ():
+        for name in names if kind in (NameVerdict.NUMBERS, NameVerdict.SEVERAL) else ():
             if marks.get((name, each.title)) != "+":
-                marks[name, each.title] = "+" if kind is Answer.NUMBERS else "~"
+                marks[name, each.title] = "+" if kind is NameVerdict.NUMBERS else "~"
     for model in models:
         yield [f"`{model.name}`", *(marks.get((model.name, title), "") for title in titles)]
 
 
 def _refused_rows(models: Sequence[ModelProfile], listings: Sequence[_Listing]) -> Iterator[list[str]]:
     """A row for each model that is listed and has no profile, and for each of the distilled ones."""
-    refused = [(each, listed, names) for each, listed, kind, names in listings if kind is Answer.REFUSED]
+    refused = [(each, listed, names) for each, listed, kind, names in listings if kind is NameVerdict.REFUSED]
     for model in models:
         if by := dict.fromkeys(each.title for each, _, names in refused if model.name in names):
             yield [f"{model.title}, distilled", ", ".join(by), f"it is not trained; its memory is `{model.name}`'s", ""]

@@ -25,7 +25,7 @@ from planner.launch.slurm import slurm_script
 from planner.layout import trainer_terms
 from planner.layout.recordings import load_facts
 from planner.schema import Record
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan, plan_to_toml
@@ -115,7 +115,7 @@ def idle(plan: Plan) -> frozenset[str]:
     return frozenset(fields)
 
 
-def said_by(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
+def settings_and_fields(dialect: Dialect, plan: Plan) -> tuple[Settings, Fields]:
     """(settings, fields): the trainer's settings for this plan, and the fields that they express. Raises an
     InexpressibleError for values that matter and cannot be expressed."""
     fields, nothing = fields_of(plan), idle(plan)
@@ -142,7 +142,7 @@ def plan_with(plan: Plan, wanted: Fields) -> Plan:
     strategy = plan.configuration.strategy.replace(**of(Strategy))
     machine = plan.machine.replace(**of(Machine))
     configuration = Configuration(job, strategy, machine)
-    check(configuration)
+    refuse_contradictions(configuration)
     profile = lookup.model(job.model)
     check_job(profile, job)
     check_blocks(profile, strategy)
@@ -172,7 +172,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
     before = fields_of(plan)
     plan = plan_with(plan, before)
     try:
-        settings, fields = said_by(dialect, plan)
+        settings, fields = settings_and_fields(dialect, plan)
     except InexpressibleError as error:
         other_job = tuple(each for each in error.values if each.field in OF_THE_JOB)  # no plan near this one
         faults = "; ".join(dict.fromkeys(each.message for each in other_job or error.values))
@@ -186,7 +186,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
             raise VplanError(
                 f"{dialect.title} does not support this plan: {faults}", _offer(near, changed, dialect)
             ) from None
-        plan, (settings, fields) = near, said_by(dialect, near)
+        plan, (settings, fields) = near, settings_and_fields(dialect, near)
     trainer = _as_written(plan, dialect)
     estimate = priced(plan, trainer)
     if estimate is not None and estimate.verdict == "no":
@@ -241,7 +241,7 @@ def able(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
             continue
         dialect = dialects.writer(name, plan.job.model)
         try:
-            said_by(dialect, plan)
+            settings_and_fields(dialect, plan)
             exact.append(name)
         except InexpressibleError as error:
             if not any(each.field in OF_THE_JOB for each in error.values):
@@ -298,7 +298,7 @@ def fitting(dialect: Dialect, plan: Plan) -> Plan | None:
         wanted = fields_of(plan) | changes
         try:
             changed = plan_with(plan, wanted)
-            said_by(dialect, changed)
+            settings_and_fields(dialect, changed)
         except (InexpressibleError, VplanError):  # it cannot be said, or contradicts what the plan has
             continue
         estimate = priced(changed, dialect.name)

@@ -16,7 +16,7 @@ from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
 from planner.search.run_cache import RunCache
 from planner.search.screening import QuickEstimate, Screen
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.plan import Estimate
 
@@ -69,7 +69,7 @@ class Pricing:
     def is_unrecorded(self, case: Case) -> bool:
         """Whether a case has no estimate because nothing was recorded of it, and not because it contradicts itself."""
         try:
-            check(case.configuration, fetched_again=fetches_again(case.trainer))
+            refuse_contradictions(case.configuration, fetched_again=fetches_again(case.trainer))
             self._screen(case.trainer).facts(case.configuration)
         except NotRecordedError:
             return True
@@ -89,7 +89,7 @@ class Pricing:
         screen = self._screen(case.trainer)
         try:
             configuration = case.configuration
-            check(configuration, fetched_again=fetches_again(case.trainer))
+            refuse_contradictions(configuration, fetched_again=fetches_again(case.trainer))
             check_blocks(case.model, case.strategy)
             return screen.quick_estimate(configuration)
         except VplanError:

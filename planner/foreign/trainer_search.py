@@ -16,7 +16,17 @@ from planner.catalog.swapped_stacks import splits
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
 from planner.errors import ContradictionError, VplanError
-from planner.foreign.export import SLURM, able, check_target, fields_of, flags_of, idle, nearest, priced, said_by
+from planner.foreign.export import (
+    SLURM,
+    able,
+    check_target,
+    fields_of,
+    flags_of,
+    idle,
+    nearest,
+    priced,
+    settings_and_fields,
+)
 from planner.layout.experts import expert_assumption
 from planner.search.cost import WORTH_LOSS
 from planner.search.policy import EstimatePolicy
@@ -118,7 +128,7 @@ class TrainerPolicy(EstimatePolicy):
 
     def _says(self, job: Job, strategy: Strategy, counts: bool = True) -> bool:
         try:
-            said_by(self.dialect, _plan(self.question, job, strategy))
+            settings_and_fields(self.dialect, _plan(self.question, job, strategy))
         except InexpressibleError as error:
             if counts:
                 self.unsaid.update(each.message for each in error.values)
@@ -301,7 +311,7 @@ def _exportable(found: Suggestion, dialect: Dialect) -> Suggestion:
 def _said(dialect: Dialect, plan: Plan) -> Plan:
     """The plan itself where the trainer can express it, else the nearest that it can."""
     try:
-        said_by(dialect, plan)
+        settings_and_fields(dialect, plan)
     except InexpressibleError:
         return nearest(dialect, plan)
     return plan
@@ -316,7 +326,7 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
     plan = _plan(question, question.job, question.strategy)
     before = after = fields_of(plan)
     try:
-        said_by(dialect, plan)
+        settings_and_fields(dialect, plan)
     except InexpressibleError as error:
         _check_possible(question, dialect, error)
         after = nearest_fields(dialect, before)

@@ -80,7 +80,7 @@ def check_resumable(output: Path, resume: str, plan: Plan, profile: ModelProfile
     says of itself: whether it is whole is found when it is taken up. ``resume``: as `vplan train --resume` has it."""
     if resume == "no":
         return
-    manifest = checkpoints.said_by(output, None if resume == "auto" else Path(resume).expanduser())
+    manifest = checkpoints.manifest_of(output, None if resume == "auto" else Path(resume).expanduser())
     if manifest is not None and isinstance(manifest.get("layout"), dict):
         changes(manifest, plan, profile)
 

@@ -247,7 +247,7 @@ def check(checkpoint: Path, run: str) -> dict[str, Any]:
     return dict(manifest)
 
 
-def said_by(output: Path, checkpoint: Path | None) -> dict[str, Any] | None:
+def manifest_of(output: Path, checkpoint: Path | None) -> dict[str, Any] | None:
     """What a checkpoint, else the newest of a run, says of itself, whole or not; None where nothing is said."""
     if checkpoint is not None:
         return _manifest(checkpoint)

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
-from planner.catalog.shapes import check_blocks, check_job, summary
+from planner.catalog.shapes import check_blocks, check_job, model_summary
 from planner.errors import VplanError
 from planner.spec.combinations.combination import Refusal, refusals
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.combinations.trainer_gaps import TRAINER_GAPS, TrainerConfiguration
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine
@@ -28,7 +28,7 @@ def supported_plan(plan: Plan, *, trained: bool = False) -> Plan:
     configuration, profile = plan.configuration, lookup.model(plan.job.model)
     check_job(profile, plan.job)
     check_blocks(profile, configuration.strategy)
-    check(configuration)
+    refuse_contradictions(configuration)
     if plan.trainer != "vplan":
         does = "vplan trains with" if trained else "a probe runs"
         raise VplanError(f"the plan is for {plan.trainer}; {does} vplan's own step", 'set trainer = "vplan"')
@@ -50,5 +50,5 @@ def check_computers(machine: Machine) -> None:
 def trainer_gaps(model: ModelProfile, configuration: Configuration, *, trained: bool) -> Iterator[Refusal]:
     """What of a configuration our step does not apply, and what to write instead, in the order of the table."""
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
-    subject = TrainerConfiguration(job, strategy, machine, summary(model), is_probe=not trained)
+    subject = TrainerConfiguration(job, strategy, machine, model_summary(model), is_probe=not trained)
     return refusals(TRAINER_GAPS, subject)

@@ -129,7 +129,7 @@ def changes(before: Mapping[str, Any] | None, now: TrainingSettings) -> list[str
     return [f"{name} {_word(before.get(name))} -> {_word(after[name])}" for name in other]
 
 
-def words(settings: TrainingSettings, profile: ModelProfile, strategy: Strategy) -> tuple[str, str]:
+def summary_lines(settings: TrainingSettings, profile: ModelProfile, strategy: Strategy) -> tuple[str, str]:
     """Two lines about complete settings: the law, and the optimizer with the adapters."""
     value = _values(settings)
     preset = _acting_law(profile.training, profile)

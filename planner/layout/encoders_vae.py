@@ -17,7 +17,7 @@ from planner.layout.group_offload import GroupTransfers, host_copy_bytes
 from planner.layout.run import STRATEGY_MOMENT, Facts, Run
 from planner.spec.job import Strategy
 from planner.tape.format import Monomial, Tape
-from planner.tape.levels import Level, PartLevels, whole
+from planner.tape.levels import Level, PartLevels, whole_blocks
 from planner.tape.program import Moment, Part, Program, Stage, renamed_events
 
 BYTES_PER_PARAMETER = {
@@ -236,8 +236,8 @@ def vae_component(
     tiles: tuple[tuple[int, int], ...] = ((rows, columns),)
     if strategy.vae_tiling and tile and (rows * vae.spatial > tile[0] or columns * vae.spatial > tile[1]):
         sides = [
-            [min(size // vae.spatial, whole - start) for start in range(0, whole, stride // vae.spatial)]
-            for whole, size, stride in ((rows, tile[0], tile[2]), (columns, tile[1], tile[3]))
+            [min(size // vae.spatial, side - start) for start in range(0, side, stride // vae.spatial)]
+            for side, size, stride in ((rows, tile[0], tile[2]), (columns, tile[1], tile[3]))
         ]
         tiles = tuple((height, width) for height in sides[0] for width in sides[1])
         rows, columns = sides[0][0], sides[1][0]
@@ -312,9 +312,9 @@ def run_component(program: Program, component: ComponentPass, blocks: dict[tuple
     if component.is_quantised:
         packed = set(_weights(program, component).values()) - set(_tables(program, component))
         largest = max(map(program.plain_bytes, packed))
-        whole = program.buffer(int(largest * 2 / component.bytes_per_parameter), "temporary", "dequantised weight")
-        stage.stretches.insert(0, (STRATEGY_MOMENT, [whole]))
-        stage.stretches.append((STRATEGY_MOMENT, [~whole]))
+        unpacked = program.buffer(int(largest * 2 / component.bytes_per_parameter), "temporary", "dequantised weight")
+        stage.stretches.insert(0, (STRATEGY_MOMENT, [unpacked]))
+        stage.stretches.append((STRATEGY_MOMENT, [~unpacked]))
     if component.is_repeated:
         _repeat(program, component, stage)
     return stage
@@ -455,8 +455,8 @@ def _repeat(program: Program, component: ComponentPass, stage: Stage) -> None:
             stage.stretches += runs.of(tile, buffer)
         events = [rows, given, *(~buffer for buffer in (*before, out, *after, rows))]
     if passes:
-        whole = program.buffer(finished.joined * component.passes, "batch", "out")
-        events += [whole, *(~buffer for buffer in (*passes, given))]
+        joined = program.buffer(finished.joined * component.passes, "batch", "out")
+        events += [joined, *(~buffer for buffer in (*passes, given))]
     stage.stretches.append((STRATEGY_MOMENT, events))
 
 
@@ -521,7 +521,7 @@ def encoding_memory(components: tuple[ComponentPass, ...], workspace_bytes: int,
     """What `lay_out_encoding` comes to, laid out only where that cannot be summed up."""
     split = max(component.split_bytes for component in components)
     if len(components) == 1 and workspaces and (peak := _summed_peak(components[0])) is not None:
-        return EncodingMemory(workspaces * whole(workspace_bytes) + peak, 0, split)
+        return EncodingMemory(workspaces * whole_blocks(workspace_bytes) + peak, 0, split)
     layout = lay_out_encoding(components, workspace_bytes, workspaces)
     peak = implementation.held(layout.stage.ops, layout.sizes)[1]
     waiting = sum(waiting_bytes(layout.program, component) for component in components)
@@ -545,17 +545,17 @@ def _summed_peak(component: ComponentPass) -> int | None:
     # As `_repeat` has it: each tile beside what was finished before, then all are joined.
     out = levels.outputs["out"]
     finished = _Finished.of(component, out)
-    rise = sum(map(whole, finished.passes))
+    rise = sum(map(whole_blocks, finished.passes))
     runs = {tile: _levels_at(component, tile) for tile in set(component.tiles)}
     peaks = []
     for tile, given in zip(component.tiles, [*finished.before, out, *finished.after], strict=True):
         peaks.append(rise + runs[tile].peak)
-        rise += whole(given)
+        rise += whole_blocks(given)
     if len(component.tiles) > 1:
-        peaks.append(rise + 2 * whole(finished.joined))
-        rise = sum(map(whole, finished.passes)) + whole(finished.joined)
+        peaks.append(rise + 2 * whole_blocks(finished.joined))
+        rise = sum(map(whole_blocks, finished.passes)) + whole_blocks(finished.joined)
     if finished.passes:
-        peaks.append(rise + whole(finished.joined * component.passes))
+        peaks.append(rise + whole_blocks(finished.joined * component.passes))
     return max(loaded.peak, loaded.rise + max(peaks))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from planner.catalog.components import together
+from planner.catalog.components import samples_per_call
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
 from planner.layout.cublas import kept_workspaces, workspace_bytes
@@ -152,10 +152,10 @@ def residents(run: Run) -> None:
     and gone before the model comes (see ``encoding_runs``).
     """
     batch, first = batch_samples(run), len(run.program.buffers)
-    together = [*encoders(run, "resident", batch), *encoders(run, "swapped", batch)]
+    components = [*encoders(run, "resident", batch), *encoders(run, "swapped", batch)]
     run.device.split_bytes = {
         **run.device.split_bytes,
-        "encode": max((entry.split_bytes for entry in together), default=0),
+        "encode": max((entry.split_bytes for entry in components), default=0),
     }
     loads: list[tuple[Moment, list[int]]] = []
     stage = Stage("encode", [])
@@ -187,7 +187,7 @@ def validation(run: Run) -> None:
         return
     assert facts.sample is not None
     shape, first = validation_grid(run.job, facts.model), len(run.program.buffers)
-    batch = together(facts.model, run.job.guided)
+    batch = samples_per_call(facts.model, run.job.guided)
     denoise = run.program.unfold(facts.sample, "denoise", None, Part("validation", {**shape, "B": batch}))
     if run.handover.gathered_bytes:
         denoise.stretches.insert(
@@ -236,7 +236,7 @@ def _dequantised_bytes(run: Run) -> int:
 
 def batch_samples(run: Run) -> int:
     """Samples of one batch: where a job only samples, guidance may double them on their way through the model."""
-    return run.grid["B"] // (together(run.facts.model, run.job.guided) if run.samples_only else 1)
+    return run.grid["B"] // (samples_per_call(run.facts.model, run.job.guided) if run.samples_only else 1)
 
 
 class UnrecordedPass(NamedTuple):

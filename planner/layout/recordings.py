@@ -12,7 +12,7 @@ import profiles
 from planner.catalog import card_lookup, lookup, user_data
 from planner.catalog.card_limits import refuse_on_card
 from planner.catalog.card_profiles import GpuProfile
-from planner.catalog.components import COMPONENTS, recorded_length, together
+from planner.catalog.components import COMPONENTS, recorded_length, samples_per_call
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import shapeless
 from planner.errors import NoParametersError, NotEstimatedError, NotRecordedError
@@ -25,7 +25,7 @@ from planner.tape.codec import read_tape
 from planner.tape.format import NOTHING, Tape
 from planner.tape.packs import is_stored, written_ns
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
-from planner.tape.parameter_table import Parameters, read_parameters
+from planner.tape.parameter_table import ParameterTable, read_parameters
 from planner.tape.variants import OWN_CODE, WIDE, OptimizerVariant, SampleVariant, StepVariant, on_recorded_layers
 
 
@@ -63,7 +63,7 @@ def _read(path: Path, written_ns: int) -> Tape:
     return read_tape(path)
 
 
-def parameters(model: str) -> Parameters:
+def parameters(model: str) -> ParameterTable:
     """The parameter table of a model, by its name. Raises a NoParametersError when none was recorded."""
     if path := _stored(model, PARAMETERS_FILE):
         return _read_table(path, written_ns(path))
@@ -71,11 +71,11 @@ def parameters(model: str) -> Parameters:
 
 
 @functools.cache
-def _read_table(path: Path, written_ns: int) -> Parameters:
+def _read_table(path: Path, written_ns: int) -> ParameterTable:
     return read_parameters(path)
 
 
-NO_PARAMETERS = Parameters()
+NO_PARAMETERS = ParameterTable()
 
 
 _OnCard = tuple[str, "RecordedJob", Strategy, str | None, bool, bool]
@@ -90,7 +90,7 @@ class Library:
     def __init__(self) -> None:
         self._tapes: dict[tuple[str, ...], list[Tape] | NotRecordedError] = {}
         self._components: dict[tuple[str, str], Tape | None] = {}
-        self._parameters: dict[str, Parameters] = {}
+        self._parameters: dict[str, ParameterTable] = {}
         self.on_a_card: dict[_OnCard, Facts | NotEstimatedError] = {}
         """model, what of the job recordings differ by, strategy, version of torch, whether cuDNN takes what no other
         kernel does, and whether MPS runs it -> the facts for whatever card they were first asked for, or why there are
@@ -117,7 +117,7 @@ class Library:
             self._components[key] = component_tape(name, variant)
         return self._components[key]
 
-    def parameters(self, model: str) -> Parameters:
+    def parameters(self, model: str) -> ParameterTable:
         """The parameter table of a model, as `parameters` has it."""
         if model not in self._parameters:
             self._parameters[model] = parameters(model)
@@ -191,11 +191,11 @@ def _recorded(
 ) -> Facts:
     """The recordings, which are the same on all cards where ``cudnn`` and ``mps`` are."""
     job, batch, lengths = recorded
-    side_by_side = together(model, job.guided)
+    side_by_side = samples_per_call(model, job.guided)
     if job.method == "sample":
         sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch, cudnn)
         (call,) = library.tapes(job.model, sampled.name)
-        return Facts(model, card, call, NOTHING, around=around(model, job, strategy, lengths, library))
+        return Facts(model, card, call, NOTHING, around=encoder_tapes(model, job, strategy, lengths, library))
     validates = strategy.validation_mode != "off"
     variant = StepVariant.of(model, job, strategy, batch, machine.torch, cudnn, mps)
     partial = strategy.gradient_checkpointing == "partial"
@@ -211,7 +211,7 @@ def _recorded(
         recordings["step"],
         recordings["optimizer"],
         library.parameters(job.model) if counts_elements(strategy) else NO_PARAMETERS,
-        around(model, job, strategy, lengths, library),
+        encoder_tapes(model, job, strategy, lengths, library),
         recordings.get("sample"),
         recordings.get("checkpointed"),
         own_code=_own_code(model, job, strategy, variant),
@@ -265,7 +265,7 @@ def counts_elements(strategy: Strategy) -> bool:
     return strategy.sharding in SPLIT or strategy.master_weights == "fp32"
 
 
-def around(
+def encoder_tapes(
     model: ModelProfile, job: Job, strategy: Strategy, vae_lengths: Iterable[str], library: Library
 ) -> dict[str, Tape]:
     """The tapes of the text encoders and the VAE that a job needs, as far as they are recorded. ``vae_lengths``: as

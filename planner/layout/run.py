@@ -38,7 +38,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Machine, Strategy
 from planner.spec.plan import PhaseName
 from planner.tape.format import Tape
-from planner.tape.parameter_table import Parameters
+from planner.tape.parameter_table import ParameterTable
 from planner.tape.program import Block, Moment, Program, Stage
 from planner.tape.variants import Precision, trained_storage
 
@@ -68,7 +68,7 @@ class Facts(NamedTuple):
     """one training step; of a job that only samples, one forward without gradients"""
 
     optimizer: Tape
-    parameters: Parameters = Parameters()
+    parameters: ParameterTable = ParameterTable()
     """needed where something is split between GPUs, or copied in another format"""
 
     around: Mapping[str, Tape] = MappingProxyType({})

@@ -26,7 +26,7 @@ from planner.preflight.checks import FAILED, SHORT, Check, Need, on_data, on_dis
 from planner.preflight.gpu_wait import cards_of, on_card, wait
 from planner.probe.worker_python import WorkerPython
 from planner.schema import JsonObject
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.plan import Estimate, Plan
 from planner.units import format_gib
 
@@ -156,7 +156,7 @@ def ready(plan: Plan) -> Plan:
     configuration = plan.configuration
     check_job(profile, plan.job)
     check_blocks(profile, configuration.strategy)
-    check(configuration)
+    refuse_contradictions(configuration)
     return plan.replace(job=plan.job.replace(model=profile.name), strategy=configuration.strategy, estimate=None)
 
 

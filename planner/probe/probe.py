@@ -136,7 +136,7 @@ def probe(
         strategy=plan.strategy,
         machine=_machine(plan.machine, facts.get("gpu"), facts.get("capped_bytes"), runner.python),
         planned_gpu=plan.machine.gpu,
-        measured=measured(outcome, facts),
+        measured=measurement_of(outcome, facts),
         env=_environment(facts, runner, started),
         capped_bytes=facts.get("capped_bytes"),
         requested_bytes=facts.get("requested_bytes"),
@@ -205,7 +205,7 @@ def _run_worker(
     """Runs the worker on the request in a folder, within ``time_limit`` seconds. What it refuses is a VplanError."""
 
     def read_facts() -> dict[str, Any]:
-        return together([read_json(folder / result_file(rank)) for rank in range(ranks)])
+        return facts_of_all_ranks([read_json(folder / result_file(rank)) for rank in range(ranks)])
 
     def saves() -> bool:
         return read_facts().get("phase") == "save"
@@ -285,7 +285,7 @@ def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMI
     return {**{name: facts[name] for name in names}, **versions, "time": started}
 
 
-def together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def facts_of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The facts of all ranks as one: the peaks and seconds of the highest, the worst outcome with what led to it.
 
     Without an outcome from every rank there is none, unless one of them ran out of memory or numbers.
@@ -343,7 +343,7 @@ def classify(reported: str | None, ended: Ended) -> Outcome:
     return "host-oom" if ended.returncode in (-9, 137) else "crash"
 
 
-def measured(outcome: Outcome, facts: Mapping[str, Any]) -> Measured:
+def measurement_of(outcome: Outcome, facts: Mapping[str, Any]) -> Measured:
     """The row's numbers: the highest of each counter over all phases, and the median steady step."""
     phases: Mapping[str, Mapping[str, Any]] = facts.get("phases", {})
     finished = outcome in ("ok", "nan")

@@ -9,7 +9,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.layout import margin
 from planner.layout.correction import NO_MEASUREMENTS, ModelMeasurements
 from planner.layout.margin import Sides
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate, Plan
@@ -50,7 +50,7 @@ class Question(NamedTuple):
     def configuration(self) -> Configuration:
         """The question with its strategy resolved, where nothing is searched. Raises a ContradictionError."""
         configuration = Configuration.of(self.job, self.strategy, self.machine)
-        check(configuration)
+        refuse_contradictions(configuration)
         return configuration
 
     def candidate(self, job: Job, strategy: ResolvedStrategy) -> Configuration:

@@ -14,7 +14,7 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotEstimatedError, NotRecordedError, VplanError
 from planner.estimate.estimate import assess
-from planner.evidence.from_ledger import learned
+from planner.evidence.from_ledger import measurements_of
 from planner.layout.correction import ModelMeasurements
 from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
@@ -147,7 +147,7 @@ class Suggester:
     def _measurements_of(self, model: str, gpu: GpuProfile) -> ModelMeasurements:
         key = model, gpu.name
         if key not in self._measurements:
-            self._measurements[key] = learned(model, gpu, self.trainer)
+            self._measurements[key] = measurements_of(model, gpu, self.trainer)
         return self._measurements[key]
 
     def _on_smaller_cards(self, search: Search, plan: Estimate) -> tuple[Estimate, ...]:

@@ -78,7 +78,7 @@ class PartLevels:
                     if event >= 0:
                         row, position = columns.origins[event], columns.positions[event]
                         made, at = rows[row]
-                        nbytes = whole(self._bytes(made.sizes[position], at))
+                        nbytes = whole_blocks(self._bytes(made.sizes[position], at))
                         level += -nbytes if row else nbytes
                         peak = max(peak, level)
         return Level(level, peak)
@@ -110,7 +110,7 @@ class PartLevels:
     def _whole_bytes(self, index: int) -> int:
         if index not in self._whole:
             grows = index in self.tape.growing
-            self._whole[index] = 0 if grows else whole(self._bytes(index, -1))
+            self._whole[index] = 0 if grows else whole_blocks(self._bytes(index, -1))
         return self._whole[index]
 
     def _bytes(self, index: int, block: int) -> int:
@@ -129,6 +129,6 @@ def _parts(changes: list[int], apart: list[int]) -> Iterator[_Between]:
         start = event + 1
 
 
-def whole(nbytes: int) -> int:
+def whole_blocks(nbytes: int) -> int:
     """Bytes in the allocator's whole blocks."""
     return -(-nbytes // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES

@@ -24,7 +24,7 @@ FORMAT = 1
 """Number of its format."""
 
 
-class Parameters(NamedTuple):
+class ParameterTable(NamedTuple):
     """The parameters of a published model: full name -> size of its first dimension, and the names of those that stay
     in fp32."""
 
@@ -63,7 +63,7 @@ def _bare(name: str) -> str:
     return f"{layer}.weight" if lora else name.replace(".base_layer.", ".")
 
 
-def read_parameters(path: Path) -> Parameters:
+def read_parameters(path: Path) -> ParameterTable:
     """The table that ``vplan record`` wrote; a VplanError that names the file where it is damaged."""
     try:
         data = read_json(path)
@@ -72,7 +72,7 @@ def read_parameters(path: Path) -> Parameters:
         rows: dict[str, int] = data["rows"]
         if not all(type(count) is int and count > 0 for count in rows.values()):
             raise ValueError("rows are counts")
-        return Parameters(rows, frozenset(data["fp32"]))
+        return ParameterTable(rows, frozenset(data["fp32"]))
     except VplanError:
         raise
     except (*DAMAGES, LookupError, TypeError, AttributeError) as error:

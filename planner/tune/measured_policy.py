@@ -8,7 +8,7 @@ from planner.errors import VplanError
 from planner.search.policy import EstimatePolicy
 from planner.search.question import Question
 from planner.search.screening import Screen
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate
 from planner.spec.rules import ResolvedStrategy
@@ -87,7 +87,7 @@ class MeasuredPolicy:
     def _is_estimated(self, job: Job, strategy: ResolvedStrategy) -> bool:
         """Whether nothing forbids a strategy, and its two recordings can be put together."""
         try:
-            check(self.question.candidate(job, strategy))
+            refuse_contradictions(self.question.candidate(job, strategy))
             self._screen.floor_seconds(self.question.candidate(job, strategy))
         except VplanError:
             return False

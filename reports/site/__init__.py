@@ -30,7 +30,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
 from planner.file_writing import write_file
 from planner.foreign.export import SLURM, targets
-from planner.parallel import counted, spread
+from planner.parallel import progress_bar, spread
 from planner.tape.packed_json import as_text, gzipped
 from planner.tape.packs import read_json, stored
 
@@ -78,7 +78,7 @@ def build(folder: Path, downloads: Path, address: str = "") -> int:
     something cannot be downloaded or is not what was pinned.
     """
     models = [lookup.model(name) for name in profiles.model_names()]
-    with counted("site: Pyodide, packages, bytecode", 3) as done:
+    with progress_bar("site: Pyodide, packages, bytecode", 3) as done:
         pyodide = done(_pyodide(downloads))
         archives = done({"libraries": _libraries(_wheels(downloads)), "vplan": _sources()})
         for name, content in pyodide.items():

@@ -38,7 +38,7 @@ from planner.search.question import Question
 from planner.search.screening import Screen
 from planner.search.search import Search
 from planner.search.space import baseline, most_swapped
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Machine, Strategy
 from planner.spec.plan import Measured, Plan
@@ -225,7 +225,7 @@ def tpe(case: Case) -> dict[str, Any]:
         way = start.replace(**chosen, swap_blocks=swap)
         configuration = Configuration.of(job, way, case.question.machine)
         try:
-            check(configuration)
+            refuse_contradictions(configuration)
             case.screen.facts(configuration)
         except VplanError:  # costs no probe
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)

@@ -21,7 +21,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
 from planner.tape.format import Tape
-from planner.tape.parameter_table import Parameters
+from planner.tape.parameter_table import ParameterTable
 from planner.tape.program import Stage
 from planner.tape.variants import OptimizerVariant, StepVariant
 from tests.contract.ranks import WORLD, Bytes, Case, measure
@@ -109,7 +109,7 @@ def estimated(asked: Case, rank: int | None = None) -> Run:
         card_lookup.gpu("h100-80gb"),
         _tape(asked.model, StepVariant.of(profile, job, strategy, 2).name, optimizer=False),
         _tape(asked.model, OptimizerVariant.of(profile, job, strategy).name, optimizer=True),
-        parameters=Parameters(table["rows"], frozenset(table["fp32"])),
+        parameters=ParameterTable(table["rows"], frozenset(table["fp32"])),
     )
     return lay_out(replace(Configuration.of(job, strategy, machine), rank=rank), facts, dict(asked.grid))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.probe.probe import REQUEST, together
+from planner.probe.probe import REQUEST, facts_of_all_ranks
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 from planner.worker_process import read_json, write_json
@@ -42,7 +42,7 @@ def test_every_rank_runs_every_phase(strategy: dict[str, Any], tmp_path: Path) -
     assert training.probe(str(tmp_path)) == [{"code": 0}, {"code": 0}]
     ranks = [read_json(tmp_path / name) for name in ("result-00000.json", "result-00001.json")]
     assert [rank["missing"] for rank in ranks] == [["allocated_bytes, reserved_bytes, device_bytes: no GPU"]] * 2
-    told = together(ranks)
+    told = facts_of_all_ranks(ranks)
     assert told["outcome"] == "ok"
     assert list(told["phases"]) == ["load", "first_step", "step", "train", "optimizer", "save"]
     assert told["host_bytes"] == sum(rank["host_bytes"] for rank in ranks)

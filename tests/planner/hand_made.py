@@ -31,7 +31,7 @@ from planner.tape.format import (
     Template,
     counted_back,
 )
-from planner.tape.parameter_table import Parameters
+from planner.tape.parameter_table import ParameterTable
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 BLOCKS = 4
@@ -140,7 +140,7 @@ def _optimizer_tape() -> Tape:
 ROWS = {"stem.weight": 1, **{f"blocks.{i}.attn.{kind}": 64 for i in range(BLOCKS) for kind in ("weight", "lora")}}
 """The stem is a table of one row, which FSDP2 cannot split."""
 
-FACTS = Facts(MODEL, GPU, _step_tape(), _optimizer_tape(), parameters=Parameters(ROWS))
+FACTS = Facts(MODEL, GPU, _step_tape(), _optimizer_tape(), parameters=ParameterTable(ROWS))
 
 
 SHAPE = st.fixed_dictionaries(

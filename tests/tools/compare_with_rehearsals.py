@@ -23,12 +23,12 @@ import profiles
 from planner.catalog import lookup
 from planner.evidence.allocator_history import (
     LEAST_BYTES,
+    AllocatorEvent,
     Difference,
-    Event,
     PhaseComparison,
     compare_phase,
-    laid_out,
     on_tape,
+    probed_run,
     read_history,
 )  # fmt: skip
 from planner.probe.fork_server import ForkServer
@@ -64,7 +64,7 @@ def compared(entry: GridEntry, runner: RehearsalRunner) -> Iterator[PhaseCompari
     if not Path(runner.history).exists():
         _rehearse(entry, runner)
     history = read_history(runner.history)
-    tape = on_tape(laid_out(history.plan), LEAST_BYTES)
+    tape = on_tape(probed_run(history.plan), LEAST_BYTES)
     for phase in dict.fromkeys(name for name, _ in history.phases):
         if phase in tape:
             run = history.of(phase, LEAST_BYTES)
@@ -95,7 +95,7 @@ class Cause(NamedTuple):
         return f"{self.what}, {'; '.join(sides)}"
 
 
-def _anywhere(event: Event) -> tuple[str, int, str]:
+def _anywhere(event: AllocatorEvent) -> tuple[str, int, str]:
     return event.kind, event.nbytes, re.sub(r"\.\d+", "", event.where)
 
 

@@ -59,7 +59,7 @@ def _silent(**_: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
+class EncodingTask:
     """For which plan, from which model, to which folder, on which device, with whom."""
 
     profile: ModelProfile
@@ -77,7 +77,7 @@ class Setting:
     """is told what is encoded (``doing``, ``done`` of ``all``) and which samples were left out (``broken``)"""
 
 
-def cached(dataset: Dataset, setting: Setting, *, skip_bad: bool = False) -> list[CachedSample]:
+def cached(dataset: Dataset, setting: EncodingTask, *, skip_bad: bool = False) -> list[CachedSample]:
     """Encodes what is not cached yet and returns the samples in the dataset's order, the same on every rank.
 
     Raises a VplanError for a model that cannot be loaded safely, a clip that breaks while it is decoded (with
@@ -129,7 +129,7 @@ def _mirrored(pictures: Tensor, sample: Sample) -> Tensor:
 class CacheBuild:
     """Fills the cache of encoded clips and captions for one setting (model, plan, folder, rank)."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: EncodingTask) -> None:
         self.setting = setting
         self.family: Family = families.family(setting.profile)
         self.clip_turns, self.text_turns = self.family.clip_turns(), self.family.text_turns()

@@ -22,7 +22,7 @@ COPIES = frozenset({"aten._to_copy", "aten.clone"})
 
 
 @functools.cache
-def written(func: Any) -> tuple[int, ...]:
+def written_arguments(func: Any) -> tuple[int, ...]:
     """The positions of the arguments that an operator writes to."""
     return tuple(position for position, argument in enumerate(func._schema.arguments) if argument.is_write)
 
@@ -47,7 +47,7 @@ class Uniform:
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, with sizes and truths that depend on known numbers."""
-        if places := written(func):  # what is left to its default is not written to
+        if places := written_arguments(func):  # what is left to its default is not written to
             for tensor in tree_leaves([args[position] for position in places if position < len(args)]):
                 if isinstance(tensor, Tensor):
                     self.forget(tensor.untyped_storage()._cdata)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainers.recording.constant_values import Uniform, written
+from trainers.recording.constant_values import Uniform, written_arguments
 
 MOST = 1 << 23
 """Numbers of the largest tensor that is worked out. Masks over all pairs of tokens have more, and no length depends on
@@ -80,7 +80,7 @@ class KnownNumbers(Uniform):
             return None
         held = {numbers.untyped_storage().data_ptr() for numbers in self._numbers.values()}
         is_view = made.untyped_storage().data_ptr() in held
-        return made if written(func) or not is_view else None
+        return made if written_arguments(func) or not is_view else None
 
     def _indices(self, index: Tensor | None) -> list[Tensor | None]:
         real = self._known(index) if index is not None and index.dtype == torch.bool else None

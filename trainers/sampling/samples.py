@@ -35,7 +35,7 @@ from planner.launch.validation import about
 from planner.worker_process import read_json, write_json
 from trainers import families
 from trainers.data import parts
-from trainers.data.cache import CacheBuild, Setting
+from trainers.data.cache import CacheBuild, EncodingTask
 from trainers.data.entries import read_entries
 from trainers.memory.out_of_memory import out_of_memory
 from trainers.parallel.local_engine import LocalEngine
@@ -71,7 +71,7 @@ class PreparedSample(NamedTuple):
 # ---- before training
 
 
-def prepare(request: Preparation, setting: Setting, dataset: Dataset | None) -> None:
+def prepare(request: Preparation, setting: EncodingTask, dataset: Dataset | None) -> None:
     """Encodes the prompts of a run and lists its samples; of clips that begin with an image also their first frames.
 
     Without prompts it is the caption of the first clip. ``dataset``: None where the data is a cache that others made.

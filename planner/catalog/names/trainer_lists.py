@@ -15,7 +15,7 @@ from planner.errors import VplanError
 from planner.schema import Record, Text
 
 
-class Answer(enum.StrEnum):
+class NameVerdict(enum.StrEnum):
     """What a name gets."""
 
     NUMBERS = "numbers"
@@ -64,13 +64,13 @@ def trainer_lists() -> tuple[TrainerList, ...]:
     return tuple(read_record(path, TrainerList) for path in sorted(profiles.MODEL_LISTS.glob("*.toml")))
 
 
-def answer(name: str) -> tuple[Answer, tuple[str, ...]]:
+def answer(name: str) -> tuple[NameVerdict, tuple[str, ...]]:
     """What lookup makes of a name, and the bundled models that it means: one, several, or none of a refused one."""
     if several := lookup.several(name):
-        return Answer.SEVERAL, several
+        return NameVerdict.SEVERAL, several
     try:
-        return Answer.NUMBERS, (lookup.model(name).name,)
+        return NameVerdict.NUMBERS, (lookup.model(name).name,)
     except VplanError:
         if origin := lookup.distilled_from(name):
-            return Answer.REFUSED, (origin,)
-        return (Answer.REFUSED if other_models.find(name) else Answer.UNKNOWN), ()
+            return NameVerdict.REFUSED, (origin,)
+        return (NameVerdict.REFUSED if other_models.find(name) else NameVerdict.UNKNOWN), ()

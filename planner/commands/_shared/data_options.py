@@ -19,7 +19,7 @@ from planner.commands import USAGE
 from planner.commands._shared.request import SHAPE, TypedQuestion
 from planner.commands._shared.verb import FiniteRange, Function
 from planner.errors import VplanError, quoted
-from planner.estimate.bucket_batches import EvenedPlan, evened
+from planner.estimate.bucket_batches import EvenedPlan, with_batch_sizes
 from planner.estimate.estimate import Layout, assess
 from planner.estimate.whole_job import JobLength, ShapeCount, WholeJob, whole_job
 from planner.layout.pipeline import lay_out
@@ -274,7 +274,7 @@ def evened_plan(suggester: Suggester, plan: Estimate, most: Mapping[Bucket, int]
         facts, lay_out = suggester.screen.facts(candidate), suggester.screen.run_cache.lay_out
         return assess(candidate, facts, suggester.trainer, lay_out, flushes=False).estimate
 
-    return evened(plan, price, most)
+    return with_batch_sizes(plan, price, most)
 
 
 def count(folders: Sequence[DataSource], model: ModelProfile, job: Job, skip_bad: bool = False) -> Counts:

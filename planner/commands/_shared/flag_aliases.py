@@ -71,7 +71,7 @@ FOREIGN = {
 diffusion-pipe, DeepSpeed, accelerate and torchrun, without dashes in front and `_` written `-`; to our option."""
 
 
-def meant(typed: str, known: Iterable[str]) -> list[str]:
+def likely_options(typed: str, known: Iterable[str]) -> list[str]:
     """Our options that an unknown one probably means, best first; `known` and the answer with their dashes.
 
     `--blocks_to_swap` is `--swap-blocks`, `--lora_rank` is `--lora-rank`, `--frame` is `--frames`.

@@ -48,7 +48,7 @@ def first_refusal(rows: Iterable[Combination[Subject]], subject: Subject) -> Ref
 
 
 class ModelSummary(NamedTuple):
-    """The facts about a model that rows of the tables ask for; `planner.catalog.shapes.summary` takes them from a
+    """The facts about a model that rows of the tables ask for; `planner.catalog.shapes.model_summary` takes them from a
     profile."""
 
     title: str

@@ -510,7 +510,7 @@ CONTRADICTIONS = (
 )
 
 
-def check(configuration: Configuration, *, fetched_again: bool = False) -> None:
+def refuse_contradictions(configuration: Configuration, *, fetched_again: bool = False) -> None:
     """Raises a ContradictionError for the first contradiction between the records: the fault and the fix.
     ``fetched_again``: whether what swaps brings each weight once more for its backward, so that autograd keeps none."""
     rows = [row for row in CONTRADICTIONS if not (fetched_again and row is _KEPT_FOR_BACKWARD)]

@@ -4,7 +4,7 @@
 
 | kind | rows | asked by |
 |---|---|---|
-| contradiction | `contradictions` | `contradictions.check` |
+| contradiction | `contradictions` | `contradictions.refuse_contradictions` |
 | model cannot | `model_limits` | `planner.catalog.shapes` |
 | not estimated | `estimate_gaps` | `planner.layout.unpriced.refuse_unpriced` |
 | our trainer cannot | `trainer_gaps` | `planner.launch.supported.supported_plan` |

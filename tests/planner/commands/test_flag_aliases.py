@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.commands._shared.flag_aliases import FOREIGN, meant
+from planner.commands._shared.flag_aliases import FOREIGN, likely_options
 from planner.spec.job import Job, Machine, Strategy
 
 FIELDS = [field for record in (Job, Machine, Strategy) for field in record.model_fields]
@@ -27,15 +27,15 @@ OPTIONS = [f"--{field.replace('_', '-')}" for field in [*FIELDS, "resolution", "
     ],
 )
 def test_meant(typed: str, ours: str) -> None:
-    assert meant(typed, OPTIONS)[0] == ours
+    assert likely_options(typed, OPTIONS)[0] == ours
 
 
 def test_nothing_is_meant_by_nonsense() -> None:
-    assert meant("--qqqqqqqqqq", OPTIONS) == []
+    assert likely_options("--qqqqqqqqqq", OPTIONS) == []
 
 
 def test_only_options_of_the_command_are_offered() -> None:
-    assert meant("--blocks-to-swap", ["--json", "--help"]) == []
+    assert likely_options("--blocks-to-swap", ["--json", "--help"]) == []
 
 
 def test_the_table_names_options_we_have() -> None:

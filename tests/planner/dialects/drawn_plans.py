@@ -14,7 +14,7 @@ from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import VplanError
 from planner.foreign.export import fields_of, plan_with
 from planner.schema import choices
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
@@ -58,7 +58,7 @@ def plans(draw: st.DrawFn, models: tuple[str, ...] = MODELS) -> Plan:
         try:
             made, wanted = Job.read(job), Strategy.read(draw(strategies()))
             strategy = resolve(made, wanted, machine)
-            check(Configuration.of(made, strategy, machine))
+            refuse_contradictions(Configuration.of(made, strategy, machine))
             check_job(model, made)
         except VplanError:
             continue

@@ -25,7 +25,7 @@ from planner.layout.run import Run
 from planner.layout.unpriced import refuse_unpriced
 from planner.search.screening import Screen, allocated_peak
 from planner.search.space import most_swapped
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
@@ -58,7 +58,7 @@ Chosen = tuple[Machine, dict[str, Any]]
 def allowed(machine: Machine, strategy: dict[str, Any]) -> bool:
     try:
         configuration = Configuration.of(JOB, Strategy.read(strategy), machine)
-        check(configuration)
+        refuse_contradictions(configuration)
         refuse_unpriced(configuration)
     except VplanError:
         return False

@@ -16,11 +16,11 @@ from planner.errors import VplanError
 from planner.evidence.allocator_history import (
     LEAST_BYTES,
     MOST,
-    Event,
+    AllocatorEvent,
     compare,
     compare_phase,
-    laid_out,
     on_tape,
+    probed_run,
     read_history,
 )
 from planner.layout.run import Run
@@ -36,11 +36,11 @@ Row = list[Any]
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return laid_out(Plan(job=JOB, strategy=STRATEGY, machine=MACHINE))
+    return probed_run(Plan(job=JOB, strategy=STRATEGY, machine=MACHINE))
 
 
 @pytest.fixture(scope="module")
-def tape(run: Run) -> dict[str, list[Event]]:
+def tape(run: Run) -> dict[str, list[AllocatorEvent]]:
     return on_tape(run, LEAST_BYTES)
 
 
@@ -118,7 +118,7 @@ def swap(rows: list[Row]) -> None:
 
 @pytest.mark.parametrize(("plant", "what"), [(grow, "size"), (leave_out, "extra"), (add, "missing"), (swap, "order")])
 def test_the_first_difference_is_named(
-    tape: dict[str, list[Event]],
+    tape: dict[str, list[AllocatorEvent]],
     events: list[tuple[str, list[Row]]],
     tmp_path: Path,
     plant: Callable[[list[Row]], None],
@@ -132,13 +132,13 @@ def test_the_first_difference_is_named(
     if what == "size":
         assert first.run[0].nbytes - first.tape[0].nbytes == 8 * LEAST_BYTES
     if what == "missing":
-        assert first.run == (Event("alloc", 77 * LEAST_BYTES, "unet.py:12 forward"),) and first.tape == ()
+        assert first.run == (AllocatorEvent("alloc", 77 * LEAST_BYTES, "unet.py:12 forward"),) and first.tape == ()
         assert found.peak_bytes > found.tape_peak_bytes
 
 
 def test_histories_that_have_nothing_in_common_part() -> None:
-    tape = [Event("alloc", size << 20, "forward of blocks.0") for size in range(1, 200)]
-    run = [Event("alloc", (size << 20) + 512, "") for size in range(1, 200)]
+    tape = [AllocatorEvent("alloc", size << 20, "forward of blocks.0") for size in range(1, 200)]
+    run = [AllocatorEvent("alloc", (size << 20) + 512, "") for size in range(1, 200)]
     found = compare_phase("train", tape, run)
     assert found.parted and len(found.differences) == 1
     assert compare_phase("load", [], []).differences == ()
@@ -147,8 +147,8 @@ def test_histories_that_have_nothing_in_common_part() -> None:
 
 def test_frees_that_follow_each_other_count_in_any_order() -> None:
     sizes = [size << 20 for size in range(1, 30)]
-    made = [Event("alloc", size, "") for size in sizes]
-    gone = [Event("free", size, "") for size in sizes]
+    made = [AllocatorEvent("alloc", size, "") for size in sizes]
+    gone = [AllocatorEvent("free", size, "") for size in sizes]
     assert compare_phase("train", [*made, *gone, made[0]], [*made, *reversed(gone), made[0]]).differences == ()
     first, *others = gone
     found = compare_phase("train", [*made, *gone, made[3]], [*made, first, made[3], *reversed(others)])
@@ -156,7 +156,7 @@ def test_frees_that_follow_each_other_count_in_any_order() -> None:
 
 
 def test_the_comparison_stops_where_it_is_told_to() -> None:
-    tape = [Event("alloc", size << 20, "forward of blocks.0") for size in range(1, 400)]
+    tape = [AllocatorEvent("alloc", size << 20, "forward of blocks.0") for size in range(1, 400)]
     run = [event._replace(nbytes=event.nbytes + 512) if at % 10 == 0 else event for at, event in enumerate(tape)]
     assert len(compare_phase("train", tape, run).differences) == MOST
     whole = compare_phase("train", tape, run, most=len(tape))

@@ -12,7 +12,7 @@ import pytest
 from planner.catalog import card_lookup
 from planner.evidence import from_ledger as learning
 from planner.evidence.accuracy import Prediction, compare
-from planner.evidence.from_ledger import InstalledSetup, learned
+from planner.evidence.from_ledger import InstalledSetup, measurements_of
 from planner.evidence.held_out import halves, seconds_error_pct, spearman
 from planner.evidence.measurement import ProbeRow, in_held_out_half
 from planner.evidence.published import read_rows
@@ -137,7 +137,7 @@ def test_nothing_is_learned_from_the_half_that_is_held_out(tmp_path: Path, monke
 
     def runs(*names: str, grid: str | None = "one-gpu") -> int:
         known = [ProbeRow.read(row(name, grid=grid)) for name in names]
-        found = learned("sd1.5", card_lookup.gpu("rtx4090"), probes=known)
+        found = measurements_of("sd1.5", card_lookup.gpu("rtx4090"), probes=known)
         assert set(found.proofs) == set(names)  # what became of the very plan may be told
         return found.correction.runs
 

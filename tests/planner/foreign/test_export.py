@@ -20,7 +20,7 @@ from planner.dialects.base import config_text, flags
 from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import VplanError
 from planner.foreign.export import able, export, fields_of, flags_of, plan_with, priced, targets, write_files
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan, write_plan
 from planner.spec.rules import resolve
@@ -40,7 +40,7 @@ def launcher_plans() -> st.SearchStrategy[Plan]:
     def made(gpus: int, nodes: int, fields: dict[str, Any]) -> Plan | None:
         try:
             found = plan(gpus, nodes, **fields)
-            check(found.configuration)
+            refuse_contradictions(found.configuration)
         except VplanError:
             return None
         return found

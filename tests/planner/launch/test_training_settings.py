@@ -10,7 +10,7 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.errors import VplanError
-from planner.launch.training_settings import changes, check_lora_init, complete, with_law, with_options, words
+from planner.launch.training_settings import changes, check_lora_init, complete, summary_lines, with_law, with_options
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
 from planner.spec.training import TrainingSettings
@@ -29,7 +29,7 @@ def test_every_presets_settings_are_complete_and_stay_so(model: str) -> None:
     again = completed(model, job=job, **{**kept, "betas": first.betas})
     assert again == first
     assert with_law(lookup.model(model), first).training == lookup.model(model).training
-    law, optimizer = words(first, lookup.model(model), Strategy())
+    law, optimizer = summary_lines(first, lookup.model(model), Strategy())
     assert law.startswith("training: ") and law.endswith(f"(preset of {model})")
     assert "betas 0.9,0.999" in optimizer
 
@@ -47,7 +47,7 @@ def test_settings_take_the_place_of_the_preset_and_are_said() -> None:
     profile = with_law(lookup.model("wan2.2-ti2v-5b"), settings)
     assert (profile.training.timestep_sampling, profile.training.logit_mean) == ("logit_normal", 0.5)
     assert profile.training.training_shift == 5.0
-    law, optimizer = words(settings, lookup.model("wan2.2-ti2v-5b"), Strategy())
+    law, optimizer = summary_lines(settings, lookup.model("wan2.2-ti2v-5b"), Strategy())
     assert "logit_normal noise levels (mean 0.5, deviation 1), shift 5, loss weights bell" in law
     assert "captions dropped from 10% of samples" in law
     assert "preset of wan2.2-ti2v-5b but for timestep_sampling)" in law
@@ -126,7 +126,9 @@ def test_a_warm_up_needs_a_schedule_that_has_one() -> None:
     """diffusers' `constant` begins with the whole rate, whatever its warm-up steps."""
     settings = completed("flux.1-dev", warmup_steps=5)
     assert settings.lr_scheduler == "constant_with_warmup" and completed("flux.1-dev").lr_scheduler == "constant"
-    assert "(constant_with_warmup, 5 warm-up steps)" in words(settings, lookup.model("flux.1-dev"), Strategy())[1]
+    assert (
+        "(constant_with_warmup, 5 warm-up steps)" in summary_lines(settings, lookup.model("flux.1-dev"), Strategy())[1]
+    )
     again = with_options(
         settings, {**dict.fromkeys(TrainingSettings.model_fields), "warmup_steps": 5}
     )  # the same command

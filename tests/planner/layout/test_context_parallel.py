@@ -18,7 +18,7 @@ from planner.estimate.traffic import traffic
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
@@ -36,7 +36,7 @@ def records(name: str, parts: int, gpus: int, said: dict[str, Any], **fields: An
     job, machine = job_for(lookup.model(name), said), cards(gpus)
     typed = Strategy.read({"context_parallel": parts, "gradient_checkpointing": "full", **fields})
     strategy = resolve(job, typed, machine)
-    check(Configuration.of(job, strategy, machine))
+    refuse_contradictions(Configuration.of(job, strategy, machine))
     return job, strategy, machine
 
 

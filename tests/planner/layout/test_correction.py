@@ -14,7 +14,7 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.plan_id import row_id
 from planner.estimate.estimate import estimate
 from planner.evidence import from_ledger as learning
-from planner.evidence.from_ledger import InstalledSetup, learned, stands_for, with_learned
+from planner.evidence.from_ledger import InstalledSetup, measurements_of, stands_for, with_learned
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow
 from planner.layout import margin
@@ -302,10 +302,16 @@ def test_rows_of_another_version_or_of_no_gpu_say_nothing(own: Ledger) -> None:
         return row(12.0, env=row(12.0).env.replace(**changes))
 
     card = card_lookup.gpu("24GB")
-    assert learned(JOB.model, card, probes=[with_env(torch="2.9.1"), row(12.0, runner="simulate")]) is NO_MEASUREMENTS
-    assert learned(JOB.model, card, probes=[with_env(gpu="cpu"), row(12.0, details={"config": {}})]) is NO_MEASUREMENTS
-    assert learned(JOB.model, card, "diffsynth", probes=[row(12.0)]) is NO_MEASUREMENTS
-    newer = learned(JOB.model, card, probes=[with_env(driver="600.0")])
+    assert (
+        measurements_of(JOB.model, card, probes=[with_env(torch="2.9.1"), row(12.0, runner="simulate")])
+        is NO_MEASUREMENTS
+    )
+    assert (
+        measurements_of(JOB.model, card, probes=[with_env(gpu="cpu"), row(12.0, details={"config": {}})])
+        is NO_MEASUREMENTS
+    )
+    assert measurements_of(JOB.model, card, "diffsynth", probes=[row(12.0)]) is NO_MEASUREMENTS
+    newer = measurements_of(JOB.model, card, probes=[with_env(driver="600.0")])
     assert newer.correction.runs == 1 and not newer.proofs
     assert InstalledSetup(None, None, None, None).agrees(row(12.0).env)
 
@@ -325,7 +331,7 @@ def test_a_run_that_encoded_too_corrects_each_part_by_its_own(own: Ledger, recor
     both = row(1.1 * encode + 0.5, details={"phases": told})
     steps = row(0.97 * train + 0.7, details={"phases": {"step": told["step"]}})
     steps = steps.replace(measured=steps.measured.replace(**told["step"]))
-    of_both, of_steps = (learned(JOB.model, card, probes=[known] * 4).correction for known in (both, steps))
+    of_both, of_steps = (measurements_of(JOB.model, card, probes=[known] * 4).correction for known in (both, steps))
     assert of_both.encoding is not None and of_steps.encoding is None
     assert of_both._replace(encoding=None) == of_steps  # encoding says nothing of training
     assert of_both.encoding.reserved == pytest.approx(1.1, abs=0.001)
@@ -340,7 +346,7 @@ def test_what_ran_out_while_it_encoded_says_nothing_of_steps(own: Ledger, record
     told = {"encode": counters(22.0, 23.0)}
     seen = row(23.0, details={"phases": told})
     ran_out = seen.replace(measured=seen.measured.replace(outcome="oom", phase="encode"))
-    found = learned(JOB.model, card_lookup.gpu("24GB"), probes=[ran_out]).correction
+    found = measurements_of(JOB.model, card_lookup.gpu("24GB"), probes=[ran_out]).correction
     assert found.encoding is not None and found._replace(encoding=None) == Correction()
     assert priced(ModelMeasurements(found)).verdict != "fits"
 

@@ -13,7 +13,7 @@ from planner.estimate.estimate import after_step_bytes, estimate
 from planner.layout.experts import exchanged_bytes, expert_assumption, high_share
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
@@ -146,7 +146,7 @@ def sampled(**fields: Any) -> Estimate:
     asked = job(method="sample", **{key: fields.pop(key) for key in ("experts",) if key in fields})
     known, where = Strategy.read(fields), Machine.read({"gpu": "h200-141gb", "host_ram": 2048 * GIB})
     configuration = Configuration.of(asked, known, where)
-    check(configuration)
+    refuse_contradictions(configuration)
     return estimate(configuration, load_facts(configuration))
 
 
@@ -183,6 +183,6 @@ def test_what_both_experts_cannot_do(fields: dict[str, Any], fault: str) -> None
     asked = job(experts="both")
     with pytest.raises(VplanError) as caught:
         machine = Machine.read({"gpu": "h200-141gb"})
-        check(Configuration.of(asked, Strategy.read({**fields}), machine))
+        refuse_contradictions(Configuration.of(asked, Strategy.read({**fields}), machine))
         priced(asked, **fields)
     assert fault in caught.value.message and caught.value.fix

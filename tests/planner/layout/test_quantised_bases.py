@@ -17,7 +17,7 @@ from planner.layout.run import Run
 from planner.search.question import Question
 from planner.search.screening import Screen
 from planner.search.search import Search
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
@@ -32,13 +32,13 @@ FORMATS = pytest.mark.parametrize("weights", ["fp8", "int8", "nf4"])
 
 def laid_out(job: Job = JOB, **fields: Any) -> Run:
     configuration = Configuration.of(job, Strategy.read(fields), ONE)
-    check(configuration)
+    refuse_contradictions(configuration)
     return lay_out(configuration, load_facts(configuration), grid(MODEL, job))
 
 
 def priced(job: Job = JOB, machine: Machine = ONE, **fields: Any) -> Estimate:
     configuration = Configuration.of(job, Strategy.read(fields), machine)
-    check(configuration)
+    refuse_contradictions(configuration)
     return estimate(configuration, load_facts(configuration))
 
 
@@ -160,7 +160,7 @@ def test_a_step_inside_backward_excludes_what_needs_the_gradients_later(
     where = ONE.replace(**machine)
     configuration = Configuration.of(FULL, Strategy.read({"optimizer_step": "backward", **fields}), where)
     with pytest.raises(VplanError):
-        check(configuration)
+        refuse_contradictions(configuration)
 
 
 # ---- optimizers

@@ -22,7 +22,7 @@ from planner.search.question import Question
 from planner.search.screening import Screen, allocated_peak
 from planner.search.search import Search
 from planner.search.space import strategies
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Bucket, Job, Machine, Strategy, ValidationShape
 from planner.spec.plan import Estimate, Plan, plan_from_toml, plan_to_toml
@@ -43,7 +43,7 @@ def asked(model: ModelProfile, **fields: Any) -> Job:
 def priced(job: Job, machine: Machine = MACHINE, **strategy: Any) -> Estimate:
     known = Strategy.read(strategy)
     configuration = Configuration.of(job, known, machine)
-    check(configuration)
+    refuse_contradictions(configuration)
     return estimate(configuration, load_facts(configuration))
 
 

@@ -31,7 +31,7 @@ from planner.launch import launch
 from planner.launch.supported import supported_plan
 from planner.probe import probe as probing
 from planner.probe import worker_python
-from planner.probe.probe import RealRunner, classify, measured, probe, together
+from planner.probe.probe import RealRunner, classify, facts_of_all_ranks, measurement_of, probe
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan
 from planner.units import GIB
@@ -96,7 +96,7 @@ def test_numbers_are_the_highest_over_all_phases() -> None:
         "step_seconds": [3.0, 1.0, 2.0],
         "host_bytes": 4,
     }
-    found = measured("ok", told)
+    found = measurement_of("ok", told)
     assert found.to_json() == {
         "outcome": "ok", "phase": "train", "allocated_bytes": 8, "reserved_bytes": 9, "device_bytes": 12,
         "host_bytes": 4, "step_seconds": 2.0, "retries": 2,
@@ -105,9 +105,9 @@ def test_numbers_are_the_highest_over_all_phases() -> None:
 
 def test_a_run_that_ended_early_says_where_and_no_speed() -> None:
     phases = {"first_step": {**PHASE, "allocated_bytes": 3}}
-    found = measured("oom", {"phases": phases, "phase": "step", "step_seconds": [1.0]})
+    found = measurement_of("oom", {"phases": phases, "phase": "step", "step_seconds": [1.0]})
     assert (found.phase, found.allocated_bytes, found.step_seconds) == ("train", 3, None)
-    assert measured("crash", {}).phase is None
+    assert measurement_of("crash", {}).phase is None
 
 
 PEAKS = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB, "device_bytes": 3 * GIB, "retries": 0}
@@ -119,7 +119,7 @@ def test_the_rank_that_takes_most_counts() -> None:
         {"outcome": "ok", "phases": {"load": PEAKS, "train": low}, "host_bytes": 3, "step_seconds": [1.0, 2.0]},
         {"outcome": "ok", "phases": {"load": low, "train": PEAKS}, "host_bytes": 4, "step_seconds": [3.0, 1.0]},
     ]
-    told = together(ranks)
+    told = facts_of_all_ranks(ranks)
     assert told["phases"] == {"load": PEAKS, "train": PEAKS}
     assert (told["outcome"], told["host_bytes"], told["step_seconds"]) == ("ok", 7, [3.0, 2.0])
     assert told["device_bytes_by_rank"] == [3 * GIB, 3 * GIB]
@@ -131,7 +131,7 @@ def test_the_rank_that_takes_most_counts() -> None:
 )
 def test_the_worst_word_of_all_ranks_counts(outcomes: tuple[str | None, ...], outcome: str | None) -> None:
     ranks = [{"phases": {}, "rank": rank, **({"outcome": said} if said else {})} for rank, said in enumerate(outcomes)]
-    told = together(ranks)
+    told = facts_of_all_ranks(ranks)
     assert told.get("outcome") == outcome
     assert told["rank"] == outcomes.index(outcome)
 
@@ -495,7 +495,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         outcome: Any = outcomes[plan.job.frames]
         return ProbeRow(
             id=row_id(plan), job=plan.job, strategy=plan.strategy, machine=plan.machine,
-            measured=measured(outcome, told), env=probing._environment(told, how, "now"),
+            measured=measurement_of(outcome, told), env=probing._environment(told, how, "now"),
         )  # fmt: skip
 
     monkeypatch.setattr(probing, "probe", fake)

@@ -15,7 +15,7 @@ pytest.importorskip("elftools")
 from planner.catalog import card_lookup
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.evidence.from_ledger import learned
+from planner.evidence.from_ledger import measurements_of
 from planner.evidence.ledger import Ledger
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
 from planner.layout.correction import NO_MEASUREMENTS
@@ -71,7 +71,7 @@ def test_a_probe_inside_a_rehearsed_command_is_marked_too(monkeypatch: pytest.Mo
 def test_nothing_is_learned_from_it() -> None:
     card = card_lookup.gpu("h100-80gb")
     assert is_of_a_gpu(row()) and not is_of_a_gpu(rehearsed(row()))
-    assert learned("sd1.5", card, probes=[rehearsed(row())]) is NO_MEASUREMENTS
+    assert measurements_of("sd1.5", card, probes=[rehearsed(row())]) is NO_MEASUREMENTS
 
 
 def test_accuracy_reports_it_apart(tmp_path: Path) -> None:

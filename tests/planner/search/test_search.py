@@ -24,7 +24,7 @@ from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
 from planner.search.space import baseline, strategies
 from planner.search.suggester import Suggester
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
@@ -224,7 +224,7 @@ def test_partial_checkpointing_that_does_not_fit_may_become_another() -> None:
     assert search.best(search.question.job) is None
     tightest = search.tightest(search.question.job)
     assert tightest is not None
-    check(tightest.configuration)
+    refuse_contradictions(tightest.configuration)
     assert 0 < tightest.strategy.swap_blocks <= 4
     (wish,) = [wish for wish in relaxed(search, search.question.job) if wish.field == "checkpointed_blocks"]
     assert wish.before == 4 and wish.after == wish.plan.strategy.checkpointed_blocks

@@ -7,7 +7,7 @@ import pytest
 from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.search.space import SAMPLED, SEARCHED, baseline, effort, most_swapped, strategies, switched
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.combinations.search_exclusions import (
     SAMPLING_EXCLUSIONS,
     TRAINING_EXCLUSIONS,
@@ -29,7 +29,7 @@ FOUR = ONE.replace(gpus=4)
 def test_every_strategy_is_allowed_and_none_comes_twice(job: Job, machine: Machine) -> None:
     found = strategies(job, Strategy(), machine, ())
     for strategy in found:
-        check(Configuration.of(job, strategy, machine))
+        refuse_contradictions(Configuration.of(job, strategy, machine))
     assert len(set(found)) == len(found) > 5
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planner.errors import ContradictionError
 from planner.schema import choices, refused_values
 from planner.spec.combinations.combination import Combination, ModelSummary, first_refusal, refusals
-from planner.spec.combinations.contradictions import CONTRADICTIONS, check
+from planner.spec.combinations.contradictions import CONTRADICTIONS, refuse_contradictions
 from planner.spec.combinations.estimate_gaps import ESTIMATE_GAPS
 from planner.spec.combinations.model_limits import BLOCK_LIMITS, JOB_LIMITS, BlockCounts, ModelJob
 from planner.spec.combinations.table import TABLE
@@ -78,10 +78,10 @@ def test_what_applies_can_be_said(configuration: Configuration, model: ModelSumm
     said(BLOCK_LIMITS, BlockCounts(model, strategy))
     against = said(CONTRADICTIONS, configuration)
     if not against:
-        check(configuration)
+        refuse_contradictions(configuration)
         return
     with pytest.raises(ContradictionError) as caught:
-        check(configuration)
+        refuse_contradictions(configuration)
     assert (caught.value.message, caught.value.fix) == against[0]
 
 
@@ -105,9 +105,9 @@ def test_what_adapters_cannot_go_with(job: dict[str, Any], strategy: dict[str, A
     wanted = Job.read({"model": "sdxl", "frames": 1, "height": 512, "width": 512, **job})
     machine = Machine(gpu="24GB", gpus=2)
     with pytest.raises(ContradictionError, match=reason):
-        check(Configuration.of(wanted, Strategy.read({"sharding": "ddp", **strategy}), machine))
+        refuse_contradictions(Configuration.of(wanted, Strategy.read({"sharding": "ddp", **strategy}), machine))
     plain = wanted.replace(adapter="lora", method="lora", lokr_factor=16)
-    check(Configuration.of(plain, Strategy.read({"sharding": "ddp"}), machine))
+    refuse_contradictions(Configuration.of(plain, Strategy.read({"sharding": "ddp"}), machine))
 
 
 @given(configurations(), SUMMARIES)

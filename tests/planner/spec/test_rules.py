@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from planner.errors import VplanError
-from planner.spec.combinations.contradictions import check
+from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import (
@@ -106,7 +106,7 @@ def test_contradictions_say_what_to_type(
     fields: dict[str, Any], strategy: dict[str, Any], machine: Machine, fault: str, fix: str
 ) -> None:
     with pytest.raises(VplanError) as caught:
-        check(Configuration.of(job(**fields), Strategy.read(strategy), machine))
+        refuse_contradictions(Configuration.of(job(**fields), Strategy.read(strategy), machine))
     assert fault in caught.value.message
     assert fix in caught.value.fix
 
@@ -134,13 +134,13 @@ def test_contradictions_say_what_to_type(
     ],
 )
 def test_what_goes_together_passes(fields: dict[str, Any], strategy: dict[str, Any], machine: Machine) -> None:
-    check(Configuration.of(job(**fields), Strategy.read(strategy), machine))
+    refuse_contradictions(Configuration.of(job(**fields), Strategy.read(strategy), machine))
 
 
 def test_the_sharding_of_a_resolved_plan_survives_the_file() -> None:
     settled = resolve(job(), Strategy(), FOUR)
     plan = Plan(job=job(), strategy=settled, machine=FOUR)
-    check(Configuration.of(job(), plan_from_toml(plan_to_toml(plan)).strategy, FOUR))
+    refuse_contradictions(Configuration.of(job(), plan_from_toml(plan_to_toml(plan)).strategy, FOUR))
 
 
 @pytest.mark.parametrize("row", DEPENDENTS, ids=lambda row: row.field)

@@ -17,21 +17,21 @@ from trainers.data import cache
 FP32 = Strategy(vae_dtype="fp32", text_encoder_dtype="fp32")
 
 
-def setting(model: Path, folder: Path, profile: ModelProfile | None = None, **more: object) -> cache.Setting:
+def setting(model: Path, folder: Path, profile: ModelProfile | None = None, **more: object) -> cache.EncodingTask:
     profile = profile or tiny.profile("wan2.1-t2v-1.3b")
     plan = more.pop("job", None) or job(profile)
-    return cache.Setting(profile, plan, more.pop("strategy", FP32), str(model), folder, **more)
+    return cache.EncodingTask(profile, plan, more.pop("strategy", FP32), str(model), folder, **more)
 
 
 def job(profile: ModelProfile, **more: object) -> Job:
     return job_for(profile, {"frames": 9, "height": 48, "width": 64, **more})
 
 
-def dataset(clips: Path, one: cache.Setting) -> scan.Dataset:
+def dataset(clips: Path, one: cache.EncodingTask) -> scan.Dataset:
     return scan.read([DataSource(folder=str(clips), fps=16.0)], one.profile, one.job)
 
 
-def run(clips: Path, one: cache.Setting, **more: object) -> list[cache.Entry]:
+def run(clips: Path, one: cache.EncodingTask, **more: object) -> list[cache.Entry]:
     return cache.cached(dataset(clips, one), one, **more)
 
 

@@ -153,7 +153,7 @@ def test_siblings_with_the_same_encoders_take_other_things_of_a_clip(model: Path
 # ---- kills, ranks, full disks
 
 
-def start(clips: Path, one: cache.Setting, rank: int = 0, ranks: int = 1) -> tuple[BaseProcess, Connection]:
+def start(clips: Path, one: cache.EncodingTask, rank: int = 0, ranks: int = 1) -> tuple[BaseProcess, Connection]:
     """A process of its own that caches like `run` does, and what it tells: its entries."""
     meet = one.folder.with_name("meet")
     meet.mkdir(exist_ok=True)

@@ -58,7 +58,7 @@ class Place:
         shape = {"frames": FRAMES, "height": SIDE, "width": SIDE, "method": "full"}
         job = Job.read({"model": self.model, **shape})
         self.plan = supported_plan(Plan(job=job, strategy=PLAIN, machine=Machine(gpu="24GB")), trained=True)
-        self.setting = cache.Setting(self.profile, job, PLAIN, str(model), root / "cache")
+        self.setting = cache.EncodingTask(self.profile, job, PLAIN, str(model), root / "cache")
         self.dataset = scan.read([DataSource(folder=str(self.clips))], self.profile, job)
         self.entries = root / "cache" / "entries.jsonl"
         write_entries(self.entries, cache.cached(self.dataset, self.setting))
@@ -204,5 +204,5 @@ def test_samples_are_refused_before_anything_is_encoded(place: Place) -> None:
 def test_what_a_folder_lacks_is_named_with_where_it_is(place: Place, tmp_path: Path, part: str) -> None:
     model = shutil.copytree(place.root / "model", tmp_path / "model", ignore=shutil.ignore_patterns(part))
     with pytest.raises(VplanError, match=f"has no {part}/") as caught:
-        cache.CacheBuild(cache.Setting(place.profile, place.plan.job, PLAIN, str(model), tmp_path / "cache"))
+        cache.CacheBuild(cache.EncodingTask(place.profile, place.plan.job, PLAIN, str(model), tmp_path / "cache"))
     assert "put " in caught.value.fix

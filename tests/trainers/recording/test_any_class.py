@@ -31,7 +31,7 @@ from trainers.recording import tapes
 from trainers.recording.any_class.block_lists import block_lists, stand_for_all
 from trainers.recording.any_class.candidates import Patch, documented, from_words
 from trainers.recording.any_class.derive import derive
-from trainers.recording.any_class.dry_run import learned
+from trainers.recording.any_class.dry_run import likely_widths
 from trainers.recording.any_class.length_sums import Mismatch, mismatches, new_sum
 from trainers.recording.any_class.pipeline_source import pipelines_of
 from trainers.recording.recorder import RawAllocation, RawRecording
@@ -250,12 +250,12 @@ def test_inputs_are_of_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_layer_says_which_width_it_wants(complaint: str, width: int) -> None:
-    assert next(learned(complaint, {10007})) == (10007, width)
+    assert next(likely_widths(complaint, {10007})) == (10007, width)
 
 
 def test_a_complaint_about_something_else_teaches_nothing() -> None:
-    assert not list(learned("a and b must have same reduction dim, but got [440308, 26] X [64, 3072].", {10007}))
-    assert not list(learned("not enough values to unpack (expected 5, got 4)", {10007}))
+    assert not list(likely_widths("a and b must have same reduction dim, but got [440308, 26] X [64, 3072].", {10007}))
+    assert not list(likely_widths("not enough values to unpack (expected 5, got 4)", {10007}))
 
 
 def test_shapes_that_do_not_broadcast_say_a_width() -> None:
@@ -263,8 +263,8 @@ def test_shapes_that_do_not_broadcast_say_a_width() -> None:
         "Attempting to broadcast a dimension of length 10007 at -1! Mismatching argument at index 1 had "
         "torch.Size([1, 1, 572, 10007]); but expected shape should be broadcastable to [2, 24, 572, 64]"
     )
-    assert next(learned(complaint, {10007})) == (10007, 64)
-    assert not list(learned("shapes [2, 10007] and 606 do not match", {10007}))  # 606 is a length of the dry run
+    assert next(likely_widths(complaint, {10007})) == (10007, 64)
+    assert not list(likely_widths("shapes [2, 10007] and 606 do not match", {10007}))  # 606 is a length of the dry run
 
 
 def test_stages_that_are_lists_hold_the_blocks() -> None:
@@ -301,7 +301,7 @@ def test_the_plainest_pipeline_is_asked() -> None:
 
 def test_a_view_that_fits_nothing_says_a_width() -> None:
     complaint = "shape '[2, 5, 10007, 44, 52]' is invalid for input of size 91520"
-    assert next(learned(complaint, {10007})) == (10007, 4)
+    assert next(likely_widths(complaint, {10007})) == (10007, 4)
 
 
 def test_a_batch_of_two_leaves_a_sum_its_factor_two() -> None:

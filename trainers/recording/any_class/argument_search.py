@@ -25,7 +25,7 @@ from trainers.recording.any_class.dry_run import (
     PLACEHOLDERS,
     Complaint,
     FakeModel,
-    learned,
+    likely_widths,
     mismatched,
 )
 
@@ -215,7 +215,7 @@ class ArgumentSearch:
         mine = next((number for number, name in owners.items() if name == self.main), None)
         if "num_groups" in error and mine is not None and isinstance(channels, int):
             yield mine, channels
-        yield from learned(error, set(owners))
+        yield from likely_widths(error, set(owners))
 
     def _of_table(self, table: dict[str, Any], error: str) -> dict[str, Any] | None:
         """The arguments at the number of text tokens, or of frames, that a table of positions holds: where the config

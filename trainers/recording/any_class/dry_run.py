@@ -215,7 +215,7 @@ def mismatched(error: str) -> Iterator[tuple[int, int]]:
 _INVALID_VIEW = re.compile(r"shape '\[(?P<shape>[\d, ]+)\]' is invalid for input of size (?P<size>\d+)")
 
 
-def learned(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
+def likely_widths(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
     """(placeholder, the width that a layer wants in its place), the likeliest first, from a complaint."""
     if view := _INVALID_VIEW.search(error):
         sides = [int(side) for side in view["shape"].split(",")]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from planner.commands._shared.verb import DONE, show, table
 from planner.evidence.allocator_history import (
+    AllocatorEvent,
     Difference,
-    Event,
     History,
     PhaseComparison,
     compare,
-    laid_out,
+    probed_run,
     read_history,
 )
 from planner.units import MIB, format_gib
@@ -34,7 +34,7 @@ def differences(path: str, least: int, as_json: bool) -> int:
     ``least``: bytes below which events are left out."""
     history = read_history(path)
     found = list(compare(history, least))
-    recorded = laid_out(history.plan).facts.step.versions.get("torch", "unknown")
+    recorded = probed_run(history.plan).facts.step.versions.get("torch", "unknown")
     first = next(((phase, phase.differences[0]) for phase in found if phase.differences), None)
     answer: dict[str, Any] = {
         "torch": history.torch,
@@ -83,6 +83,6 @@ def _lines(difference: Difference) -> list[str]:
     return found
 
 
-def _words(event: Event) -> str:
+def _words(event: AllocatorEvent) -> str:
     words = f"{event.kind} {event.nbytes / MIB:.2f} MiB"
     return f"{words}, {event.where}" if event.where else words

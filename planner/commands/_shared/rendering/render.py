@@ -45,7 +45,7 @@ INDENT = " " * 6
 """Before what continues the line of a plan."""
 
 
-def counted(machine: Machine) -> str:
+def count_words(machine: Machine) -> str:
     """The number of cards in words, to stand before the card's name: "2 nodes of 8 x "; empty for one card."""
     nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
     return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
@@ -71,7 +71,7 @@ def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile
     word, style = VERDICTS[found.verdict]
     line = Text(word, style)
     title, is_class, _ = card.title.partition(AS)
-    count = counted(found.machine) or (("an " if title.startswith("8") else "a ") if is_class else "")
+    count = count_words(found.machine) or (("an " if title.startswith("8") else "a ") if is_class else "")
     reserve = found.machine.reserve
     kept = f", {format_gib(reserve)} of it kept free" if reserve else ""
     line.append(f": {what}, on {count}{title}{kept}", "default")
@@ -213,7 +213,7 @@ def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
     count, card = card_lookup.parse_gpus(plan.machine.gpu)
     model = lookup.model(plan.job.model)
     if found is None:
-        many = counted(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
+        many = count_words(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
         console.print(f"{model.title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB usable")
         return
     words = in_words(model, found.job).removesuffix(", batch 1")

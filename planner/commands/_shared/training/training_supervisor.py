@@ -102,7 +102,7 @@ class TrainingSupervisor:
         report = preflight.preflight(self.plan, checked)
         if begins:
             print_plan(talk(), self.plan, report.estimate)
-        for line in training_settings.words(self.plan.training, self.profile, self.plan.strategy):
+        for line in training_settings.summary_lines(self.plan.training, self.profile, self.plan.strategy):
             talk().print(line)
         report.raise_fault()
         self._check_weights()

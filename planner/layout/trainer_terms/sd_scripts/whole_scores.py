@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from planner.catalog.components import together
+from planner.catalog.components import samples_per_call
 from planner.errors import NotEstimatedError
 from planner.layout.attention_kernel import EFFICIENT, FLASH
 from planner.layout.phases import validation_grid
@@ -57,7 +57,7 @@ def whole_scores(run: Run) -> None:
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
         _Scores(run, run.grid).put_into(stage)
     model, guided = run.facts.model, run.job.guided
-    sample = {**validation_grid(run.job, model), "B": together(model, guided)}
+    sample = {**validation_grid(run.job, model), "B": samples_per_call(model, guided)}
     for name, stage in run.phases.validation:
         if name == "denoise":
             _Scores(run, sample).put_into(stage)

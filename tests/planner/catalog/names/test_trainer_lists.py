@@ -11,7 +11,7 @@ from planner.catalog import diffusers_folder, lookup
 from planner.catalog.names import other_models
 from planner.catalog.names.model_names import model_key
 from planner.catalog.names.other_models import OtherModel
-from planner.catalog.names.trainer_lists import Answer, ListedModel, TrainerList, answer, trainer_lists
+from planner.catalog.names.trainer_lists import ListedModel, NameVerdict, TrainerList, answer, trainer_lists
 from planner.errors import VplanError
 
 CLASSES_PAGE = Path(__file__).parents[4] / "docs" / "your-own-model.md"
@@ -48,12 +48,12 @@ def test_a_listed_name_means_what_the_list_says(each: TrainerList, listed: Liste
     kind, models = answer(listed.name)
     assert models == listed.ours
     assert set(models) <= set(profiles.model_names())
-    if kind is Answer.NUMBERS:
+    if kind is NameVerdict.NUMBERS:
         assert lookup.model(listed.name).name == listed.ours[0]
-    elif kind is Answer.SEVERAL:
+    elif kind is NameVerdict.SEVERAL:
         assert str(refusal(listed.name)).endswith("write one of " + ", ".join(listed.ours))
     else:
-        assert kind is Answer.REFUSED, "a name that is not known"
+        assert kind is NameVerdict.REFUSED, "a name that is not known"
         error = refusal(listed.name)
         other = other_models.find(listed.name)
         missing = other.missing if other else "a distilled"
