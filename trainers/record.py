@@ -23,7 +23,7 @@ from planner.tape.codec import parse_tape, tape_json
 from planner.tape.format import Tape
 from planner.tape.packed_json import DAMAGES, as_text, pack, write_packed
 from planner.tape.packs import is_stored, read_json
-from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants.inventory import default_variants, requested_variants
 from planner.worker_process import result_file, write_json
 from trainers.recording.comparison import NOT_COMPARED, default_part, default_shape, first_difference, what_differs
 from trainers.worker import lines_from_parent
@@ -103,8 +103,7 @@ def _recorded(task: TapeTask) -> dict[str, Any]:
         return tape_json(tapes.component_tape(profile, Component(task.component, task.variant)))
     if task.variant == PARAMETERS:
         return tapes.parameter_table(profile)
-    requested = (kind.on_request(profile) for kind in (StepVariant, SampleVariant, OptimizerVariant))
-    variants = itertools.chain(tapes.all_variants(profile), *requested)
+    variants = itertools.chain(default_variants(profile), requested_variants(profile))
     variant = next(variant for variant in variants if variant.name == task.variant)
     return tape_json(_of_own(profile, variant) if profile.is_own else tapes.record(profile, variant))
 

@@ -152,7 +152,7 @@ as diffusers' does. positions-in-fp64: queries and keys are turned so.
 moved-whole: to the GPU in 16 bits, to be quantised there. text-encoder-quantised-beside: with the model on the GPU.
 text-encoder-by-qtype: in the model's own format, whatever is written for it.
 own-model: it is what the trainer's own scripts build. own-code: its step is recorded from the trainer's own model
-(`planner.tape.variants.OWN_CODE`). blocks-in-16-bits: they modulate, gate and add so.
+(`planner.tape.variants.trainer_models.OWN_CODE`). blocks-in-16-bits: they modulate, gate and add so.
 rotates-real-numbers: queries and keys, where diffusers' do so with complex ones.
 feed-forward-not-adapted: its usual LoRA is on attention alone; attention-output-not-adapted: nor on its last layer.
 last-encoder-stays: the last text encoder encodes in the loop, and is on the GPU for it.

@@ -340,13 +340,12 @@ def _is_due(task: TapeTask) -> bool:
 def _names(profile: ModelProfile, selection: _VariantSelection) -> list[str]:
     """The names of a model's variants; of those that nobody needs unasked, the ones that are asked for in full, and to
     be checked all of them."""
-    from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
+    from planner.tape.variants.inventory import default_variants, requested_variants, step_variants_in_own_code
 
-    kinds = (StepVariant, SampleVariant, OptimizerVariant)
-    usual = [variant.name for kind in kinds for variant in kind.all(profile)]
-    further = [variant.name for kind in kinds for variant in kind.on_request(profile)]
+    usual = [variant.name for variant in default_variants(profile)]
+    further = [variant.name for variant in requested_variants(profile)]
     if CHECKOUT not in os.environ:  # a tape of a trainer's own code is checked where that code is
-        elsewhere = {variant.name for variant in StepVariant.in_own_code(profile)}
+        elsewhere = {variant.name for variant in step_variants_in_own_code(profile)}
         further = [name for name in further if name in selection.texts or name not in elsewhere]
     return usual + [name for name in further if name in selection.texts or (selection.check and not profile.is_own)]
 

@@ -29,7 +29,8 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Strategy
 from planner.spec.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhasePeak, Verdict
 from planner.tape.program import Moment
-from planner.tape.variants import NEWEST_TRIED, UNPAGED, is_untried
+from planner.tape.variants.torch_and_card import NEWEST_TRIED, is_untried
+from planner.tape.variants.variant import UNPAGED
 from planner.units import format_gib
 
 Layout = Callable[[Configuration, Facts, dict[str, int], str], Run]

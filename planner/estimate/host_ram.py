@@ -19,7 +19,8 @@ from planner.layout.sharding.host_memory import EngineHostBytes, bytes_per_param
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Machine, Strategy
 from planner.spec.plan import PhaseName
-from planner.tape.variants import UNPAGED, trained_storage
+from planner.tape.variants.precision import trained_storage
+from planner.tape.variants.variant import UNPAGED
 from planner.units import GIB
 
 PROCESS_BYTES = 3 * GIB

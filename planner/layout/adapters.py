@@ -1,7 +1,7 @@
 """Adapters on layers of the user's choice: the nearest recording, without those that it has too many and with those
 that it lacks.
 
-A recording has adapters on a model's usual layers, or on its wide choice (`planner.tape.variants.recorded_method`).
+A recording has adapters on a model's usual layers, or on its wide choice (`planner.tape.variants.recorded_methods`).
 Weights, gradients and states of any other choice follow from the layers' sizes. What a step keeps for an adapter does
 not: a frozen layer keeps no input and an adapter keeps its own, but several may share one, and the layer may have kept
 it anyway. So it stays the recording's, and the answer's range takes in what the other adapters may keep: of one block
@@ -26,7 +26,7 @@ from planner.layout.run import Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Machine, Strategy
 from planner.tape.program import Block, Stage
-from planner.tape.variants import on_recorded_layers
+from planner.tape.variants.recorded_methods import on_recorded_layers
 
 PIECES = 16
 """About as many layers as a block has."""

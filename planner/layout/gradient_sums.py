@@ -19,7 +19,7 @@ from typing import NamedTuple
 from planner.layout.optimizer.reduction_workspace import column_mean_bytes
 from planner.layout.run import Run
 from planner.tape.format import Monomial, Tape
-from planner.tape.variants import Precision
+from planner.tape.variants.precision import Precision
 
 PERSISTENT = frozenset({"weight", "gradient", "optimizer", "batch", "workspace"})
 """Categories of what no sum of a gradient reads."""

@@ -29,7 +29,7 @@ from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.run_records import EncodingOnly
 from planner.spec.job import QUANTISED, Bucket, Job
 from planner.tape.program import Moment, Part, Stage
-from planner.tape.variants import trained_storage
+from planner.tape.variants.precision import trained_storage
 from planner.units import GIB
 
 RGB = 3

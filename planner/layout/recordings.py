@@ -26,7 +26,11 @@ from planner.tape.format import NOTHING, Tape
 from planner.tape.packs import is_stored, written_ns
 from planner.tape.parameter_table import FILE as PARAMETERS_FILE
 from planner.tape.parameter_table import ParameterTable, read_parameters
-from planner.tape.variants import OWN_CODE, WIDE, OptimizerVariant, SampleVariant, StepVariant, on_recorded_layers
+from planner.tape.variants.choice import optimizer_variant, sample_variant, step_variant
+from planner.tape.variants.inventory import step_variants_in_own_code
+from planner.tape.variants.recorded_methods import WIDE, on_recorded_layers
+from planner.tape.variants.trainer_models import OWN_CODE
+from planner.tape.variants.variant import StepVariant
 
 
 def tape(model: str, variant: str) -> Tape:
@@ -193,15 +197,15 @@ def _recorded(
     job, batch, lengths = recorded
     side_by_side = samples_per_call(model, job.guided)
     if job.method == "sample":
-        sampled = SampleVariant.of(model, job, strategy, batch * side_by_side, machine.torch, cudnn)
+        sampled = sample_variant(model, job, strategy, batch * side_by_side, machine.torch, cudnn)
         (call,) = library.tapes(job.model, sampled.name)
         return Facts(model, card, call, NOTHING, around=encoder_tapes(model, job, strategy, lengths, library))
     validates = strategy.validation_mode != "off"
-    variant = StepVariant.of(model, job, strategy, batch, machine.torch, cudnn, mps)
+    variant = step_variant(model, job, strategy, batch, machine.torch, cudnn, mps)
     partial = strategy.gradient_checkpointing == "partial"
-    wanted = {"step": variant.name, "optimizer": OptimizerVariant.of(model, job, strategy).name}
+    wanted = {"step": variant.name, "optimizer": optimizer_variant(model, job, strategy).name}
     if validates:
-        wanted["sample"] = SampleVariant.of(model, job, strategy, side_by_side, machine.torch, cudnn).name
+        wanted["sample"] = sample_variant(model, job, strategy, side_by_side, machine.torch, cudnn).name
     if partial:
         wanted["checkpointed"] = variant._replace(checkpointing="full").name
     recordings = dict(zip(wanted, library.tapes(job.model, *wanted.values()), strict=True))
@@ -228,7 +232,7 @@ def _own_code(
     """
     if strategy.gradient_checkpointing == "partial" or not on_recorded_layers(model, job, strategy):
         return {}
-    recorded = set(StepVariant.in_own_code(model))
+    recorded = set(step_variants_in_own_code(model))
     in_code = {trainer: variant._replace(code=trainer) for trainer in OWN_CODE}
     half = variant.precision._replace(weights="half")
     for trainer, code in OWN_CODE.items():
@@ -252,7 +256,7 @@ def _own_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepV
     """The recording of the optimizer's step over the adapters that a trainer's own model gives a gradient, where they
     are others than those of diffusers' model, which is recorded with adapters on its usual layers; else empty. Those
     that get no gradient are left out for the optimizers that the trainer has."""
-    code, usual = OWN_CODE[own.code], OptimizerVariant.of(model, job, strategy)
+    code, usual = OWN_CODE[own.code], optimizer_variant(model, job, strategy)
     if code.with_gradient:
         return usual._replace(code=own.code).name
     if code.on_all_linear and own.precision.weights in QUANTISED and own.method != WIDE:

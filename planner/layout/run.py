@@ -40,7 +40,7 @@ from planner.spec.plan import PhaseName
 from planner.tape.format import Tape
 from planner.tape.parameter_table import ParameterTable
 from planner.tape.program import Block, Moment, Program, Stage
-from planner.tape.variants import Precision, trained_storage
+from planner.tape.variants.precision import Precision, trained_storage
 
 T = TypeVar("T")
 

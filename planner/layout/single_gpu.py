@@ -11,7 +11,7 @@ from planner.errors import VplanError
 from planner.layout.run import Run
 from planner.spec.job import SPLIT
 from planner.tape.program import Stage
-from planner.tape.variants import Precision
+from planner.tape.variants.precision import Precision
 from planner.units import MIB, power_of_two
 
 NCCL_BYTES = 600 * MIB

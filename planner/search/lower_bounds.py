@@ -29,7 +29,7 @@ from planner.spec.job import SPLIT, Job, Strategy
 from planner.tape.format import CATEGORIES, Growing, Tape, values_of
 from planner.tape.program import Program
 from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
-from planner.tape.variants import on_recorded_layers
+from planner.tape.variants.recorded_methods import on_recorded_layers
 
 HALF, FULL = 2, 4
 """Bytes of a number in 16 bits and in fp32."""

@@ -199,7 +199,7 @@ LESS_MEMORY: tuple[dict[str, object], ...] = (
     {"adapter_inputs": "shared"},
 )
 """Options that keep less on the card and each have a recording of their own: the first of every model of a user's own
-that was recorded in part, the others over a base in 16 bits alone (`planner.tape.variants`, ``on_request``)."""
+that was recorded in part, the others over a base in 16 bits alone (`planner.tape.variants.inventory`)."""
 
 
 def unrecorded(search: Search, plan: Estimate) -> Unrecorded | None:

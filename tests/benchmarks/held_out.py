@@ -29,7 +29,15 @@ from planner.layout.recordings import tape
 from planner.spec.job import Job, Strategy
 from planner.tape.packs import is_stored
 from planner.tape.program import Program
-from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants.choice import optimizer_variant, step_variant
+from planner.tape.variants.inventory import (
+    optimizer_variants,
+    sample_variants,
+    sample_variants_on_request,
+    step_variants,
+    step_variants_on_request,
+)
+from planner.tape.variants.variant import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.recording.recorder import Dispatch, RawRecording, record_optimizer, record_sample, record_step
 from trainers.recording.trainer_code import check_out
@@ -84,18 +92,18 @@ def usual(profile: ModelProfile, checkpointing: str) -> Iterator[Variant]:
         job = job_for(profile, {"method": method})
         strategy = Strategy(gradient_checkpointing=checkpointing)
         strategy = strategy.replace(weights_dtype=strategy.weights(method))
-        yield StepVariant.of(profile, job, strategy, batch)
-        yield OptimizerVariant.of(profile, job, strategy)
+        yield step_variant(profile, job, strategy, batch)
+        yield optimizer_variant(profile, job, strategy)
 
 
 def shipped(profile: ModelProfile) -> list[Variant]:
     """Every tape of a model that came with vplan."""
     known = itertools.chain(
-        StepVariant.all(profile),
-        StepVariant.on_request(profile),
-        SampleVariant.all(profile),
-        SampleVariant.on_request(profile),
-        OptimizerVariant.all(profile),
+        step_variants(profile),
+        step_variants_on_request(profile),
+        sample_variants(profile),
+        sample_variants_on_request(profile),
+        optimizer_variants(profile),
     )
     folder = profiles.TAPES / profile.name
     return [variant for variant in known if is_stored(folder / f"{variant.name}.json.gz")]
@@ -142,7 +150,7 @@ def from_tape(case: Case, counts: Sequence[int] | None = None) -> Played:
         return Played([stage.ops for stage in stages], program.bytes_of(case.shape))
     # What it steps with is made elsewhere: any tape of a step with these trained parameters.
     strategy = case.strategy.replace(autocast="bf16", gradient_checkpointing="full")
-    step = tape(case.profile.name, StepVariant.of(case.profile, case.job, strategy, case.job.batch_size).name)
+    step = tape(case.profile.name, step_variant(case.profile, case.job, strategy, case.job.batch_size).name)
     load, _ = (program.unfold(step, name, counts) for name in ("load", "step"))
     first, later = (program.unfold(own, name, counts) for name in ("optimizer_first", "optimizer"))
     gradients = list(program.named["gradient"].values())

@@ -35,7 +35,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.evidence.jsonl import append_row, rows_by_id
 from planner.launch.recorders import CHECKOUT, SAME_EACH_TIME
 from planner.tape.packs import digest, is_stored
-from planner.tape.variants import OptimizerVariant, StepVariant
+from planner.tape.variants.variant import OptimizerVariant, StepVariant
 from tests.benchmarks import held_out_around
 from tests.benchmarks.held_out import GIB, LIMIT_PCT, SEED, Case, Variant, directly, from_tape, shipped
 from tests.benchmarks.held_out_around import PROMPTS, SIDES

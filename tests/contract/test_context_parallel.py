@@ -17,7 +17,8 @@ from planner.layout.run import Facts, Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.tape.format import NOTHING
-from planner.tape.variants import StepVariant
+from planner.tape.variants.choice import step_variant
+from planner.tape.variants.inventory import step_variants
 from tests.contract.ranks import Case, measure
 from trainers.recording import tapes
 from trainers.recording.block_places import find_runs
@@ -70,7 +71,7 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lengths(name: str) -> tuple[int, ...]:
         profile = tiny(name)
-        job, strategy = next(StepVariant.all(profile)).records(profile)
+        job, strategy = next(step_variants(profile)).records(profile)
         model = step.build_model(profile, job.replace(method="full"), strategy)
         return tuple(run.count for run in find_runs(model, [stack.list for stack in profile.stacks], None)[0])
 
@@ -105,7 +106,7 @@ def estimated(name: str, mode: str) -> Run:
     profile = tiny(name)
     job, machine = job_of(profile), Machine(gpu=CARD, gpus=2)
     strategy = Strategy.read({**HALF, "gradient_checkpointing": mode, "context_parallel": 2})
-    variant = StepVariant.of(profile, job, strategy, 1)
+    variant = step_variant(profile, job, strategy, 1)
     tape = tapes.step_tape(profile, variant)
     facts = Facts(profile, card_lookup.gpu(CARD), tape, NOTHING)
     return lay_out(Configuration.of(job, strategy, machine), facts, dict(TINY[name][1]))

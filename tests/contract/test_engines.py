@@ -23,7 +23,8 @@ from planner.spec.rules import resolve
 from planner.tape.format import Tape
 from planner.tape.parameter_table import ParameterTable
 from planner.tape.program import Stage
-from planner.tape.variants import OptimizerVariant, StepVariant
+from planner.tape.variants.choice import optimizer_variant, step_variant
+from planner.tape.variants.inventory import default_variants
 from tests.contract.ranks import WORLD, Bytes, Case, measure
 from trainers.recording.compress import Header, compress
 from trainers.recording.recorder import RawRecording, record_optimizer, record_step
@@ -82,8 +83,7 @@ def case(model: str, method: str, **strategy: Any) -> Case:
 def _tape(model: str, name: str, optimizer: bool) -> Tape:
     """A tape of the tiny model, of every block: nothing is unfolded."""
     profile = tiny(model)
-    kind = OptimizerVariant if optimizer else StepVariant
-    variant = next(variant for variant in kind.all(profile) if variant.name == name)
+    variant = next(variant for variant in default_variants(profile) if variant.name == name)
     job, strategy = variant.records(profile)
     record = record_optimizer if optimizer else record_step
     trace: RawRecording = record(profile, job, strategy, GRIDS[model])
@@ -107,8 +107,8 @@ def estimated(asked: Case, rank: int | None = None) -> Run:
     facts = Facts(
         profile,
         card_lookup.gpu("h100-80gb"),
-        _tape(asked.model, StepVariant.of(profile, job, strategy, 2).name, optimizer=False),
-        _tape(asked.model, OptimizerVariant.of(profile, job, strategy).name, optimizer=True),
+        _tape(asked.model, step_variant(profile, job, strategy, 2).name, optimizer=False),
+        _tape(asked.model, optimizer_variant(profile, job, strategy).name, optimizer=True),
         parameters=ParameterTable(table["rows"], frozenset(table["fp32"])),
     )
     return lay_out(replace(Configuration.of(job, strategy, machine), rank=rank), facts, dict(asked.grid))

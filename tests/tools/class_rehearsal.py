@@ -17,7 +17,10 @@ from planner.spec.job import Job, Machine
 from planner.spec.plan import Plan
 from planner.tape.codec import tape_json
 from planner.tape.packed_json import write_packed
-from planner.tape.variants import OptimizerVariant, Precision, StepVariant, attention_paths
+from planner.tape.variants.choice import optimizer_variant
+from planner.tape.variants.precision import Precision
+from planner.tape.variants.torch_and_card import attention_paths
+from planner.tape.variants.variant import StepVariant
 from tests.benchmarks.held_out import Case
 from trainers.recording import tapes
 
@@ -92,7 +95,7 @@ def _rehearsed(
     machine = Machine(gpu=card.name, torch=torch_release(runner.interpreter))
     cudnn = attention_kernel.takes_grouped_masks(strategy, machine, card)
     ours = variant._replace(cudnn=cudnn and cudnn in attention_paths(profile, variant.precision))
-    for needed in (ours, OptimizerVariant.of(profile, job, strategy)):
+    for needed in (ours, optimizer_variant(profile, job, strategy)):
         path = user_data.tapes() / profile.name / f"{needed.name}.json.gz"
         if not path.exists():
             write_packed(tape_json(tapes.record(profile, needed)), path)

@@ -41,7 +41,8 @@ from planner.probe.fork_server import ForkServer
 from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter
 from planner.tape.codec import tape_json
 from planner.tape.packed_json import write_packed
-from planner.tape.variants import Precision, StepVariant
+from planner.tape.variants.precision import Precision
+from planner.tape.variants.variant import StepVariant
 from tests.benchmarks.held_out import Case, directly, from_tape
 from tests.tools.class_rehearsal import rehearsed_steps
 from trainers.recording import tapes

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from planner.catalog.profiles import ModelProfile
 from planner.garbage_collection import without_garbage_collection
 from planner.spec.job import Job, Strategy
-from planner.tape.variants import SampleVariant, StepVariant
+from planner.tape.variants.variant import SampleVariant, StepVariant
 from trainers.families import family
 from trainers.families.common.base import Family
 from trainers.memory import quantise
@@ -307,7 +307,7 @@ class Dispatch(NamedTuple):
     """What decides, beside its arguments, which operators a device runs a call as."""
 
     older_torch: bool = False
-    """autocast as it was before `planner.tape.variants.RMS_NORM_IN_FP32`"""
+    """autocast as it was before `planner.tape.variants.torch_and_card.RMS_NORM_IN_FP32`"""
     cudnn: bool = False
     """the card's attention is cuDNN's, of a model that attends by card (`trainers.recording.cuda_ops.CudaAttention`)"""
     mps: bool = False

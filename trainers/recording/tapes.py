@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -24,7 +24,9 @@ from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
 from planner.tape.format import ATOMS, HEAD, TAIL, Tape, derived
 from planner.tape.parameter_table import FORMAT as PARAMETERS_FORMAT
-from planner.tape.variants import OptimizerVariant, Precision, SampleVariant, StepVariant
+from planner.tape.variants.inventory import Variant, step_variants
+from planner.tape.variants.precision import Precision
+from planner.tape.variants.variant import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
 from trainers.recording.block_places import find_runs
 from trainers.recording.components import short_tape, vae_tape
@@ -147,7 +149,7 @@ def full_run_lengths(name: str) -> tuple[int, ...]:
 
 def run_lengths(profile: ModelProfile) -> tuple[int, ...]:
     """The same of any profile, also one that is kept nowhere yet."""
-    job, strategy = next(StepVariant.all(profile)).records(profile)
+    job, strategy = next(step_variants(profile)).records(profile)
     model = step.build_model(profile, job.replace(method="full"), strategy)
     return tuple(run.count for run in find_runs(model, [stack.list for stack in profile.stacks], None)[0])
 
@@ -231,12 +233,7 @@ def leave_out_aligned_copies(recording: RawRecording) -> None:
             copy.rounded = exact, -multiple, up
 
 
-def all_variants(profile: ModelProfile) -> Iterator[StepVariant | SampleVariant | OptimizerVariant]:
-    """Every variant of step, sample and optimizer that is shipped for a model."""
-    return itertools.chain(StepVariant.all(profile), SampleVariant.all(profile), OptimizerVariant.all(profile))
-
-
-def record(profile: ModelProfile, variant: StepVariant | SampleVariant | OptimizerVariant) -> Tape:
+def record(profile: ModelProfile, variant: Variant) -> Tape:
     """Records a variant of any kind, as a tape."""
     if isinstance(variant, StepVariant):
         return step_tape(profile, variant)

@@ -22,7 +22,8 @@ from planner.spec.job import Strategy
 from planner.spec.rules import resolve
 from planner.tape.format import READABLE
 from planner.tape.packed_json import DAMAGES, unpack
-from planner.tape.variants import BOTH, ONE_SAMPLE, OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants.choice import ONE_SAMPLE, optimizer_variant, sample_variant, step_variant
+from planner.tape.variants.torch_and_card import BOTH
 
 FIRST_OPTIMIZERS = ("adamw", "adamw-8bit")
 
@@ -100,12 +101,12 @@ def first_variants(profile: ModelProfile) -> Iterator[str]:
         job = job_for(profile, {"method": method})
         for mode in ("none", "full") if profile.traits.checkpoints else ("none",):
             strategy = resolve(job, Strategy.read({"gradient_checkpointing": mode}))
-            names = (StepVariant.of(profile, job, strategy, *context).name for context in contexts)
+            names = (step_variant(profile, job, strategy, *context).name for context in contexts)
             yield from dict.fromkeys(names)
-        names = (SampleVariant.of(profile, job, resolve(job, Strategy()), *context).name for context in contexts)
+        names = (sample_variant(profile, job, resolve(job, Strategy()), *context).name for context in contexts)
         yield from dict.fromkeys(names)
         for optimizer in FIRST_OPTIMIZERS:
-            yield OptimizerVariant.of(profile, job, resolve(job, Strategy.read({"optimizer": optimizer}))).name
+            yield optimizer_variant(profile, job, resolve(job, Strategy.read({"optimizer": optimizer}))).name
 
 
 def is_current(path: Path) -> bool:

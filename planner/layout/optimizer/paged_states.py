@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.layout.run import Run
-from planner.tape.variants import UNPAGED
+from planner.tape.variants.variant import UNPAGED
 
 
 def paged_states(run: Run) -> None:

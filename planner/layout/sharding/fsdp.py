@@ -21,7 +21,7 @@ from planner.layout.run import Run
 from planner.layout.sharding.stage_editor import StageEditor, first_backward, spans
 from planner.layout.sharding.zero import FULL, HALF, cast_to_16_bits
 from planner.tape.program import Block, Stage
-from planner.tape.variants import trained_storage
+from planner.tape.variants.precision import trained_storage
 
 GATHERING, REDUCING, SUMMING = 1, 2, 3
 """CUDA streams of their own (``FSDPCommContext.lazy_init``): a group is gathered on the one that copies it in, and the

@@ -33,7 +33,7 @@ from planner.layout.sharding.zero import (
     zero_settings,
 )
 from planner.spec.job import SPLIT
-from planner.tape.variants import trained_storage
+from planner.tape.variants.precision import trained_storage
 from planner.units import power_of_two
 
 STATES = {"lion": 1}

@@ -34,7 +34,7 @@ from planner.layout.trainer_terms.trained_text_encoders import (
     keep_of_conditioner,
     text_encoders_whole,
 )
-from planner.tape.variants import trained_storage
+from planner.tape.variants.precision import trained_storage
 
 
 def kahan_buffer(run: Run) -> None:

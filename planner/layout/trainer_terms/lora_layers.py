@@ -31,7 +31,7 @@ def on_all_linear(profile: ModelProfile, weights_dtype: object) -> tuple[str, ..
     """`lora_targets` of a trainer that adapts every linear layer of the blocks; None is the model's usual layers.
 
     Those are taken where the wider choice is not recorded: of other families, and over a quantised base
-    (`planner.tape.variants.precisions`), where `wider_adapters` adds what is missing.
+    (`planner.tape.variants.precision.precisions`), where `wider_adapters` adds what is missing.
     """
     wide = profile.lora.wide if profile.traits.wide_is_all_linear else ()
     return wide if wide and weights_dtype not in QUANTISED else None

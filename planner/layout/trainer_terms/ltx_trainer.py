@@ -1,6 +1,6 @@
 """ltx-trainer, read at 400fd31 (packages/ltx-trainer/src/ltx_trainer/trainer.py): a step over cached clips and prompts.
 
-Its own model is recorded (`planner.tape.variants.OWN_CODE`); what stands here is around it.
+Its own model is recorded (`planner.tape.variants.trainer_models.OWN_CODE`); what stands here is around it.
 """
 
 from __future__ import annotations

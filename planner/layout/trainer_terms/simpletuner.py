@@ -23,7 +23,7 @@ from planner.layout.trainer_terms.shared import (
 )
 from planner.spec.job import QUANTISED
 from planner.tape.program import Block
-from planner.tape.variants import trained_storage
+from planner.tape.variants.precision import trained_storage
 
 
 def gradients_zeroed(run: Run) -> None:

@@ -20,7 +20,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.tape.format import Monomial, Tape
 from planner.tape.program import Moment, Program, Stage
-from planner.tape.variants import StepVariant
+from planner.tape.variants.choice import step_variant
 
 HEADS, HEAD_SIZE = 24, 128
 """Of FLUX.1's attention."""
@@ -133,7 +133,7 @@ def test_a_model_that_attends_by_card_is_answered_by_the_recording_of_the_cards_
     by_card = usual.replace(traits=usual.traits.replace(attends_by_card=True))
     asked = Strategy(attention=attention, validation_mode="off")
     configuration = Configuration.of(shapes.job_for(usual, {}), asked, Machine(gpu=gpu))
-    wanted, library = StepVariant.of(usual, configuration.job, configuration.strategy, 1).name, _Names()
+    wanted, library = step_variant(usual, configuration.job, configuration.strategy, 1).name, _Names()
     load_facts(configuration, by_card, library=library)
     assert library.asked[0] == f"{wanted}{ending}"
 

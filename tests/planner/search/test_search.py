@@ -28,7 +28,7 @@ from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, plan_from_toml, plan_to_toml
-from planner.tape.variants import OPTIMIZERS
+from planner.tape.variants.variant import OPTIMIZERS
 from planner.units import GIB
 from tests.covering import in_turns
 

@@ -16,7 +16,7 @@ from planner.layout.recordings import tape
 from planner.tape.format import Tape
 from planner.tape.partial_checkpointing import BothSteps
 from planner.tape.program import Program
-from planner.tape.variants import StepVariant
+from planner.tape.variants.inventory import step_variants
 from trainers.recording.recorder import record_step
 
 BLOCKS = 6
@@ -37,7 +37,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "name", "count"), CASES)
 def test_put_together_is_as_recorded(model: str, name: str, count: int) -> None:
     profile = lookup.model(model)
-    variant = next(variant for variant in StepVariant.all(profile) if variant.name == name)
+    variant = next(variant for variant in step_variants(profile) if variant.name == name)
     job, strategy = variant.records(profile)
     asked = {"frames": 25, "height": 320, "width": 480, "lora_rank": 24, "batch_size": 3 if "many" in name else 1}
     job = job.replace(**asked)

@@ -16,7 +16,10 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.tape.packs import digest, is_stored, stored_below
 from planner.tape.program import Program
-from planner.tape.variants import OPTIMIZERS, PRECISIONS, OptimizerVariant, SampleVariant, StepVariant, methods
+from planner.tape.variants.inventory import optimizer_variants, sample_variants, step_variants
+from planner.tape.variants.precision import PRECISIONS
+from planner.tape.variants.recorded_methods import methods
+from planner.tape.variants.variant import OPTIMIZERS, OptimizerVariant, StepVariant
 from profiles import TAPES
 
 LEDGER = Path(__file__).parents[2] / "benchmarks" / "held_out.jsonl"
@@ -87,7 +90,7 @@ def test_recordings_are_shipped_as_packs_that_travel_light() -> None:
 @pytest.mark.parametrize("name", lookup.model_names())
 def test_every_optimizer_is_recorded_of_every_model(name: str) -> None:
     profile = lookup.model(name)
-    for variant in OptimizerVariant.all(profile):
+    for variant in optimizer_variants(profile):
         # No two blocks of a UNet are alike, so what steps parameter by parameter makes a long tape of it.
         if profile.family == "unet" and variant.optimizer not in ("adamw", "adamw-8bit", "lion"):
             continue
@@ -99,7 +102,7 @@ def test_every_optimizer_is_recorded_of_every_model(name: str) -> None:
 @pytest.mark.parametrize("name", lookup.model_names())
 def test_every_step_and_sample_is_recorded_of_every_model(name: str) -> None:
     profile = lookup.model(name)
-    for variant in (*StepVariant.all(profile), *SampleVariant.all(profile)):
+    for variant in (*step_variants(profile), *sample_variants(profile)):
         # No two of its blocks are alike, and each layer makes a copy of its own: over 100 kB a tape.
         if name == "sdxl" and variant.precision.weights in ("int8", "nf4"):
             continue

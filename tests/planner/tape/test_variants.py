@@ -10,13 +10,16 @@ from planner.catalog import lookup
 from planner.catalog.shapes import job_for
 from planner.errors import NotRecordedError
 from planner.spec.job import Strategy
-from planner.tape.variants import PLAIN_FP32, OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants.choice import optimizer_variant, sample_variant, step_variant
+from planner.tape.variants.inventory import default_variants, requested_variants, sample_variants, step_variants
+from planner.tape.variants.precision import PLAIN_FP32
+from planner.tape.variants.variant import StepVariant
 
 
 def variant(name: str, batch: int) -> StepVariant:
     profile = lookup.model(name)
     strategy = Strategy(weights_dtype="bf16")
-    return StepVariant.of(profile, job_for(profile, {"batch_size": batch}), strategy, batch)
+    return step_variant(profile, job_for(profile, {"batch_size": batch}), strategy, batch)
 
 
 @pytest.mark.parametrize("batch", [2, 3, 64])
@@ -31,7 +34,7 @@ def test_a_model_that_loops_over_its_samples_has_recordings_of_single_batches(na
     batches = profile.shape.batches
     names = [variant(name, batch).name for batch in batches]
     assert len(set(names)) == len(batches)
-    assert set(names) <= {known.name for known in StepVariant.all(profile)}
+    assert set(names) <= {known.name for known in step_variants(profile)}
     with pytest.raises(NotRecordedError) as caught:
         variant(name, 3)
     assert "sample by sample" in caught.value.message
@@ -57,9 +60,9 @@ def test_a_precision_without_a_recording_is_named_by_flags(method: str, fields: 
     job, strategy = job_for(profile, {"method": method}), Strategy.read({"weights_dtype": "bf16", **fields})
     with pytest.raises(NotRecordedError) as caught:
         if method == "sample":
-            SampleVariant.of(profile, job, strategy, 1)
+            sample_variant(profile, job, strategy, 1)
         else:
-            StepVariant.of(profile, job, strategy, 1)
+            step_variant(profile, job, strategy, 1)
     assert f"--{next(iter(fields)).replace('_', '-')}" in caught.value.message
     assert caught.value.fix == fix
 
@@ -68,9 +71,9 @@ def test_a_precision_without_a_recording_is_named_by_flags(method: str, fields: 
 def test_adapters_in_fp32_without_autocast_are_recorded_when_somebody_names_them(weights: str) -> None:
     profile = lookup.model("wan2.1-t2v-1.3b")
     strategy = Strategy.read({"weights_dtype": weights, "adapter_dtype": "fp32", "autocast": "none"})
-    for kind in (StepVariant, SampleVariant):
-        found = kind.of(profile, job_for(profile, {}), strategy, 1)
-        assert found in list(kind.on_request(profile)) and found not in list(kind.all(profile))
+    for choose in (step_variant, sample_variant):
+        found = choose(profile, job_for(profile, {}), strategy, 1)
+        assert found in list(requested_variants(profile)) and found not in list(default_variants(profile))
         assert found.records(profile)[1].autocast == "none"
 
 
@@ -78,10 +81,10 @@ def test_dropout_of_an_adapter_is_a_recording_of_its_own() -> None:
     profile = lookup.model("sd1.5")
     job = job_for(profile, {"lora_dropout": 0.3})
     half = Strategy(weights_dtype="bf16", adapter_dtype="bf16", autocast="bf16")
-    found = StepVariant.of(profile, job, half, 1)
-    assert found in list(StepVariant.on_request(profile)) and found not in list(StepVariant.all(profile))
+    found = step_variant(profile, job, half, 1)
+    assert found in list(requested_variants(profile)) and found not in list(default_variants(profile))
     assert found.records(profile)[0].lora_dropout > 0
-    assert not StepVariant.of(profile, job.replace(method="full"), half, 1).dropout
+    assert not step_variant(profile, job.replace(method="full"), half, 1).dropout
 
 
 @pytest.mark.parametrize("said", [{"adapter": "dora"}, {"adapter": "lokr"}, {"adapter": "lokr", "lokr_factor": 0}])
@@ -90,13 +93,12 @@ def test_other_adapters_are_recorded_when_somebody_names_one(said: dict[str, Any
     for targets in (None, profile.lora.wide):
         job, strategy = job_for(profile, {**said, "lora_targets": targets}), Strategy(gradient_checkpointing="full")
         variants = (
-            StepVariant.of(profile, job, strategy, 1),
-            SampleVariant.of(profile, job, strategy, 2),
-            OptimizerVariant.of(profile, job, strategy),
+            step_variant(profile, job, strategy, 1),
+            sample_variant(profile, job, strategy, 2),
+            optimizer_variant(profile, job, strategy),
         )
         for found in variants:
-            kind = type(found)
-            assert found in list(kind.on_request(profile)) and found not in list(kind.all(profile))
+            assert found in list(requested_variants(profile)) and found not in list(default_variants(profile))
             recorded, _ = found.records(profile)
             assert (recorded.adapter, recorded.lokr_factor) == (job.adapter, job.lokr_factor)
             assert recorded.lora_targets == (targets or profile.lora.targets)
@@ -119,14 +121,14 @@ def test_of_other_adapters_no_recording_is_asked_for_that_cannot_be(
 ) -> None:
     profile = lookup.model("wan2.1-t2v-1.3b")
     with pytest.raises(NotRecordedError, match=fault) as caught:
-        StepVariant.of(profile, job_for(profile, said), Strategy.read(strategy), 1)
+        step_variant(profile, job_for(profile, said), Strategy.read(strategy), 1)
     assert "vplan record" not in str(caught.value.fix)
 
 
 def test_a_recording_is_of_the_batch_its_name_says() -> None:
     for name in lookup.model_names():
         profile = lookup.model(name)
-        for known in StepVariant.all(profile):
+        for known in step_variants(profile):
             assert known.samples is None or known.samples in profile.shape.batches
             assert not (known.one_sample and known.samples)
 
@@ -134,22 +136,22 @@ def test_a_recording_is_of_the_batch_its_name_says() -> None:
 def test_a_model_that_attends_by_card_has_two_recordings_of_each_kind_in_16_bits() -> None:
     usual = lookup.model("wan2.1-t2v-1.3b")
     by_card = usual.replace(traits=usual.traits.replace(attends_by_card=True, trained_in_fp32=True))
-    for kind in (StepVariant, SampleVariant):
-        names = [known.name for known in kind.all(by_card)]
-        of_cudnn = [known.name for known in kind.all(by_card) if known.cudnn]
-        in_fp32 = [known.name for known in kind.all(by_card) if known.precision == PLAIN_FP32]
+    for recorded in (step_variants, sample_variants):
+        names = [known.name for known in recorded(by_card)]
+        of_cudnn = [known.name for known in recorded(by_card) if known.cudnn]
+        in_fp32 = [known.name for known in recorded(by_card) if known.precision == PLAIN_FP32]
         assert len(names) == len(set(names)) == 2 * len(of_cudnn) + len(in_fp32)
         assert all("-cudnn" in name for name in of_cudnn) and not any("-cudnn" in name for name in in_fp32)
-        assert not any(known.cudnn for known in kind.all(usual))
+        assert not any(known.cudnn for known in recorded(usual))
     strategy, job = Strategy(weights_dtype="bf16"), job_for(usual, {})
-    for kind in (StepVariant, SampleVariant):
-        chosen = [kind.of(profile, job, strategy, 1, cudnn=True) for profile in (by_card, usual)]
+    for choose in (step_variant, sample_variant):
+        chosen = [choose(profile, job, strategy, 1, cudnn=True) for profile in (by_card, usual)]
         assert [known.cudnn for known in chosen] == [True, False]
-        assert chosen[0] in list(kind.all(by_card))
+        assert chosen[0] in list(recorded(by_card))
 
 
 def test_samples_over_a_quantised_base_are_forwards_over_16_bits() -> None:
     profile = lookup.model("wan2.1-t2v-1.3b")
     job = job_for(profile, {})
-    plain, quantised = (SampleVariant.of(profile, job, Strategy(weights_dtype=dtype), 1) for dtype in ("bf16", "nf4"))
+    plain, quantised = (sample_variant(profile, job, Strategy(weights_dtype=dtype), 1) for dtype in ("bf16", "nf4"))
     assert plain == quantised

@@ -11,7 +11,7 @@ from diffusers.modular_pipelines.minimax_h3.modular_pipeline import audio_latent
 
 from planner.catalog import lookup  # noqa: E402
 from planner.catalog.shapes import grid, job_for  # noqa: E402
-from planner.tape.variants import OptimizerVariant  # noqa: E402
+from planner.tape.variants.inventory import optimizer_variants  # noqa: E402
 from trainers import families  # noqa: E402
 from trainers.families.common import random_draws  # noqa: E402
 from trainers.families.common.base import Family  # noqa: E402
@@ -80,6 +80,6 @@ def test_states_of_a_fused_step_belong_to_their_blocks() -> None:
     """What it keeps in fp32 stands outside of blocks, and is the first that a fused step is called with."""
     profile = lookup.model("minimax-h3")
     name = "optimizer-full-half-adamw-fused"
-    variant = next(each for each in OptimizerVariant.all(profile) if each.name == name)
+    variant = next(each for each in optimizer_variants(profile) if each.name == name)
     sweeps = {section.run for section in tapes.record(profile, variant).pieces["optimizer_first"] if section.step}
     assert sweeps == {0, 1}

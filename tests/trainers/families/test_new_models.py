@@ -22,7 +22,7 @@ from planner.catalog import lookup
 from planner.commands import cli
 from planner.errors import VplanError
 from planner.tape.codec import write_tape
-from planner.tape.variants import OptimizerVariant, StepVariant
+from planner.tape.variants.inventory import optimizer_variants, step_variants
 from trainers import families
 from trainers.recording import tapes
 
@@ -75,7 +75,7 @@ def added(folder: Path, name: str, **changes: object) -> None:
 def recorded(folder: Path, name: str) -> None:
     """The two tapes of a model."""
     profile = lookup.model(name)
-    variants = (*StepVariant.all(profile), *OptimizerVariant.all(profile))
+    variants = (*step_variants(profile), *optimizer_variants(profile))
     for variant in (one for one in variants if one.name in (STEP, OPTIMIZER)):
         write_tape(tapes.record(profile, variant), folder / "tapes" / name / f"{variant.name}.json.gz")
 

@@ -12,7 +12,8 @@ from planner.catalog import lookup  # noqa: E402
 from planner.catalog.shapes import job_for  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.spec.job import Strategy  # noqa: E402
-from planner.tape.variants import SampleVariant, StepVariant  # noqa: E402
+from planner.tape.variants.choice import sample_variant, step_variant  # noqa: E402
+from planner.tape.variants.inventory import sample_variants, step_variants  # noqa: E402
 from trainers import families  # noqa: E402
 from trainers.families.common import random_draws  # noqa: E402
 
@@ -62,10 +63,10 @@ def test_all_frames_have_one_level_without_diffusion_forcing() -> None:
 def test_the_model_that_runs_with_one_sample_alone_is_planned_for_no_more() -> None:
     """diffusers adds (B, F, 6, C) and (B * F, 6, C) there, which one sample alone can."""
     profile = lookup.model("skyreels-v2-df-1.3b")
-    named = {variant.name for kind in (StepVariant, SampleVariant) for variant in kind.all(profile)}
+    named = {variant.name for variant in (*step_variants(profile), *sample_variants(profile))}
     assert named and not any("many" in name for name in named)
     job, strategy = job_for(profile, {"batch_size": 2}), Strategy()
-    for kind in (StepVariant, SampleVariant):
+    for choose in (step_variant, sample_variant):
         with pytest.raises(VplanError, match=r"takes one sample at a time of SkyReels V2 DF 1\.3B, not 2") as caught:
-            kind.of(profile, job, strategy, 2)
+            choose(profile, job, strategy, 2)
         assert "use --batch-size 1, with --gradient-accumulation for more" in caught.value.fix

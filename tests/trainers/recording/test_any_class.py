@@ -23,7 +23,8 @@ from planner.layout import recordings
 from planner.tape.codec import tape_json
 from planner.tape.packed_json import write_packed
 from planner.tape.program import Program
-from planner.tape.variants import OptimizerVariant, Precision, StepVariant
+from planner.tape.variants.precision import Precision
+from planner.tape.variants.variant import OptimizerVariant, StepVariant
 from tests.benchmarks.held_out import Case, directly, from_tape
 from tests.trainers.recording.in_process import InProcess
 from trainers.families import family

@@ -16,7 +16,7 @@ from planner.catalog import lookup
 from planner.tape.format import Monomial
 from planner.tape.packs import read_without_templates, stored
 from planner.tape.parameter_table import FILE as PARAMETERS
-from planner.tape.variants import StepVariant
+from planner.tape.variants.inventory import step_variants
 from trainers.recording import cuda_ops, op_table
 from trainers.recording.cuda_ops import Rounded, autocast_lists, cuda_semantics, workspaces
 from trainers.recording.factoriser import Factoriser
@@ -412,7 +412,7 @@ ONE_OF_EACH_FAMILY = {lookup.model(name).family: name for name in lookup.model_n
 @pytest.mark.parametrize("family", ONE_OF_EACH_FAMILY)
 def test_families_that_call_torch_s_rms_norm_are_known(family: str) -> None:
     profile = lookup.model(ONE_OF_EACH_FAMILY[family])
-    job, strategy = next(StepVariant.all(profile)).records(profile)
+    job, strategy = next(step_variants(profile)).records(profile)
     model = step.build_model(profile, job.replace(method="full"), strategy, shallow_config(profile))
     sources = (source_of(kind) for kind in {type(module) for module in model.modules()})
     assert any("F.rms_norm(" in source for source in sources) == (profile.traits.rms_norm != "none")

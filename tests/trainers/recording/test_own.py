@@ -17,7 +17,7 @@ from planner.commands._shared import own_model
 from planner.errors import VplanError
 from planner.hardware import doctor
 from planner.tape.packs import digest
-from planner.tape.variants import OLDER
+from planner.tape.variants.variant import OLDER
 from tests.trainers.recording.in_process import InProcess
 from trainers.recording import op_table
 from trainers.recording.own import Derived, complete, derive

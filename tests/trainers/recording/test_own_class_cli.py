@@ -10,7 +10,8 @@ from click.testing import CliRunner, Result
 
 from planner.catalog import lookup, own_code, user_data
 from planner.commands import cli
-from planner.tape.variants import Precision, StepVariant
+from planner.tape.variants.precision import Precision
+from planner.tape.variants.variant import StepVariant
 from tests.benchmarks.held_out import Case, directly, from_tape
 
 CODE = """

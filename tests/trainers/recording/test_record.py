@@ -24,7 +24,8 @@ from planner.tape.packs import is_stored, read_json, stored_below
 from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.parameter_table import read_parameters
 from planner.tape.program import Program
-from planner.tape.variants import OptimizerVariant, SampleVariant, StepVariant
+from planner.tape.variants.inventory import default_variants, requested_variants, step_variants
+from planner.tape.variants.variant import OptimizerVariant, SampleVariant, StepVariant
 from tests.covering import in_turns
 from trainers.families import family
 from trainers.recording import tapes
@@ -34,7 +35,7 @@ from trainers.recording.recorder import RawRecording, record_optimizer, record_s
 
 MODEL = "wan2.1-t2v-1.3b"
 PROFILE = lookup.model(MODEL)
-VARIANTS = {variant.name: variant for variant in tapes.all_variants(PROFILE)}
+VARIANTS = {variant.name: variant for variant in default_variants(PROFILE)}
 LORA_ONE, LORA_MANY, FULL_ONE, FULL_MANY = (
     "step-lora-half-fp32-autocast-full-one",
     "step-lora-half-half-none-many",
@@ -138,7 +139,7 @@ INTERLEAVED = {
 def test_blocks_with_something_between_them_are_recorded_whole(name: str, variant: str) -> None:
     profile = lookup.model(name)
     config = {**profile.config, **INTERLEAVED[name]}
-    chosen = next(found for found in tapes.all_variants(profile) if found.name == variant)
+    chosen = next(found for found in default_variants(profile) if found.name == variant)
     job, strategy = chosen.records(profile)
     shape, sums, regime = tapes.prime_grid(profile, 1 if variant.endswith("one") else None)
     trace = record_step(profile, job, strategy, shape, config)
@@ -162,7 +163,7 @@ def test_blocks_with_something_between_them_are_recorded_whole(name: str, varian
 def test_a_mixture_of_experts_is_what_is_recorded_at_another_shape_and_depth(variant: str) -> None:
     """Each of its blocks has a text of its own, which is there in a recording of fewer blocks too."""
     profile = lookup.model("hidream-i1")
-    chosen = next(found for found in tapes.all_variants(profile) if found.name == variant)
+    chosen = next(found for found in default_variants(profile) if found.name == variant)
     made_tape = tapes.step_tape(profile, chosen)
     job, strategy = chosen.records(profile)
     job = job.replace(height=512, width=512, lora_rank=24, batch_size=1 if variant.endswith("one") else 3)
@@ -232,7 +233,7 @@ def test_a_shipped_tape_is_what_the_code_records_now(name: str) -> None:
 def test_a_tape_with_a_mask_is_what_the_code_records_now() -> None:
     """Where text is masked, attention makes numbers of a boolean mask first."""
     name, profile = "step-lora-half-fp32-autocast-none-one", lookup.model("hunyuan-video-1.5")
-    (variant,) = (variant for variant in StepVariant.all(profile) if variant.name == name)
+    (variant,) = (variant for variant in step_variants(profile) if variant.name == name)
     there = read_json(profiles.TAPES / profile.name / f"{name}.json.gz")
     now = tape_json(tapes.step_tape(profile, variant))
     for key in NOT_COMPARED:
@@ -246,10 +247,7 @@ def expected() -> set[Path]:
     found = {profiles.TAPES / model / PARAMETERS for model in profiles.model_names()}
     for model in profiles.model_names():
         profile = lookup.model(model)
-        requested = itertools.chain.from_iterable(
-            kind.on_request(profile) for kind in (StepVariant, SampleVariant, OptimizerVariant)
-        )
-        variants = (*tapes.all_variants(profile), *requested)
+        variants = (*default_variants(profile), *requested_variants(profile))
         found |= {profiles.TAPES / model / f"{variant.name}.json.gz" for variant in variants}
         found |= {profiles.TAPES / COMPONENTS / name / f"{part}.json.gz" for name, part in components(profile)}
     return found
@@ -260,7 +258,7 @@ def core() -> set[Path]:
     none of whose blocks are alike, only what is shipped."""
     core = {profiles.TAPES / model / PARAMETERS for model in profiles.model_names()}
     for model in profiles.model_names():
-        for variant in tapes.all_variants(lookup.model(model)):
+        for variant in default_variants(lookup.model(model)):
             step = variant if isinstance(variant, StepVariant) else None
             rare = step is not None and step.precision.weights in QUANTISED_BASES
             other = isinstance(variant, OptimizerVariant) and (

@@ -25,7 +25,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.tape.format import Monomial, Section, Tape, Template
 from planner.tape.packs import stored, stored_below
-from planner.tape.variants import OWN_CODE
+from planner.tape.variants.trainer_models import OWN_CODE
 from tests.trainers.recording.in_process import InProcess
 from trainers.recording.comparison import first_difference, what_differs
 

@@ -12,7 +12,8 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.tape.format import CATEGORIES
 from planner.tape.program import Program
-from planner.tape.variants import StepVariant
+from planner.tape.variants.inventory import step_variants, step_variants_on_request
+from planner.tape.variants.variant import StepVariant
 from trainers.recording import tapes
 
 PROFILE = lookup.model("wan2.1-t2v-1.3b")
@@ -20,7 +21,7 @@ NAME = "step-lora-dropout-half-half-none-one"
 
 
 def test_each_adapter_keeps_what_dropout_gave_and_a_byte_per_number_of_it() -> None:
-    variant = next(known for known in StepVariant.on_request(PROFILE) if known.name == NAME)
+    variant = next(known for known in step_variants_on_request(PROFILE) if known.name == NAME)
     found, plain = (tapes.step_tape(PROFILE, known) for known in (variant, _plain(variant)))
     shape = grid(PROFILE, job_for(PROFILE, {"frames": 17}))
     sizes = {}
@@ -44,7 +45,7 @@ def test_each_adapter_keeps_what_dropout_gave_and_a_byte_per_number_of_it() -> N
 
 
 def _plain(variant: StepVariant) -> StepVariant:
-    return next(known for known in StepVariant.all(PROFILE) if known.name == variant.name.replace("dropout-", ""))
+    return next(known for known in step_variants(PROFILE) if known.name == variant.name.replace("dropout-", ""))
 
 
 def test_without_a_recording_the_refusal_says_how_to_make_one() -> None:

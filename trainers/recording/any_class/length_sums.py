@@ -17,7 +17,8 @@ from planner.catalog.forward_call import ForwardCall, LengthSum
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.tape.format import RoundedUp, Sums, derived
-from planner.tape.variants import Precision, StepVariant
+from planner.tape.variants.precision import Precision
+from planner.tape.variants.variant import StepVariant
 from trainers.recording import tapes
 from trainers.recording.factoriser import Factoriser
 from trainers.recording.own import REFUSALS, refusal
