@@ -6,15 +6,14 @@ creates its states), then a later step, which is where most runs die.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from planner.allocator.implementation import alive, held
-from planner.catalog.forward_call import ForwardCall
 from planner.catalog.shapes import grid, grids
 from planner.estimate import cache_flushes, fragmentation, host_ram, working_set
+from planner.estimate.assumptions import assumptions_of, splitting_note
+from planner.estimate.peak_moment import breakdown_at, describe_moment, peak_stage
 from planner.estimate.roofline import step_seconds
 from planner.estimate.stages import ReplayedStage, replay_stages, reused_replay
 from planner.estimate.traffic import traffic
@@ -26,45 +25,11 @@ from planner.layout.run import Facts, Run
 from planner.layout.sharding.collectives import communicators
 from planner.layout.single_gpu import NCCL_BYTES
 from planner.spec.configuration import Configuration
-from planner.spec.job import Strategy
-from planner.spec.plan import Breakdown, Estimate, HostBreakdown, HostPeak, Peak, PhasePeak, Verdict
-from planner.tape.program import Moment
-from planner.tape.variants.torch_and_card import NEWEST_TRIED, is_untried
-from planner.tape.variants.variant import UNPAGED
+from planner.spec.plan import Estimate, HostBreakdown, HostPeak, Peak, PhasePeak, Verdict
 from planner.units import format_gib
 
 Layout = Callable[[Configuration, Facts, dict[str, int], str], Run]
 """Lays a run out, as ``planner.layout.pipeline.lay_out`` does."""
-
-BREAKDOWN = {
-    "weight": "weights",
-    "gradient": "gradients",
-    "optimizer": "optimizer",
-    "batch": "activations",
-    "activation": "activations",
-    "temporary": "temporary",
-    "workspace": "workspace",
-    "residents": "residents",
-    "buckets": "buckets",
-    "ema": "ema",
-}
-"""A buffer's category -> its part of the breakdown."""
-
-
-PHASE_MOMENTS = {
-    "load": "loading the weights",
-    "encode": "encoding prompts and clips",
-    "denoise": "denoising a validation sample",
-    "decode": "decoding a validation sample",
-    "save": "saving a checkpoint",
-}
-"""Phases whose moment needs no other name."""
-
-OPTIMIZER_MOMENT = "optimizer step"
-"""Of the phase, and of an optimizer step within the first step."""
-
-SAMPLING_MOMENTS = {"denoise": "denoising", "decode": "decoding the samples"}
-"""The same where sampling is all there is."""
 
 
 def estimate(configuration: Configuration, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out) -> Estimate:
@@ -229,7 +194,7 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
     peak = counter_maxima(by_phase.values())
     top = peak_stage(played)
     at_most, most = _most(played, correction, outside)
-    splitting = _splitting(at_most, most - peak.device_bytes)
+    splitting = splitting_note(at_most, most - peak.device_bytes)
     breakdown = breakdown_at(top, peak, correction)
     sides = margin.on_card(
         fragmentation.peak_sides(played, correction, where, peak.device_bytes, most),
@@ -242,7 +207,7 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
     incomplete = any(not each.elsewhere for each in unrecorded)
     slowest, (usual, longest) = _slowest(run, played)
     flops = total_flops(step_work(slowest), strategy)
-    words = (*correction.words, *splitting, *_assumptions(run, played, unrecorded))
+    words = (*correction.words, *splitting, *assumptions_of(run, played, unrecorded))
     verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, sides)
     low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
     unproved = Estimate(
@@ -302,15 +267,6 @@ def _most(played: list[ReplayedStage], correction: Correction, outside: int) -> 
     return top_stage, most(top_stage)
 
 
-def _splitting(stage: ReplayedStage, more_bytes: int) -> tuple[str, ...]:
-    """That a VAE's convolutions may make the peak so much higher, in words."""
-    if more_bytes <= 0:
-        return ()
-    vae, does = stage.run.facts.model.vae.class_name, f"{stage.phase}s"
-    over = "splits convolutions over 2 GiB and joins them, which is counted whole"
-    return (f"while it {does}, {vae} {over}: up to {format_gib(more_bytes)} more (--vae-tiling avoids it)",)
-
-
 def outside_bytes(run: Run) -> int:
     """Device bytes that are not torch's: CUDA's context, communicators and what a trainer takes."""
     return run.facts.gpu.context_bytes + run.device.outside_bytes + communicators(run) * NCCL_BYTES
@@ -320,50 +276,6 @@ def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
     """A PhasePeak with the highest value of each counter over all of `peaks`."""
     entries = list(peaks)
     return PhasePeak(**{name: max(getattr(peak, name) for peak in entries) for name in PhasePeak.model_fields})
-
-
-def _assumptions(run: Run, played: list[ReplayedStage], unrecorded: Iterable[phases.UnrecordedPass]) -> tuple[str, ...]:
-    """What the estimate does not count, and what it takes for granted, in words."""
-    left_out = (
-        f"{entry.name.partition('-')[0]} has no recording to {entry.piece}: only its weights are counted"
-        + ", and samples come encoded" * entry.elsewhere
-        for entry in unrecorded
-    )
-    layers = [entry.run.encoding_only.by_layer for entry in played if entry.run.encoding_only.by_layer]
-    words = (f"{name} is larger than the card and runs layer by layer" for name in dict.fromkeys(layers))
-    apart = (
-        f"{name} is larger than the card: the command that caches prompts needs its option for 8 bits or the CPU"
-        for name in dict.fromkeys(name.partition("-")[0] for name in phases.encoders_left_out(run))
-    )
-    compiled = ("torch.compile decides what backward keeps: estimated as without it, with 10 % more margin either way",)
-    more = compiled if run.strategy.compile != "none" else ()
-    part = ("activations are those of full training, so this is an upper bound",) if run.job.trainable else ()
-    chosen = (_CHOSEN_LAYERS,) if any(run.device.kept_for_adapters) else ()
-    tried = ".".join(map(str, NEWEST_TRIED))
-    newer = f"torch {run.machine.torch} is newer than what estimates were compared with ({tried})"
-    untried = (newer,) if is_untried(run.machine.torch) else ()
-    return (*_of_class(run), *left_out, *words, *apart, *_elastic(run.strategy), *more, *part, *chosen, *untried)
-
-
-_CHOSEN_LAYERS = (
-    "no recording has adapters on just these layers: their weights, gradients and states are counted, and the range "
-    "takes in what a step may keep for them"
-)
-
-
-def _of_class(run: Run) -> tuple[str, ...]:
-    """What the recording of a model without a family of its own rests on."""
-    call = ForwardCall.of(run.facts.model.inputs)
-    if call is None:
-        return ()
-    return (f"recorded from the signature of {run.facts.model.diffusers_class}: {'; '.join(call.assumed)}",)
-
-
-def _elastic(strategy: Strategy) -> tuple[str, ...]:
-    """What takes GPU memory only where there is some to spare, in words."""
-    if strategy.optimizer not in UNPAGED:
-        return ()
-    return ("paged states are counted in host RAM; they use free GPU memory and are paged out when it is short",)
 
 
 def _verdict(
@@ -408,45 +320,3 @@ def phase_peak(entry: ReplayedStage, outside: int, correction: Correction) -> Ph
     """The corrected counters of one replayed stage. ``outside``: device bytes outside torch's allocator."""
     replay = entry.replayed
     return correction.peak(replay.allocated_peak_bytes, replay.reserved_peak_bytes, outside, entry.phase)
-
-
-def peak_stage(played: list[ReplayedStage]) -> ReplayedStage:
-    """The stage whose tensors peak highest, the later among equals.
-
-    Reserved is no guide: what was reserved once stays.
-    """
-    return max(reversed(played), key=lambda entry: entry.replayed.allocated_peak_bytes)
-
-
-def describe_moment(played: ReplayedStage, strategy: Strategy) -> str:
-    """The moment of a stage's allocated peak in words, such as "recompute and backward of block 17"."""
-    index = played.replayed.allocated_peak_at
-    moment: Moment = played.stage.moment(max(index, 0))
-    what = moment.passes
-    every = moment.block >= 0 and strategy.gradient_checkpointing in ("full", "offload", "fp8")
-    if what == "backward" and (every or (moment.module_list, moment.block) in played.run.checkpointed):
-        what = "recompute and backward"
-    if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
-        return OPTIMIZER_MOMENT
-    if played.stage is played.run.phases.unload:  # all is still there that was loaded
-        return PHASE_MOMENTS["load"]
-    if played.run.samples_only and played.phase in SAMPLING_MOMENTS:
-        return SAMPLING_MOMENTS[played.phase]
-    if played.phase in PHASE_MOMENTS:
-        return PHASE_MOMENTS[played.phase]
-    return f"{what} of {moment.module_list}.{moment.block}" if moment.block >= 0 else f"{what} outside the blocks"
-
-
-def breakdown_at(top: ReplayedStage, peak: PhasePeak, correction: Correction) -> Breakdown:
-    """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
-    category = list(top.run.program.category)
-    there: dict[str, list[int]] = {}
-    for buffer in alive(top.ops[: top.replayed.allocated_peak_at + 1], top.before):
-        there.setdefault(category[buffer], []).append(buffer)
-    parts: Counter[str] = Counter()
-    for kind, buffers in there.items():
-        parts[BREAKDOWN[kind]] += held(buffers, top.run.sizes)[0]
-    share = correction.share(top.phase)
-    counted = {name: int(nbytes * share) for name, nbytes in parts.items()}
-    lost = peak.reserved_bytes - sum(counted.values())
-    return Breakdown(**counted, fragmentation=lost, context=peak.device_bytes - peak.reserved_bytes)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner.estimate.pinned_ram import pinned_bytes, unpinnable_bytes
-from planner.layout import encoders_vae, experts, group_offload, phases, single_gpu
+from planner.layout import experts, group_offload, phases, single_gpu
 from planner.layout.checkpoints.block_inputs import offloaded_bytes
-from planner.layout.encoders_vae import BYTES_PER_PARAMETER
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER, components_host_bytes
 from planner.layout.optimizer.fp32_masters import master_bytes
 from planner.layout.run import Run
 from planner.layout.sharding import nvme
@@ -109,7 +109,7 @@ def host_share(run: Run) -> HostShare:
         experts=experts.host_bytes(run),
         blocks=single_gpu.swapped_host_bytes(run),
         ema=single_gpu.ema_bytes(run) if run.strategy.ema == "cpu" else 0,
-        components=encoders_vae.components_host_bytes(run),
+        components=components_host_bytes(run),
         encoding=encoding,
         groups=groups,
         grouping=grouping,

@@ -11,7 +11,8 @@ from planner.allocator.mps import MpsAllocator
 from planner.catalog import apple_cards
 from planner.estimate.common_numbers import common_numbers
 from planner.garbage_collection import recording_cache, without_garbage_collection
-from planner.layout.encoders_vae import ComponentPass, lay_out_encoding
+from planner.layout.encoders_vae.component_pass import ComponentPass
+from planner.layout.encoders_vae.encoding_memory import lay_out_encoding
 from planner.layout.phases import Encoding, encoding_runs, encodings
 from planner.layout.run import Run
 from planner.spec.plan import PhaseName

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from planner.estimate.estimate import BREAKDOWN, run_seconds
+from planner.estimate.estimate import run_seconds
+from planner.estimate.peak_moment import BREAKDOWN
 from planner.estimate.roofline import forward_seconds
 from planner.estimate.timeline import STEADY
 from planner.estimate.work import step_work

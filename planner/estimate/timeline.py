@@ -10,16 +10,9 @@ from dataclasses import dataclass, replace
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.catalog.shapes import grids
-from planner.estimate.estimate import (
-    BREAKDOWN,
-    PHASE_MOMENTS,
-    breakdown_at,
-    counter_maxima,
-    describe_moment,
-    outside_bytes,
-    phase_peak,
-)
+from planner.estimate.estimate import counter_maxima, outside_bytes, phase_peak
 from planner.estimate.fragmentation import reserved_bytes
+from planner.estimate.peak_moment import BREAKDOWN, PHASE_MOMENTS, breakdown_at, describe_moment
 from planner.estimate.stages import allocator_of, replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run

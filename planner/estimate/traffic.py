@@ -8,7 +8,7 @@ from planner.catalog.swapped_stacks import fetches_again
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
 from planner.layout.checkpoints.block_inputs import offloaded_bytes
-from planner.layout.encoders_vae import component_bytes
+from planner.layout.encoders_vae.component_pass import component_bytes
 from planner.layout.experts import exchanged_bytes
 from planner.layout.run import Run
 from planner.layout.sharding import nvme

@@ -16,7 +16,7 @@ from planner.errors import VplanError
 from planner.estimate.estimate import Layout, run_seconds
 from planner.estimate.roofline import DISK_BYTES_PER_SECOND, Span, forward_seconds, host_rate
 from planner.estimate.work import attention_of, component_work, work_of
-from planner.layout.encoders_vae import ComponentPass, decoder, encoders
+from planner.layout.encoders_vae.component_pass import ComponentPass, decoder, encoders
 from planner.layout.phases import validation_grid, weights_on_gpu
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run, main_piece

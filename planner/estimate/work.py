@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from planner.garbage_collection import recording_cache
 from planner.layout import attention_kernel
-from planner.layout.encoders_vae import ComponentPass, encoders
+from planner.layout.encoders_vae.component_pass import ComponentPass, encoders
 from planner.layout.run import Run, main_piece
 from planner.spec.job import Strategy
 from planner.tape.format import KINDS, Tape

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
-from planner.estimate.estimate import describe_moment
+from planner.estimate.peak_moment import describe_moment
 from planner.estimate.stages import ReplayedStage
 from planner.foreign.oom_formats import CUT_OFF, FORMATS, Cause, Format
 from planner.foreign.oom_message import OomMessage, allocation_bytes, format_size

@@ -9,7 +9,8 @@ from planner.catalog.swapped_stacks import fetches_again
 from planner.dialects.base.engine_files.deepspeed_file import zero_settings
 from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.errors import NotRecordedError, VplanError
-from planner.estimate.estimate import OPTIMIZER_MOMENT, PHASE_MOMENTS, assess, describe_moment, outside_bytes
+from planner.estimate.estimate import assess, outside_bytes
+from planner.estimate.peak_moment import OPTIMIZER_MOMENT, PHASE_MOMENTS, describe_moment
 from planner.foreign.case import Case
 from planner.layout import margin
 from planner.layout.recordings import Library, load_facts

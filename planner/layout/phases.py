@@ -13,17 +13,9 @@ from planner.catalog.components import samples_per_call
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
 from planner.layout.cublas import kept_workspaces, workspace_bytes
-from planner.layout.encoders_vae import (
-    BYTES_PER_PARAMETER,
-    ComponentPass,
-    alive_after,
-    decoder,
-    encoders,
-    encoding_memory,
-    lay_out_encoding,
-    load_component,
-    run_component,
-)
+from planner.layout.encoders_vae.component_layout import alive_after, load_component, run_component
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER, ComponentPass, decoder, encoders
+from planner.layout.encoders_vae.encoding_memory import encoding_memory, lay_out_encoding
 from planner.layout.group_offload import offload_model_groups
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.run_records import EncodingOnly

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.layout.encoders_vae import decoder
+from planner.layout.encoders_vae.component_pass import decoder
 from planner.layout.group_offload import offload_model_groups
 from planner.layout.phases import batch_samples, decode_with, take_sizes, weights_on_gpu
 from planner.layout.run import STRATEGY_MOMENT, Run

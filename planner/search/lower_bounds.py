@@ -22,7 +22,7 @@ from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
 from planner.garbage_collection import recording_cache
 from planner.layout.attention_kernel import copies_of_masks_of_numbers, padded_masks
-from planner.layout.encoders_vae import BYTES_PER_PARAMETER
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Strategy

@@ -39,7 +39,8 @@ from planner.tape.variants.inventory import (
 )
 from planner.tape.variants.variant import OptimizerVariant, SampleVariant, StepVariant
 from trainers.families import family
-from trainers.recording.recorder import Dispatch, RawRecording, record_optimizer, record_sample, record_step
+from trainers.recording.recorder import RawRecording
+from trainers.recording.recordings import Dispatch, record_optimizer, record_sample, record_step
 from trainers.recording.trainer_code import check_out
 
 LIMIT_PCT = 0.1

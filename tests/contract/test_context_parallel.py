@@ -22,7 +22,8 @@ from planner.tape.variants.inventory import step_variants
 from tests.contract.ranks import Case, measure
 from trainers.recording import tapes
 from trainers.recording.block_places import find_runs
-from trainers.recording.recorder import RawRecording, record_step
+from trainers.recording.recorder import RawRecording
+from trainers.recording.recordings import record_step
 from trainers.step import step
 
 TINY: dict[str, tuple[dict[str, Any], dict[str, int]]] = {

@@ -27,7 +27,8 @@ from planner.tape.variants.choice import optimizer_variant, step_variant
 from planner.tape.variants.inventory import default_variants
 from tests.contract.ranks import WORLD, Bytes, Case, measure
 from trainers.recording.compress import Header, compress
-from trainers.recording.recorder import RawRecording, record_optimizer, record_step
+from trainers.recording.recorder import RawRecording
+from trainers.recording.recordings import record_optimizer, record_step
 from trainers.recording.tapes import parameter_table
 
 TINY: dict[str, dict[str, Any]] = {

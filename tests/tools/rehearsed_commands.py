@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import profiles
 from planner import dialects
 from planner.dialects.base.script import from_file
-from planner.estimate.estimate import OPTIMIZER_MOMENT, assess, describe_moment
+from planner.estimate.estimate import assess
+from planner.estimate.peak_moment import OPTIMIZER_MOMENT, describe_moment
 from planner.foreign.case import Case, read_case
 from planner.foreign.check import Checked, check_case
 from planner.foreign.pricing import Pricing

@@ -30,7 +30,8 @@ from trainers.recording import cuda_ops
 from trainers.recording.block_places import LikeBlocks, find_runs
 from trainers.recording.compress import Header, compress
 from trainers.recording.hooks import watch_blocks
-from trainers.recording.recorder import RawRecording, Recorder, load
+from trainers.recording.recorder import RawRecording, Recorder
+from trainers.recording.recordings import load
 from trainers.step import step
 
 RECORDED_CHUNKS = range(9, 14)

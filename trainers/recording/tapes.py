@@ -33,7 +33,8 @@ from trainers.recording.components import short_tape, vae_tape
 from trainers.recording.compress import Header, compress
 from trainers.recording.cuda_ops import MASK_ALIGNMENT
 from trainers.recording.encoders import text_tape
-from trainers.recording.recorder import Dispatch, RawRecording, record_optimizer, record_sample, record_step
+from trainers.recording.recorder import RawRecording
+from trainers.recording.recordings import Dispatch, record_optimizer, record_sample, record_step
 from trainers.recording.trainer_code import check_out
 from trainers.step import step
 

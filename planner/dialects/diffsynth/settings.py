@@ -47,7 +47,7 @@ from planner.dialects.diffsynth.names import (
     folder_of,
 )
 from planner.errors import VplanError
-from planner.layout.encoders_vae import BYTES_PER_PARAMETER
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
 from planner.layout.trainer_terms.diffsynth import MODEL_OFFLOAD
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 
-from planner.layout.encoders_vae import BYTES_PER_PARAMETER, alive_after, encoders, load_component
+from planner.layout.encoders_vae.component_layout import alive_after, load_component
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER, encoders
 from planner.layout.phases import take_sizes
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.trainer_terms.attention_masks import masks_by_head

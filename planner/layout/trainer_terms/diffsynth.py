@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from planner.layout.encoders_vae import encoders
+from planner.layout.encoders_vae.component_pass import encoders
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, last_encoder_in_model, positions_in_fp64
 from planner.tape.program import Stage

@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import itertools
 
-from planner.layout.encoders_vae import (
-    ComponentPass,
-    alive_after,
-    component_bytes,
-    encoders,
-    load_component,
-    run_component,
-)
+from planner.layout.encoders_vae.component_layout import alive_after, load_component, run_component
+from planner.layout.encoders_vae.component_pass import ComponentPass, component_bytes, encoders
 from planner.layout.phases import RGB, take_sizes, weights_on_gpu
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins

@@ -5,7 +5,7 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 
 from __future__ import annotations
 
-from planner.layout.encoders_vae import BYTES_PER_PARAMETER
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.attention_masks import masks_by_head
 from planner.layout.trainer_terms.lora_layers import (

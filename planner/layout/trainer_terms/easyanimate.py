@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.layout.encoders_vae import component_bytes
+from planner.layout.encoders_vae.component_pass import component_bytes
 from planner.layout.phases import RGB
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins, share_comes_back_in_fp32

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from planner.layout.adapters import linear_layers
 from planner.layout.cublas import kept_workspaces, workspace_bytes
-from planner.layout.encoders_vae import ComponentPass, encoders, load_component
+from planner.layout.encoders_vae.component_layout import load_component
+from planner.layout.encoders_vae.component_pass import ComponentPass, encoders
 from planner.layout.phases import take_sizes
 from planner.layout.run import Run, Transform
 from planner.layout.single_gpu import weights_made_anew

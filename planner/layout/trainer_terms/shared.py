@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from planner.catalog.profiles import TextEncoder
 from planner.layout.checkpoints.offload import fetched_when_needed
-from planner.layout.encoders_vae import BYTES_PER_PARAMETER
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.spec.job import SPLIT
 from planner.tape.program import Block, Stage

@@ -20,7 +20,7 @@ from planner.estimate.work import step_work
 from planner.layout import recordings as library
 from planner.layout import trainer_terms
 from planner.layout.checkpoints.block_inputs import block_inputs
-from planner.layout.encoders_vae import component_bytes
+from planner.layout.encoders_vae.component_pass import component_bytes
 from planner.layout.experts import idle_weights
 from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out

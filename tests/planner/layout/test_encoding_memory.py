@@ -9,7 +9,8 @@ import pytest
 from planner.allocator.implementation import held
 from planner.catalog import lookup
 from planner.catalog.components import recorded_length
-from planner.layout.encoders_vae import encoding_memory, lay_out_encoding, vae_component
+from planner.layout.encoders_vae.component_pass import vae_component
+from planner.layout.encoders_vae.encoding_memory import encoding_memory, lay_out_encoding
 from planner.layout.recordings import component_tape
 from planner.spec.job import Strategy
 

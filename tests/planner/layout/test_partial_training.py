@@ -17,7 +17,7 @@ from planner.layout.recordings import load_facts
 from planner.layout.run import Facts, Run
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from trainers.recording.recorder import record_optimizer, record_step
+from trainers.recording.recordings import record_optimizer, record_step
 
 PROFILE = lookup.model("wan2.1-t2v-1.3b")
 BLOCKS = 6

@@ -7,7 +7,7 @@ import pytest
 from planner.catalog import lookup
 from planner.catalog.shapes import grid
 from planner.layout import recordings
-from planner.layout.encoders_vae import component_bytes, encoders
+from planner.layout.encoders_vae.component_pass import component_bytes, encoders
 from planner.layout.pipeline import lay_out
 from planner.layout.run import Run
 from planner.spec.configuration import Configuration

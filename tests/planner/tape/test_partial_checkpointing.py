@@ -17,7 +17,7 @@ from planner.tape.format import Tape
 from planner.tape.partial_checkpointing import BothSteps
 from planner.tape.program import Program
 from planner.tape.variants.inventory import step_variants
-from trainers.recording.recorder import record_step
+from trainers.recording.recordings import record_step
 
 BLOCKS = 6
 

@@ -15,7 +15,7 @@ from planner.spec.job import Job, Strategy
 from planner.spec.training import TrainingSettings
 from trainers.families import family
 from trainers.recording import cuda_ops
-from trainers.recording.recorder import named_tensors
+from trainers.recording.recordings import named_tensors
 from trainers.step import step
 from trainers.step.optimizers import SteppedInBackward, make_optimizer
 from trainers.step.random_weights import randomise

@@ -31,7 +31,8 @@ from trainers.families import family
 from trainers.recording import tapes
 from trainers.recording.comparison import NOT_COMPARED, first_difference
 from trainers.recording.compress import Header, compress
-from trainers.recording.recorder import RawRecording, record_optimizer, record_step
+from trainers.recording.recorder import RawRecording
+from trainers.recording.recordings import record_optimizer, record_step
 
 MODEL = "wan2.1-t2v-1.3b"
 PROFILE = lookup.model(MODEL)

@@ -22,7 +22,8 @@ from planner.tape.variants.variant import StepVariant
 from trainers.recording import tapes
 from trainers.recording.factoriser import Factoriser
 from trainers.recording.own import REFUSALS, refusal
-from trainers.recording.recorder import RawAllocation, RawRecording, record_step
+from trainers.recording.recorder import RawAllocation, RawRecording
+from trainers.recording.recordings import record_step
 
 PRODUCTS = ("FHW", "HW", "T", "F", "H", "W", "E", "FH", "FW")
 SECOND = {"B": 997, "F": 353, "H": 349, "W": 347, "T": 1019, "R": 1013, "E": 2053}

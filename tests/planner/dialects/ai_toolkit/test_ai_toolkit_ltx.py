@@ -10,7 +10,7 @@ from planner import dialects
 from planner.catalog.shapes import grids
 from planner.dialects.base.script import from_file
 from planner.foreign.case import read_case
-from planner.layout.encoders_vae import encoders
+from planner.layout.encoders_vae.component_pass import encoders
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run
