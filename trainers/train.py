@@ -260,7 +260,7 @@ class TrainingRun:
         """The model of the plan with its weights, or both experts; ``trained``: a checkpoint's weights."""
         from trainers.memory import swap
         from trainers.parallel import parallel
-        from trainers.step import experts, step, weights
+        from trainers.step import experts, placement, step, weights
 
         profile, job, strategy, alpha = self.profile, self.job, self.strategy, self.training.lora_alpha
         root = Path(self.request.transformer or self.request.weights)
@@ -272,7 +272,7 @@ class TrainingRun:
         model = step.build_model(profile, job, strategy, lora_alpha=alpha)
         parallel.split(model, profile, job, strategy, self.device)
         swapped = swap.swapped_blocks(model, profile, strategy)
-        waiting = step.offloaded_shares(model, strategy)
+        waiting = placement.offloaded_shares(model, strategy)
         weights.load(model, source, self.device, self._begin("", model), trained, swapped, waiting)
         return model
 

@@ -285,7 +285,7 @@ def _data(run: Run) -> int:
 def _loading(run: Run) -> int:
     """What the weights pass through on their way to the GPU.
 
-    Ours are read one by one out of mapped files (trainers/step/step.py ``materialise``), so it is the largest in the
+    Ours are read one by one from mapped files (trainers/step/placement.py ``materialise``), so it is the largest in the
     GPU's format. ``from_pretrained`` makes the whole model on the CPU first (``HostTerms.loads_on_cpu``), cast shard
     by shard (diffusers model_loading_utils.py ``load_model_dict_into_meta``); a quantised one goes to the GPU as it is
     made, unless a trainer quantises what is loaded (``HostTerms.quantises_loaded``).

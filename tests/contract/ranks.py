@@ -139,7 +139,7 @@ def _model(case: Case) -> tuple[Any, ...]:
     from planner.spec.job import Job, Machine, Strategy
     from planner.spec.rules import resolve
     from trainers.parallel.engines import mesh_of, shard
-    from trainers.step import step
+    from trainers.step import placement, step
     from trainers.step.random_weights import randomise
 
     profile = lookup.model(case.model)
@@ -151,7 +151,7 @@ def _model(case: Case) -> tuple[Any, ...]:
     if strategy.sharding == "fsdp":
         shard(model, profile, job, strategy, mesh_of(strategy, torch.device("cpu")))
     torch.manual_seed(0)
-    step.materialise(model, "cpu", randomise)
+    placement.materialise(model, "cpu", randomise)
     return profile, job, strategy, model
 
 

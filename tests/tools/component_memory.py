@@ -74,7 +74,7 @@ def measure(profile: ModelProfile, component: Component, grid: dict[str, int], c
     import torch
 
     from trainers.recording.components import DTYPES
-    from trainers.step import step
+    from trainers.step import placement, step
 
     piece, dtype, *_ = component.variant.split("-", 2)
     model, run = _call(profile, component, piece, DTYPES[dtype], grid)
@@ -83,7 +83,7 @@ def measure(profile: ModelProfile, component: Component, grid: dict[str, int], c
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()
-    step.materialise(model, "cuda")
+    placement.materialise(model, "cuda")
     with torch.no_grad():
         run()
     after = torch.cuda.memory_stats()

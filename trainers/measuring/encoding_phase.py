@@ -20,7 +20,7 @@ from trainers.families.common.encoding import Encoder
 from trainers.measuring.counters import Meter
 from trainers.recording import encoders
 from trainers.sampling import validate
-from trainers.step import step
+from trainers.step import placement, step
 from trainers.step.random_weights import randomise
 
 SEED = 0
@@ -47,7 +47,7 @@ def _read(encoder: TextEncoder, dtype: str, device: torch.device) -> None:
         model._keep_in_fp32_modules = type(model)._keep_in_fp32_modules  # type: ignore[attr-defined]  # transformers'
     step.cast_weights(model, half)
     by_layers = layer_offload.is_too_large(model, layer_offload.room_bytes(device))
-    step.materialise(model, "cpu" if dtype in QUANTISED or by_layers else device, randomise)
+    placement.materialise(model, "cpu" if dtype in QUANTISED or by_layers else device, randomise)
     if dtype in QUANTISED:
         model = shrink(model, dtype, device)
     elif by_layers:

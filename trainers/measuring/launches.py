@@ -13,7 +13,7 @@ from planner.layout.recordings import tape
 from planner.spec.job import Job, Strategy
 from planner.tape.format import Tape
 from trainers.families import family
-from trainers.step import step
+from trainers.step import placement, step
 from trainers.step.random_weights import randomise
 
 MODEL = "wan2.1-t2v-1.3b"
@@ -45,7 +45,7 @@ def seconds_and_launches(checkpointing: Literal["none", "full"], device: torch.d
     job = Job(model=MODEL, frames=9, height=64, width=64, lora_rank=SHAPE["R"], lora_targets=known.lora.targets)
     strategy = Strategy(weights_dtype="bf16", gradient_checkpointing=checkpointing)
     model = step.build_model(profile, job, strategy)
-    step.materialise(model, device, randomise)
+    placement.materialise(model, device, randomise)
     trainee, kind = step.Trainee(model, step.trainable_parameters(model)), family(profile)
     batch = kind.batch(SHAPE, device, step.compute_dtype(strategy))
     taken = []

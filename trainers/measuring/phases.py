@@ -26,7 +26,7 @@ from trainers.memory import swap
 from trainers.parallel import checkpoint, parallel
 from trainers.parallel.ema import Average
 from trainers.sampling import pipelines, validate
-from trainers.step import experts, step, weights
+from trainers.step import experts, placement, step, weights
 from trainers.step.random_weights import randomise
 
 SEED = 0
@@ -106,11 +106,11 @@ class ProbedTraining:
         model = self._two_experts() if two_experts else step.build_model(request.profile, request.job, self.strategy)
         parallel.split(model, request.profile, request.job, self.strategy, device)
         if request.weights is None and not two_experts:
-            step.place(model, request.profile, self.strategy, device, randomise)
+            placement.place(model, request.profile, self.strategy, device, randomise)
         elif request.weights is not None and not two_experts:
             folder = model_folder(Path(request.weights), request.profile, request.job)
             swapped = swap.swapped_blocks(model, request.profile, self.strategy)
-            waiting = step.offloaded_shares(model, self.strategy)
+            waiting = placement.offloaded_shares(model, self.strategy)
             weights.load(
                 model, weights.published(folder, request.profile), device, weights.fresh(SEED), None, swapped, waiting
             )
@@ -164,7 +164,7 @@ class ProbedTraining:
         request, device = self.request, self.meter.device
 
         def at_random(_: str, model: nn.Module, waiting: Collection[str]) -> None:
-            step.materialise(model, device, randomise, waiting)
+            placement.materialise(model, device, randomise, waiting)
 
         fill: experts.Fill = at_random
         if request.weights is not None:

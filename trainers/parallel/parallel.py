@@ -29,7 +29,7 @@ from trainers.parallel.engines import mesh_of, shard
 from trainers.parallel.local_engine import LocalEngine
 from trainers.parallel.state_files import Share, share_of
 from trainers.parallel.zero import Zero
-from trainers.step import experts, step
+from trainers.step import experts, placement, step
 from trainers.step.loss_scaling import LossScaler, loss_scaler
 from trainers.step.optimizers import make_optimizer
 
@@ -94,7 +94,7 @@ class Fsdp(LocalEngine):
         first = next(iter(self.trainee.trainable.values()))
         assert isinstance(first, DTensor)
         mesh, whole = first.device_mesh, torch.empty(shape, dtype=dtype, device="meta")
-        local = torch.empty_like(step.part_of(whole, first), device=mesh.device_type)
+        local = torch.empty_like(placement.part_of(whole, first), device=mesh.device_type)
         share = DTensor.from_local(local, mesh, first.placements, run_check=False, shape=shape, stride=whole.stride())
         return share.cpu()  # made of a local tensor in host RAM, it would lie on the mesh's device
 

@@ -33,7 +33,7 @@ from trainers.recording.block_places import Place, find_runs, place_of_name
 from trainers.recording.hooks import watch_blocks, watch_casts, watch_gradients
 from trainers.recording.recorder import RawRecording, Recorder
 from trainers.recording.trainer_code import TrainerCode
-from trainers.step import step
+from trainers.step import placement, step
 from trainers.step.optimizers import SteppedInBackward, make_optimizer
 
 
@@ -201,7 +201,7 @@ def load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None
         recorder.place = place_of_name(name, places)
         recorder.label(weight, "weight", "", recorder.place)  # its name goes to what is left of it
 
-    step.materialise(model, "cpu", allocated)
+    placement.materialise(model, "cpu", allocated)
     for name, tensor in named_tensors(model):
         recorder.label(tensor, "weight", name, place_of_name(name, places))
     recording = recorder.recording

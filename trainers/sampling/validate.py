@@ -25,7 +25,7 @@ from trainers.families import family
 from trainers.memory import swap
 from trainers.sampling import pipelines
 from trainers.sampling.pipelines import SampleInputs
-from trainers.step import experts, step
+from trainers.step import experts, placement, step
 from trainers.step.random_weights import randomise
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def random_vae(profile: ModelProfile, strategy: Strategy) -> nn.Module:
     with init_empty_weights():
         vae: nn.Module = getattr(diffusers, profile.vae.class_name).from_config(profile.vae.config)
     step.cast_weights(vae, step.DTYPES[strategy.vae_dtype])
-    step.materialise(vae, "cpu", randomise)
+    placement.materialise(vae, "cpu", randomise)
     return vae.requires_grad_(False).eval()
 
 

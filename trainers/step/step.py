@@ -2,23 +2,25 @@
 
 Recording (fake tensors), probing (a few real steps) and training all call these functions, so what vplan predicts
 cannot drift from what it trains. Nothing here knows that a recorder exists.
+
+`build_model` makes the model on ``meta``, `trainers.step.placement` allocates its weights, and `accumulated_step` runs
+one optimisation step: `gradients` calls `forward` and backward for each micro-batch, and the `Engine` steps the
+optimizer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from planner.catalog.profiles import ModelProfile
-from planner.errors import VplanError
 from planner.layout.partial_training import matches
 from planner.spec.job import QUANTISED, Job, Strategy
 from planner.spec.training import MAX_GRAD_NORM
@@ -27,11 +29,10 @@ from trainers import families
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family
 from trainers.families.common.model_classes import build, class_of
-from trainers.memory import quantise, swap
-from trainers.memory.block_inputs import BlockInputs
-from trainers.memory.fp8_inputs import InputsInFp8
+from trainers.memory import quantise
 from trainers.memory.offload import InputsOnHost
 from trainers.step import attention_kernels, backends
+from trainers.step.checkpointing import set_checkpointing
 from trainers.step.loss_scaling import LossScaler
 from trainers.step.optimizers import OnHost, Optimizer, SteppedInBackward
 
@@ -199,89 +200,6 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | N
                 module.cast_input_dtype_enabled = False  # what peft's `disable_input_dtype_casting` sets
 
 
-def set_checkpointing(
-    model: nn.Module, profile: ModelProfile, strategy: Strategy, inputs: InputsOnHost | None = None
-) -> None:
-    """Turns on non-reentrant checkpointing of the blocks that ``strategy.gradient_checkpointing`` names.
-
-    ``partial``: the first ``checkpointed_blocks`` in the order they run. ``offload``: all, with the inputs of blocks in
-    host RAM, in ``inputs`` where another model keeps its own there too. ``fp8``: all, with those inputs in 8 bits. With
-    ``nested_checkpointing`` the attentions and feed-forwards of blocks are checkpointed once more, which changes no
-    operator and no order of theirs in backward (torch/utils/checkpoint.py, "Nested checkpoint").
-    """
-    mode = strategy.gradient_checkpointing
-    if mode == "none":
-        return
-    calls = 0
-    limit = strategy.checkpointed_blocks if mode == "partial" else None
-    kept: BlockInputs | None = None
-    if mode == "offload":
-        kept = inputs or InputsOnHost()
-    elif mode == "fp8":
-        kept = InputsInFp8()
-    # Stopped inside a last linear layer, recomputation would leave its weights as layerwise casting made them.
-    early_stop = not (strategy.weights_dtype == "fp8" and profile.traits.ends_in_linear)
-
-    def start_forward(*_: Any) -> None:
-        nonlocal calls
-        calls = 0  # ``partial`` is the first blocks in the order in which they are called
-        if kept is not None:
-            kept.begin()
-
-    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if limit is not None and calls > limit:
-            return block(*args, **kwargs)
-        with kept.around(*args, *kwargs.values()) if kept is not None else contextlib.nullcontext():
-            return checkpoint(block.__call__, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
-
-    if strategy.nested_checkpointing:
-        for part in block_parts(model, profile):
-            part.forward = _checkpointed(part.forward, early_stop)
-    model.register_forward_pre_hook(start_forward)
-    model.enable_gradient_checkpointing(run)  # type: ignore[operator]  # diffusers' own method
-
-
-def block_parts(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
-    """The attentions and feed-forwards of a model's blocks: what they are made of but norms, modulation and, where
-    those run beside attention (FLUX's single blocks), layers of the block's own.
-
-    Raises a VplanError for a UNet, whose blocks are not what is checkpointed, and where blocks have none.
-    """
-    from diffusers.models.attention import AttentionModuleMixin
-    from diffusers.models.attention_processor import Attention
-
-    blocks = [block for stack in profile.stacks for block in model.get_submodule(stack.list).children()]
-    parts = [
-        part
-        for block in blocks
-        for part in _unwrapped(block).children()
-        if isinstance(part, (Attention, AttentionModuleMixin)) or "FeedForward" in type(part).__name__
-    ]
-    if profile.traits.stages or not parts:
-        fault = f"the blocks of {profile.title} have no attention or feed-forward of their own to checkpoint"
-        raise VplanError(fault, "leave out --nested-checkpointing")
-    return parts
-
-
-def _unwrapped(block: nn.Module) -> nn.Module:
-    """A block, without one around it that has nothing else (HiDream's)."""
-    children = list(block.children())
-    return children[0] if len(children) == 1 and not list(block.parameters(recurse=False)) else block
-
-
-def _checkpointed(forward: Callable[..., Any], early_stop: bool) -> Callable[..., Any]:
-    """A module's forward, checkpointed where there are gradients. Its hooks are around it, and run once."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
-
-    return run
-
-
 def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
     """Sets what a model that will run has beyond one that is recorded: the strategy's attention kernel, with gradients
     as that one needs them, and compiled blocks."""
@@ -316,85 +234,6 @@ def compiled_blocks(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
         repeated: Collection[str] = model._repeated_blocks  # type: ignore[assignment]  # diffusers' own attribute
         return [module for module in model.modules() if type(module).__name__ in repeated]
     return [block for stack in profile.stacks for block in model.get_submodule(stack.list).children()]
-
-
-Fill = Callable[[str, torch.Tensor], None]
-"""Gives a weight, by its full name and just allocated, its values."""
-
-
-def place(
-    model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device, fill: Fill | None = None
-) -> None:
-    """Materialises a model on ``device``, but for the blocks that are swapped and the shares that FSDP2 offloads:
-    those wait in host RAM."""
-    swapped = swap.swapped_blocks(model, profile, strategy)
-    materialise(model, device, fill, swap.on_host(swapped) | offloaded_shares(model, strategy))
-    if swapped:
-        swap.BlockSwap([block for _, block in swapped], device)
-
-
-def offloaded_shares(model: nn.Module, strategy: Strategy) -> frozenset[str]:
-    """The names of what FSDP2 splits and keeps in host RAM: all, or nothing."""
-    if strategy.sharding != "fsdp" or strategy.offload_params != "cpu":
-        return frozenset()
-    return frozenset(name for name, _ in model.named_parameters())
-
-
-def materialise(
-    model: nn.Module, device: torch.device | str, fill: Fill | None = None, on_host: Collection[str] = ()
-) -> None:
-    """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
-
-    Those named in ``on_host`` are made in host RAM instead. A quantised base is quantised on the device, one
-    half-precision weight after another, and what is to wait goes from there; so is what FSDP2 splits. Parameters that
-    are tied stay so.
-    """
-    allocated: dict[nn.Parameter, nn.Parameter] = {}  # meta parameter -> its allocation: a tied one is met again
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in allocated:
-                module._parameters[name] = allocated[parameter]
-            elif parameter is not None and parameter.is_meta:
-                full_name = f"{prefix}.{name}" if prefix else name
-                waits, packed, splits = full_name in on_host, quantise.is_packed(parameter), _is_split(parameter)
-                where = "cpu" if waits and not packed and not splits else device
-                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=where)
-                if fill is not None:
-                    fill(full_name, weight)
-                if splits:
-                    module._parameters[name] = _share_of(weight, parameter, waits)
-                else:
-                    quantise.store(module, name, weight)
-                if waits and packed:
-                    quantise.to_host(module._parameters[name])
-                allocated[parameter] = module._parameters[name]
-                del weight  # or the half-precision one would still be there beside the next
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_cpu:  # FSDP2 has moved them to the GPU: not a second time
-                module._buffers[name] = buffer.to(device, copy=True)
-
-
-def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether FSDP2 splits it: it is a DTensor, which is not imported for everybody."""
-    return hasattr(parameter, "device_mesh")
-
-
-def _share_of(weight: torch.Tensor, parameter: Any, waits: bool) -> nn.Parameter:
-    """This rank's part of a whole weight, as FSDP2 cut the parameter on meta; in host RAM where it waits."""
-    from torch.distributed.tensor import DTensor
-
-    mesh, place = parameter.device_mesh, parameter.placements
-    part = part_of(weight, parameter).clone()
-    share = DTensor.from_local(part, mesh, place, run_check=False, shape=parameter.shape, stride=parameter.stride())
-    return nn.Parameter(share.cpu() if waits else share, requires_grad=parameter.requires_grad)
-
-
-def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """This rank's rows of a whole tensor, split as a DTensor that FSDP2 made: by rows over the last dimension of its
-    mesh."""
-    mesh, last = like.device_mesh, like.device_mesh.ndim - 1
-    parts, rank = whole.chunk(mesh.size(last)), mesh.get_local_rank(last)
-    return parts[rank] if rank < len(parts) else whole[:0]  # there are fewer parts where there are fewer rows
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

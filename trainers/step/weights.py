@@ -25,7 +25,7 @@ from planner.layout.optimizer.zero_starts import ZERO_MATRIX
 from planner.tape.parameter_table import is_of_adapter
 from trainers.families.common.random_draws import sample_seed
 from trainers.memory import swap
-from trainers.step import step
+from trainers.step import placement
 
 NAMED = 5
 """Tensors that a refusal names; the rest it counts."""
@@ -119,7 +119,7 @@ def load(
         else:
             weights.fill(_published(name), weight)
 
-    step.materialise(model, device, fill, swap.on_host(swapped) | frozenset(waiting))
+    placement.materialise(model, device, fill, swap.on_host(swapped) | frozenset(waiting))
     for name, buffer in saved_buffers(model).items():
         weights.fill(name, buffer)
     names = {name for name, _ in model.named_parameters()}

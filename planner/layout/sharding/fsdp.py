@@ -124,7 +124,7 @@ def _end_blocks(run: Run, blocks: Mapping[int, Block | None]) -> None:
 
 def _load_one_by_one(run: Run, whole_bytes: Mapping[int, int], offloaded: bool) -> None:
     """Each weight comes to the GPU whole, and goes once its share is cut out of it; so does the share where it waits in
-    host RAM (trainers/step/step.py, ``materialise``)."""
+    host RAM (trainers/step/placement.py, ``materialise``)."""
     for position, (moment, events) in enumerate(run.load.stretches):
         loaded = [event for event in events if event in whole_bytes]
         wholes = iter(run.add_new([whole_bytes[event] for event in loaded], "temporary", "whole weight"))

@@ -23,7 +23,7 @@ from tests.trainers.data.caching import FP32, run, setting, shapes_of
 from trainers import families
 from trainers.data import cache, packed_encoders, parts
 from trainers.families.common.encoding import Encoder, pipeline
-from trainers.step import step
+from trainers.step import placement, step
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
 
@@ -129,7 +129,7 @@ def test_entries_make_the_batches_that_were_recorded(tmp_path: Path, name: str, 
     assert shapes_of(batch) == shapes_of(family.batch(grid(profile, plan), "cpu", dtype))
     assert not torch.equal(batch["latents"][0], batch["latents"][1])
     model = step.build_model(profile, plan, strategy)
-    step.materialise(model, "cpu", lambda _, weight: weight.normal_(0, 0.02))
+    placement.materialise(model, "cpu", lambda _, weight: weight.normal_(0, 0.02))
     step.forward(step.Trainee(model, step.trainable_parameters(model)), family, batch, strategy).backward()
     assert all(
         torch.isfinite(each.grad).all() for each in step.trainable_parameters(model).values() if each.grad is not None

@@ -17,7 +17,7 @@ from tests.trainers import tiny  # noqa: E402
 from tests.trainers.data.caching import FP32, run, setting  # noqa: E402
 from trainers import families  # noqa: E402
 from trainers.data import parts  # noqa: E402
-from trainers.step import step  # noqa: E402
+from trainers.step import placement, step  # noqa: E402
 
 PROFILE = tiny.profile("flux.3")
 STRATEGY = FP32.replace(autocast="none", weights_dtype="fp32")
@@ -49,7 +49,7 @@ def test_what_is_there_for_reference_images_gets_no_gradient() -> None:
     kind = families.family(PROFILE)
     job = job_for(PROFILE, {"method": "full", "height": 64, "width": 64, "text_tokens": 6})
     model = step.build_model(PROFILE, job, STRATEGY)
-    step.materialise(model, "cpu", lambda _, weight: weight.normal_(0, 0.02))
+    placement.materialise(model, "cpu", lambda _, weight: weight.normal_(0, 0.02))
     trainee = step.Trainee(model, step.trainable_parameters(model))
     step.forward(trainee, kind, kind.batch(grid(PROFILE, job), "cpu", torch.float32), STRATEGY).backward()
     without = {name for name, parameter in trainee.trainable.items() if parameter.grad is None}

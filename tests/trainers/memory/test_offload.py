@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.trainers.step.test_step import GRID, batch, built, tiny
 from trainers.families import family
 from trainers.memory.offload import InputsOnHost
-from trainers.step import step
+from trainers.step import checkpointing, step
 
 BLOCKS = 4
 
@@ -87,7 +87,7 @@ def test_a_real_model_keeps_its_blocks_inputs_in_host_ram(monkeypatch: pytest.Mo
             super().__init__()
             away.append(self)
 
-    monkeypatch.setattr(step, "InputsOnHost", Spied)
+    monkeypatch.setattr(checkpointing, "InputsOnHost", Spied)
     profile = tiny("wan2.1-t2v-1.3b")
     trainee, strategy = built(profile, "lora", autocast="none", gradient_checkpointing="offload")
     loss = step.forward(trainee, family(profile), batch(profile, strategy), strategy)

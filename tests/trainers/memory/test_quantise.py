@@ -16,7 +16,7 @@ from planner.spec.training import TrainingSettings
 from trainers.families import family
 from trainers.recording import cuda_ops
 from trainers.recording.recordings import named_tensors
-from trainers.step import step
+from trainers.step import placement, step
 from trainers.step.optimizers import SteppedInBackward, make_optimizer
 from trainers.step.random_weights import randomise
 
@@ -60,7 +60,7 @@ def built(name: str, method: str = "lora", **strategy: object) -> tuple[step.Tra
     chosen = Strategy.read({"weights_dtype": "bf16", **strategy})
     model = on_meta(name, method, chosen)
     torch.manual_seed(0)
-    step.materialise(model, "cpu", randomise)
+    placement.materialise(model, "cpu", randomise)
     return step.Trainee(model, step.trainable_parameters(model)), chosen
 
 
@@ -129,7 +129,7 @@ def test_what_the_recorder_loads_is_stored_in_the_same_tensors(weights: str) -> 
     real, _ = built(name, weights_dtype=weights)
     fake = on_meta(name, "lora", Strategy(weights_dtype=weights))
     with FakeTensorMode(allow_non_fake_inputs=True), cuda_ops.cuda_semantics():
-        step.materialise(fake, "cpu")
+        placement.materialise(fake, "cpu")
         told = {key: (tensor.dtype, tensor.shape) for key, tensor in named_tensors(fake)}
     assert told == {key: (tensor.dtype, tensor.shape) for key, tensor in named_tensors(real.model)}
 

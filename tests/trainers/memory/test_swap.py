@@ -19,7 +19,7 @@ from tests.trainers.step.test_step import BLOCKS, batch, job, tiny
 from trainers.families import family
 from trainers.memory import swap
 from trainers.memory.quantise import stored_tensors
-from trainers.step import step
+from trainers.step import placement, step
 from trainers.step.optimizers import make_optimizer
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def placed(name: str, swapped: int, **more: Any) -> tuple[step.Trainee, Strategy
         values = torch.randn(weight.shape, generator=generator) * 0.1
         weight.copy_(values.to(weight.dtype))
 
-    step.place(model, profile, strategy, CPU, fill)
+    placement.place(model, profile, strategy, CPU, fill)
     trainee = step.Trainee(model, step.trainable_parameters(model))
     trainee.optimizer = make_optimizer(trainee.trainable, strategy)
     return trainee, strategy

@@ -36,7 +36,7 @@ from trainers import families  # noqa: E402
 from trainers.families.common.sampling import FamilyPipeline  # noqa: E402
 from trainers.parallel.lora_files import LoraFiles, comfyui_places, comfyui_tensors, has_comfyui_model  # noqa: E402
 from trainers.parallel.lora_start import from_file  # noqa: E402
-from trainers.step import step, weights  # noqa: E402
+from trainers.step import placement, step, weights  # noqa: E402
 
 COMFYUI = tomllib.loads(Path(__file__).with_name("comfyui_weights.toml").read_text())
 RANK = 2
@@ -222,7 +222,7 @@ def trainee(profile: ModelProfile, job: Job) -> nn.Module:
     """The model that trains, with random adapters on its usual layers."""
     torch.manual_seed(0)
     model = step.build_model(profile, job, Strategy())
-    step.materialise(model, torch.device("cpu"), lambda _, weight: nn.init.normal_(weight))
+    placement.materialise(model, torch.device("cpu"), lambda _, weight: nn.init.normal_(weight))
     return model
 
 
@@ -341,7 +341,7 @@ def at_alpha(alpha: float) -> TrainingSettings:
 def with_alpha(profile: ModelProfile, alpha: float | None) -> nn.Module:
     torch.manual_seed(0)
     model = step.build_model(profile, lora_job(profile), Strategy(weights_dtype="fp32"), lora_alpha=alpha)
-    step.materialise(model, torch.device("cpu"), lambda _, weight: nn.init.normal_(weight, std=0.1))
+    placement.materialise(model, torch.device("cpu"), lambda _, weight: nn.init.normal_(weight, std=0.1))
     return model.eval()
 
 
@@ -402,7 +402,7 @@ def test_training_begins_as_a_file_of_either_form_ends(name: str, file: str, tmp
     def fill(key: str, weight: Tensor) -> None:
         begin(key, weight) if "lora_" in key else nn.init.zeros_(weight)
 
-    step.materialise(after, torch.device("cpu"), fill)
+    placement.materialise(after, torch.device("cpu"), fill)
     layers = {key: module for key, module in after.named_modules() if hasattr(module, "lora_A")}
     assert layers
     for key, module in layers.items():
@@ -425,7 +425,9 @@ def test_a_file_of_other_layers_or_of_a_higher_rank_is_refused(tmp_path: Path) -
     model = step.build_model(profile, job, Strategy())
     begin = from_file(file, "", profile, job, AT_RANK, model, new)
     with pytest.raises(VplanError, match=f"has rank {RANK}, and the plan 1"):
-        step.materialise(model, torch.device("cpu"), lambda key, weight: begin(key, weight) if "lora_" in key else None)
+        placement.materialise(
+            model, torch.device("cpu"), lambda key, weight: begin(key, weight) if "lora_" in key else None
+        )
     (tmp_path / "broken.safetensors").write_bytes(b"no tensors")
     for name in ("broken.safetensors", "nothing.safetensors"):
         with pytest.raises(VplanError, match=r"cannot be read|no \.safetensors file"):

@@ -23,7 +23,7 @@ from trainers.data import parts  # noqa: E402
 from trainers.families.common.encoding import pipeline  # noqa: E402
 from trainers.families.common.sampling import flow_shift, shifted  # noqa: E402
 from trainers.sampling import pipelines, validate  # noqa: E402
-from trainers.step import step  # noqa: E402
+from trainers.step import placement, step  # noqa: E402
 from trainers.step.random_weights import randomise  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
@@ -45,7 +45,7 @@ class Made:
         self.strategy, self.seen = strategy, list[str]()
         torch.manual_seed(0)
         self.model = step.build_model(self.profile, self.job, strategy)
-        step.materialise(self.model, "cpu", randomise)
+        placement.materialise(self.model, "cpu", randomise)
 
     def vae(self) -> torch.nn.Module:
         small = dict(tiny.VAES[self.profile.vae.class_name])

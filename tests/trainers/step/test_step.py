@@ -20,7 +20,7 @@ from tests.covering import in_turns
 from trainers import families
 from trainers.families import family
 from trainers.recording.tapes import shallow_config
-from trainers.step import step
+from trainers.step import placement, step
 from trainers.step.optimizers import make_optimizer
 
 GRID = {"B": 2, "F": 3, "H": 4, "W": 4, "T": 6, "R": 4, "E": 5}
@@ -498,7 +498,7 @@ def built(profile: ModelProfile, method: str, seed: int = 0, **strategy: object)
     """A trainee with real random weights; every parameter small, so that a loss stays finite."""
     chosen = Strategy.read({"weights_dtype": "fp32", **strategy})
     model = step.build_model(profile, job(profile, method), chosen)
-    step.materialise(model, "cpu")
+    placement.materialise(model, "cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -523,7 +523,7 @@ def test_a_table_that_fsdp2_has_put_on_the_gpu_is_not_copied_again() -> None:
     moved, waiting = torch.empty(8, device="meta"), torch.zeros(8)
     model.register_buffer("moved", moved)
     model.register_buffer("waiting", waiting)
-    step.materialise(model, "cpu")
+    placement.materialise(model, "cpu")
     assert model.moved is moved
     assert model.waiting is not waiting and model.waiting.is_cpu
 

@@ -28,7 +28,7 @@ from planner.garbage_collection import without_garbage_collection
 from trainers.recording import cuda_ops
 from trainers.recording.own import REFUSALS
 from trainers.recording.recorder import Recorder
-from trainers.step import step
+from trainers.step import placement
 
 GRID = {"B": 2, "F": 5, "H": 22, "W": 26, "T": 34, "E": 38}
 """A shape at which models that halve several times still run."""
@@ -68,7 +68,7 @@ class FakeModel:
 
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._environment():
-            step.materialise(model, "cpu")
+            placement.materialise(model, "cpu")
         for module in model.modules():
             module.register_forward_pre_hook(self._note)
 
