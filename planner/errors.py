@@ -9,7 +9,7 @@ from typing import Any
 class VplanError(ValueError):
     """A wrong input: one line that names the fault, one that says what to type instead.
 
-    `exit_code` follows DESIGN section 8: 1 wrong input, 3 does not fit, 4 a process we started failed.
+    `exit_code` is the command's (docs/commands.md): 1 wrong input, 3 does not fit, 4 a process we started failed.
     """
 
     def __init__(self, message: str, fix: str = "", exit_code: int = 1) -> None:

@@ -73,7 +73,7 @@ class Record(BaseModel):
         return self.read({**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values, under the names DESIGN sections 3 and 9 fix."""
+        """The record as plain JSON values, under the names in docs/json.md."""
         return self.model_dump(mode="json", by_alias=True)
 
 

@@ -1,11 +1,12 @@
-"""The training worker: one rank of `vplan train`. It sets up what the plan says, checks that it came about, and loops.
+"""The training worker: one rank of `vplan train`. It sets up what the plan says, checks the result, and trains.
 
-`planner.launch.launch` starts it as ``vplan worker train FOLDER``, under torch's launcher where there are several
-ranks. It reads a `RunRequest` from ``FOLDER/request.json``, writes progress and outcome into
-``FOLDER/result-RANK.json``, and metrics, checkpoints, samples and the finished weights into the run's output folder.
+`planner.launch.launch` starts it as ``vplan worker train FOLDER``, through torch's launcher if there are several ranks.
+It reads a `RunRequest` from ``FOLDER/request.json`` and writes progress and outcome to ``FOLDER/result-RANK.json``;
+metrics, checkpoints, samples and the finished weights go to the run's output folder.
 
-The step is `trainers.step.step`, the same that is recorded and probed. Everything random is made of the run's seed and
-the number of the step, so nothing but the weights and the optimizer's state has to be kept to go on exactly.
+Read `TrainingRun.__init__` and `_set_up`, then `train`, `_run_steps` and `_step`. The step is `trainers.step.step`, the
+same one that is recorded and probed. All randomness is derived from the run's seed and the step number, so weights and
+optimizer state are enough to resume exactly.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def run(request: RunRequest, report: ResultFile) -> int:
 
 
 class TrainingRun:
-    """One rank of a training run. Made, it is set up and ready; `train` runs it to the finished weights."""
+    """One rank of a training run. The constructor sets everything up; `train` runs to the finished weights."""
 
     def __init__(self, request: RunRequest, report: ResultFile) -> None:
         from trainers.families import family
@@ -137,8 +138,8 @@ class TrainingRun:
         report.tell(phase="train", resumed=manifest["step"] if manifest else 0)
 
     def train(self) -> bool:
-        """Runs the remaining steps, writes checkpoints on the way, and exports the finished weights; False where it was
-        asked to stop before, after a checkpoint."""
+        """Runs the remaining steps with checkpoints, and exports the finished weights. Returns False if it was asked to
+        stop before the end, which it does after a checkpoint."""
         from trainers.parallel import export
 
         try:
@@ -159,7 +160,8 @@ class TrainingRun:
         return finished
 
     def _run_steps(self) -> bool:
-        """The remaining steps, with checkpoints and samples; False where it was asked to stop before the last."""
+        """Runs the remaining steps, with checkpoints and samples. Returns False if it was asked to stop before the
+        last."""
         request = self.request
         for number in range(self.done, request.steps):
             self._step(number)
@@ -174,12 +176,12 @@ class TrainingRun:
         return True
 
     def _note_saved(self, checkpoint: Path | None) -> None:
-        """Tells of a checkpoint that is finished."""
+        """Reports a finished checkpoint."""
         if checkpoint is not None:
             self.report.tell(saved=checkpoints.step_of(checkpoint))
 
     def _clear_drive(self) -> None:
-        """What was offloaded to a drive is in the checkpoint by now."""
+        """Deletes what was offloaded to a drive; the checkpoint contains it."""
         from trainers.parallel.checkpoint import barrier
 
         barrier()
@@ -207,7 +209,7 @@ class TrainingRun:
         return loader.Loader(sampler, stacker, self.rank // parts, self.device, request.steps, dropout)
 
     def _samples(self) -> Samples | None:
-        """What makes samples meanwhile, where the plan has some."""
+        """What makes samples during the run, if the plan has any."""
         from trainers.sampling.samples import Samples
 
         if self.request.validation is None or self.strategy.validation_mode == "off":
@@ -215,7 +217,7 @@ class TrainingRun:
         return Samples(self.request, self.profile, self.device, self.rank)
 
     def _sample(self, *, taken_up: bool = False) -> None:
-        """Makes the samples that are due; where a run is taken up, those that a kill left out."""
+        """Makes the samples that are due; after a resume, also those that a kill prevented."""
         samples = self.samples
         if samples is None or not (samples.missing(self.done) if taken_up else samples.due(self.done)):
             return
@@ -234,7 +236,8 @@ class TrainingRun:
         self.report.tell(phase="train")
 
     def _set_up(self) -> dict[str, Any] | None:
-        """Model, engine, optimizer and average: as published, or as a checkpoint left them; returns its manifest."""
+        """Sets up model, engine, optimizer and average, from the published weights or from a checkpoint; returns its
+        manifest."""
         from trainers.parallel import checkpoint, parallel
         from trainers.parallel.ema import Average
 
@@ -257,7 +260,7 @@ class TrainingRun:
         return manifest
 
     def _model(self, trained: Weights | None) -> nn.Module:
-        """The model of the plan with its weights, or both experts; ``trained``: a checkpoint's weights."""
+        """The plan's model with its weights, or both experts; ``trained``: a checkpoint's weights."""
         from trainers.memory import swap
         from trainers.parallel import parallel
         from trainers.step import experts, placement, step, weights
@@ -277,7 +280,7 @@ class TrainingRun:
         return model
 
     def _begin(self, part: str, model: nn.Module) -> Begin:
-        """How new adapters begin; ``part``: which of two experts the model is."""
+        """How new adapters are initialised; ``part``: which of two experts the model is."""
         from trainers.parallel.lora_start import from_file
         from trainers.step import weights
 
@@ -287,7 +290,8 @@ class TrainingRun:
         return from_file(Path(init), part, self.profile, self.job, self.training, model, weights.fresh(seed))
 
     def _take_up(self, manifest: dict[str, Any]) -> int:
-        """The steps a checkpoint has done; a VplanError where its state does not belong to this plan."""
+        """Loads a checkpoint and returns its number of steps. Raises a VplanError if its state does not belong to this
+        plan."""
         if manifest["format"] == 1 and not self._is_replicated():
             fault = "the checkpoint is of an older vplan, whose states of several ranks this one does not read"
             raise VplanError(fault, "finish the run with the vplan that began it, or start over with --resume no")
@@ -295,7 +299,7 @@ class TrainingRun:
         return int(self.loader.sampler.resume(manifest["position"]))
 
     def _layout(self) -> dict[str, Any]:
-        """What decides the form of a checkpoint's tensors."""
+        """What decides the layout of a checkpoint's tensors."""
         return checkpoint_layout.layout(self.request.plan, self.profile)
 
     def _lora_files(self) -> LoraFiles | None:
@@ -310,7 +314,7 @@ class TrainingRun:
         return self.strategy.sharding in ("none", "ddp")
 
     def _step(self, number: int) -> None:
-        """One optimizer step, the number of steps before it given; its line goes into the metrics."""
+        """Runs one optimizer step and writes its line of metrics. ``number``: how many steps were done before it."""
         import torch
 
         from trainers.measuring.run_metrics import LateLoss
@@ -342,15 +346,15 @@ class TrainingRun:
         self.done, self.unread = number + 1, (line, late)
 
     def _batches(self, number: int) -> Iterator[Batch]:
-        """The micro-batches of a step. The report has the shape of the one that runs, for when memory runs out."""
+        """The micro-batches of a step. The report always holds the shape that is running, in case memory runs out."""
         for micro, batch in enumerate(self.loader.batches(number)):
             self.report.facts["shape"] = self.loader.shape(number, micro).to_json()
             yield batch
 
     def _read_loss(self) -> None:
-        """Writes the line of the last step, whose loss has not been read; a NotFiniteError where it is no number.
+        """Reads the loss of the previous step and writes its line. Raises a NotFiniteError if the loss is not finite.
 
-        It comes before all that keeps or shows weights: they are never those of a step whose loss is unknown.
+        It is called before weights are kept or shown, so they never belong to a step with an unknown loss.
         """
         from trainers.measuring.run_metrics import unix_seconds
         from trainers.parallel.checkpoint import NotFiniteError
@@ -368,7 +372,7 @@ class TrainingRun:
         self.trackers.log({name: value for name, value in line.items() if name not in UNTRACKED}, line["step"])
 
     def _take_turn(self, number: int) -> str | None:
-        """The one of two experts that a step trains, which runs from now on; None for other models."""
+        """The one of two experts that this step trains; None for other models."""
         from trainers.step import experts
 
         if self.experts is None:
@@ -379,7 +383,8 @@ class TrainingRun:
         return which
 
     def _watched_kernels(self) -> contextlib.AbstractContextManager[Any]:
-        """Looks on in the first step that this process does. A compiled block would not run as such meanwhile."""
+        """Watches the kernels in the first step of this process. A compiled block would not run as compiled while
+        watched."""
         from trainers.step.attention_kernels import Kernels
 
         seen_before, self.kernels_watched = self.kernels_watched, True
@@ -391,7 +396,7 @@ class TrainingRun:
         return CheckpointWriter(self.output / checkpoints.FOLDER, self.engine, self.request.keep_checkpoints)
 
     def _save(self) -> None:
-        """Begins a checkpoint, which is written while training goes on."""
+        """Starts a checkpoint, which is written while training continues."""
         self._read_loss()
         request = self.request
         manifest = {

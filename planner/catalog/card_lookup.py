@@ -237,8 +237,8 @@ def smaller_cards(card: GpuProfile) -> tuple[GpuProfile, ...]:
 
 
 def installed_host_ram(card: GpuProfile, gpus: int) -> int:
-    """Host RAM per node in bytes that usually stands beside such cards: 32 GiB for cards under 40 GB, 128 GiB per GPU
-    above (DESIGN section 5). A card that shares its memory with the CPU has no other RAM than its own."""
+    """Host RAM per node, in bytes, that computers with such cards usually have: 32 GiB for cards under 40 GB, else 128
+    GiB per GPU. A card that shares its memory with the CPU has no RAM besides its own."""
     if card.has_working_set:
         return card.class_gb * GIB
     if card.unified:

@@ -1,6 +1,9 @@
-"""Configuration -> Estimate. Pure: records in, record out; no clock, file, GPU or torch.
+"""Turns a configuration into an Estimate. Pure: records in, record out; no clock, file, GPU or torch.
 
-The phases run in order on one replayed allocator, because what it holds carries over: load, first step (the optimizer
+Read in this order: `assess` is what commands call; `replay` lays the run out (`planner.layout.pipeline`) and plays its
+stages; `estimate_run` makes an Estimate of the peaks.
+
+All phases run in order on one replayed allocator, because what it holds carries over: load, first step (the optimizer
 creates its states), then a later step, which is where most runs die.
 """
 
@@ -33,16 +36,15 @@ Layout = Callable[[Configuration, Facts, dict[str, int], str], Run]
 
 
 def estimate(configuration: Configuration, facts: Facts, trainer: str = "vplan", layout: Layout = lay_out) -> Estimate:
-    """What happens when a configuration runs; the worst of the job's buckets.
-
-    ``layout`` may give runs from a cache, as a search does.
-    """
+    """The estimate of a configuration, at the worst of the job's buckets. ``layout`` may return runs from a cache, as
+    it does in a search."""
     return estimate_run(*replay(configuration, facts, trainer, layout))
 
 
 def estimate_on_card(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> Estimate:
-    """What a measurement on this card is compared with. Where the plan would reserve more than there is, PyTorch
-    empties its cache, and the peaks are those of a replay at the card's capacity; the verdict is that of `estimate`."""
+    """The estimate to compare with a measurement on this card. If the plan would reserve more than the card has,
+    PyTorch empties its cache, so the peaks come from a replay at the card's capacity. The verdict is that of
+    `estimate`."""
     run, played = replay(configuration, facts, trainer)
     whole, capacity = estimate_run(run, played), _capacity_bytes(run)
     if all(entry.replayed.reserved_peak_bytes <= capacity for entry in played):
@@ -54,7 +56,7 @@ def estimate_on_card(configuration: Configuration, facts: Facts, trainer: str = 
 
 
 class Assessment(NamedTuple):
-    """The estimate of one plan, with its run and the stages as they are replayed with room for all."""
+    """The estimate of one plan, with its run and its stages as replayed without a capacity limit."""
 
     run: Run
     played: list[ReplayedStage]
@@ -72,15 +74,17 @@ def assess(
     like: Assessment | None = None,
     flushes: bool = True,
 ) -> Assessment:
-    """One plan's estimate and verdict, as every command that answers for plans tells it.
+    """One plan's estimate and verdict, as all commands report it.
 
-    Torch's allocator as it comes reserves ahead of what is allocated where there is room, and gives cached segments
-    back where there is none (c10/cuda CUDACachingAllocator). So the margin is asked of what must be there, without
-    what lies in pieces, as long as the run is expected within the card with its pieces too. `estimate` is with them,
-    because that is what people measure. What reserves too much is replayed once more at the card's capacity before it
-    is called `no`. ``cached``: whether what is encoded before training is asked about too.
-    ``like``: the same plan on another card, whose replay holds where the very same is allocated here. ``flushes``:
-    whether a plan that runs only because PyTorch empties its cache is `tight`; else it is `no`, which is known sooner.
+    If there is room, PyTorch's allocator reserves more than what is allocated; if there is none, it frees cached
+    segments (c10/cuda CUDACachingAllocator). So the verdict compares the budget with what must be there, without
+    fragmentation, as long as the expected peak with fragmentation is within the card too. `estimate` includes
+    fragmentation, because that is what people measure. A plan that reserves too much is replayed once more at the
+    card's capacity before its verdict is `no`.
+
+    ``cached``: also assess what is encoded before training. ``like``: the same plan on another card; its replay is
+    reused if the allocations are identical. ``flushes``: whether a plan that runs only because PyTorch empties its
+    cache is `tight`; otherwise it is `no`, which is faster to find out.
     """
     run, played = replay(configuration, facts, trainer, layout, cached, like.played if like else ())
     whole = estimate_run(run, played)
@@ -109,7 +113,7 @@ def assess(
 
 
 def _flushed(run: Run, played: list[ReplayedStage]) -> Estimate | None:
-    """The estimate of a run that was replayed at the card's capacity; None where it ran out, or lacks host RAM."""
+    """The estimate from a replay at the card's capacity; None if that ran out, or host RAM is short."""
     if cache_flushes.runs_out(played):
         return None
     estimate = estimate_run(run, played)
@@ -134,12 +138,12 @@ def replay(
     earlier: Sequence[ReplayedStage] = (),
     capacity_bytes: int | None = None,
 ) -> tuple[Run, list[ReplayedStage]]:
-    """The run at the worst of the job's buckets, with its stages replayed in the order they run.
+    """The run at the worst of the job's buckets, and its stages replayed in order.
 
-    Of ranks that do not allocate alike it is the one that reserves most, and the stages of the others come first: each
-    counter may peak on another. At a capacity the stages are of that one rank only.
+    If ranks allocate differently, the run is that of the rank that reserves most. The stages of the other ranks come
+    first, because each counter may peak on another rank; at a capacity only the stages of that one rank are returned.
 
-    ``earlier``: of a run that may be the same to the byte. ``capacity_bytes``: as `replay_stages` has it.
+    ``earlier``: the replay of a run that may be identical. ``capacity_bytes``: as in `replay_stages`.
     """
     shapes = grids(facts.model, configuration.job)
     runs = [layout(configuration, facts, shape, trainer) for shape in shapes]
@@ -158,7 +162,7 @@ def replay(
 
 
 def _replay_shapes(runs: list[Run], cached: bool, capacity_bytes: int | None) -> tuple[Run, list[ReplayedStage]]:
-    """Replays the runs of one rank at all shapes; of the largest, with the stages of all."""
+    """Replays the runs of one rank at all shapes. Returns the run of the largest shape, with the stages of all."""
     if len(runs) == 1:
         return runs[0], replay_stages(runs[0], cached=cached, capacity_bytes=capacity_bytes)
     # Training shuffles: the large one may come into the holes of the small ones, or the other way round.
@@ -182,7 +186,7 @@ def after_step_bytes(configuration: Configuration, facts: Facts, trainer: str = 
 
 
 def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
-    """The estimate of a run from its replayed stages."""
+    """The estimate of a run, from its replayed stages."""
     facts = run.facts
     job, strategy, machine = run.job, run.strategy, run.machine
     correction, outside = facts.measurements.correction, outside_bytes(run)
@@ -243,7 +247,7 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
 
 
 def _slowest(run: Run, played: list[ReplayedStage]) -> tuple[Run, tuple[float, float]]:
-    """The run of the shape whose step takes longest, with its seconds: it need not be the one that needs most."""
+    """The run of the shape with the longest step, and its seconds. It is not always the one that needs most memory."""
     runs = {id(entry.run): entry.run for entry in played if not entry.run.encoding_only.peak_bytes}
     seconds = {key: run_seconds(one) for key, one in {**runs, id(run): run}.items()}
     key = max(seconds, key=lambda key: seconds[key])
@@ -251,14 +255,14 @@ def _slowest(run: Run, played: list[ReplayedStage]) -> tuple[Run, tuple[float, f
 
 
 def run_seconds(run: Run) -> tuple[float, float]:
-    """(usual, longest) seconds of a step of a run, as measurements correct them."""
+    """(usual, longest) seconds of one step of a run, corrected by measurements."""
     seconds = step_seconds(run.configuration, step_work(run), run.facts.gpu, traffic(run))
     usual, longest = run.facts.measurements.correction.step_seconds(seconds.total, seconds.high)
     return usual * run.calls, longest * run.calls
 
 
 def _most(played: list[ReplayedStage], correction: Correction, outside: int) -> tuple[ReplayedStage, int]:
-    """The stage with the most device bytes where a VAE's split convolutions take the most that they can; and these."""
+    """The stage with the most device bytes if a VAE's split convolutions take the most they can, and those bytes."""
 
     def most(entry: ReplayedStage) -> int:
         return phase_peak(entry, outside, correction).device_bytes + entry.run.device.split_bytes.get(entry.phase, 0)
@@ -268,7 +272,7 @@ def _most(played: list[ReplayedStage], correction: Correction, outside: int) -> 
 
 
 def outside_bytes(run: Run) -> int:
-    """Device bytes that are not torch's: CUDA's context, communicators and what a trainer takes."""
+    """Device bytes outside torch's allocator: the CUDA context, communicators and what a trainer takes."""
     return run.facts.gpu.context_bytes + run.device.outside_bytes + communicators(run) * NCCL_BYTES
 
 
@@ -281,7 +285,7 @@ def counter_maxima(peaks: Iterable[PhasePeak]) -> PhasePeak:
 def _verdict(
     run: Run, device_bytes: int, host_bytes: int, sides: margin.Sides
 ) -> tuple[Verdict, Literal["gpu", "host"] | None]:
-    """The verdict and what is short. On unified memory the host's share comes out of the same budget."""
+    """The verdict, and which memory is short. With unified memory, the host's share comes out of the same budget."""
     machine = run.machine
     unified = machine.unified or run.facts.gpu.unified
     compiled = run.strategy.compile != "none"
@@ -298,7 +302,7 @@ def _verdict(
 def _verdict_in_working_set(
     run: Run, device_bytes: int, host_bytes: int, sides: margin.Sides
 ) -> tuple[Verdict, Literal["gpu", "host"] | None]:
-    """The verdict where the GPU's share of the memory is a part of all of it, which the process needs beside."""
+    """The verdict on a Mac: the GPU's working set is only a part of the memory, and the process needs the rest too."""
     verdicts = [margin.verdict(device_bytes, _budget_bytes(run), sides=sides)]
     if (usable := run.machine.host_ram) is not None:
         verdicts.append(margin.verdict(device_bytes + host_bytes, usable, sides=sides))

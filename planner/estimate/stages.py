@@ -1,4 +1,7 @@
-"""A run's stages replayed in the order they run, on one allocator, because what it holds carries over."""
+"""Replays a run's stages in order on one allocator, because what the allocator holds carries over.
+
+`replay_stages` is the entry point; `replay_encoding` replays what is encoded before training.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from planner.tape.program import Stage
 
 
 class ReplayedStage(NamedTuple):
-    """One stage replayed: its phase, its peaks, and what stayed allocated behind it."""
+    """One replayed stage: its phase, its peaks, and what stayed allocated after it."""
 
     run: Run
     phase: PhaseName
@@ -40,8 +43,8 @@ CAPPED_STEPS = 3
 
 
 def allocator_of(run: Run, capacity_bytes: int | None = None) -> CachingAllocator | MpsAllocator:
-    """The allocator of the card that a run is laid out for. ``capacity_bytes``: what it may reserve; on Apple's GPUs
-    the working set that its watermarks are multiples of."""
+    """The allocator for the card of a run. ``capacity_bytes``: what it may reserve; on Apple's GPUs, the working set
+    whose multiples are its watermarks."""
     gpu = run.facts.gpu
     if gpu.backend == "cuda":
         expandable = run.strategy.expandable_segments
@@ -58,11 +61,14 @@ def allocator_of(run: Run, capacity_bytes: int | None = None) -> CachingAllocato
 def replay_stages(
     *runs: Run, cached: bool = True, spare: Sequence[int] = (), capacity_bytes: int | None = None
 ) -> list[ReplayedStage]:
-    """Replays one run, or one run per bucket in turn, on one allocator: what one shape leaves behind, the next must
-    fit into. The first run loads; buffers that stay have its numbers (`planner.estimate.common_numbers`).
-    ``cached``: with what is encoded before training. ``spare``: bytes of segments that lie free in the cache when the
-    first step begins. ``capacity_bytes``: what torch's allocator may reserve; it empties its cache where that is short,
-    and the stage that runs out all the same is the last.
+    """Replays one run, or one run per bucket in turn, on one allocator: the next shape must fit beside what the one
+    before left.
+
+    The first run loads the model. Buffers that stay have the first run's numbers (`planner.estimate.common_numbers`).
+
+    ``cached``: include what is encoded before training. ``spare``: bytes of free cached segments when the first step
+    begins. ``capacity_bytes``: what torch's allocator may reserve. When that is short, the allocator empties its cache;
+    the stage that still runs out is the last one returned.
     """
     first = runs[0]
     allocator = allocator_of(first, capacity_bytes)
@@ -109,7 +115,7 @@ def replay_stages(
 
 
 def reused_replay(run: Run, earlier: Sequence[ReplayedStage], cached: bool = True) -> list[ReplayedStage]:
-    """A replay of a run in which stage by stage the same happens as in an ``earlier`` one; else empty."""
+    """The replay of an ``earlier`` run, if the same happens in every stage of this one; else empty."""
     if not earlier:
         return []
     here: list[tuple[Run, PhaseName, Stage]] = []
@@ -136,14 +142,14 @@ def replay_encoding(encoding: Encoding, expandable: bool, capacity_bytes: int | 
 def _replay_alone(
     components: tuple[ComponentPass, ...], workspace_bytes: int, workspaces: int, expandable: bool, capacity: int | None
 ) -> Replayed:
-    """Encoders do the same whatever the strategy of training and mostly whatever the card, and a search asks about
-    them again and again."""
+    """The cached replay of encoders alone: it does not depend on the training strategy and rarely on the card, so a
+    search asks for it again and again."""
     layout = lay_out_encoding(components, workspace_bytes, workspaces)
     return CachingAllocator(expandable_segments=expandable, capacity_bytes=capacity).run(layout.stage.ops, layout.sizes)
 
 
 def _steady_step(run: Run) -> list[tuple[PhaseName, Stage]]:
-    """The stages of a step behind the first: training encodes before each where the encoders stay on the GPU."""
+    """The stages of a step after the first. If the encoders stay on the GPU, each step begins with encoding."""
     following = [phase for phase, _ in run.stages[1:]] + [""]
     return [
         (phase, stage)
@@ -153,6 +159,6 @@ def _steady_step(run: Run) -> list[tuple[PhaseName, Stage]]:
 
 
 def _sampled_again(run: Run) -> list[tuple[PhaseName, Stage]]:
-    """The stages of a run whose model was loaded before."""
+    """The stages of a run whose model is already loaded."""
     stages = [entry for entry in run.stages if entry[1] is not run.load]
     return [("load", run.phases.reload), *stages] if run.phases.reload else stages

@@ -1,4 +1,4 @@
-"""How near the estimates are to what was measured: each row's error, and what the errors amount to (DESIGN section 9).
+"""How close estimates are to measurements: the error of each row, and statistics over all of them (docs/accuracy.md).
 
 The estimator is a parameter: this file knows how to compare, not how to predict.
 """

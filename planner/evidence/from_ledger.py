@@ -1,7 +1,7 @@
-"""What the ledgers say about one model on one card: their rows, each beside what the recordings alone say of it.
+"""What the ledgers say about one model on one card: their rows, each compared with what the recordings alone predict.
 
-Estimating every row again would take longer than the question, so the predictions are kept in the user's folder, for as
-long as nothing that says it has changed.
+Estimating every row again would take longer than the question itself. So the predictions are cached in the user's
+folder, until something they depend on changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _predictions_here: dict[str, dict[str, Any]] = {}
 
 
 class InstalledSetup(NamedTuple):
-    """This computer, as far as it says: None for what it does not have."""
+    """This computer, as far as it is known; None for what it does not have."""
 
     gpu: str | None
     driver: str | None
@@ -68,8 +68,7 @@ def installed_setup() -> InstalledSetup:
 
 
 def _newest(model: str, gpu: GpuProfile) -> list[ProbeRow]:
-    """The newest rows of our own that say something of a model on a card, oldest first: the user's, then those that
-    came with vplan."""
+    """The newest of our own rows that are about a model on a card, oldest first: the user's, then the bundled ones."""
     paths = [default_path(), *sorted(profiles.MEASUREMENTS.glob("*.jsonl"), reverse=True)]
     found: list[ProbeRow] = []
     for path in paths:
@@ -114,10 +113,10 @@ def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def measurements_of(
     model: str, gpu: GpuProfile, trainer: str = "vplan", probes: Sequence[ProbeRow] | None = None
 ) -> ModelMeasurements:
-    """What measurements say about a bundled or own model on a card; nothing about other people's trainers.
+    """What measurements say about a bundled or own model on a card; nothing about other trainers.
 
-    `probes` in place of the ledgers' rows. Simulated rows, and those without numbers of a GPU, say nothing; the half of
-    a grid that is held out says only what became of the very plan.
+    ``probes`` replaces the ledgers' rows. Simulated rows and rows without numbers from a GPU are ignored. Rows of the
+    held-out half of a grid only say how that very plan ended.
     """
     if trainer != "vplan":
         return NO_MEASUREMENTS
@@ -142,15 +141,14 @@ def measurements_of(
 
 
 def _minor(version: str) -> list[str]:
-    """2.13.0+cu130 as 2, 13: allocator and kernels are another version's only when these are."""
+    """The major and minor version: 2.13.0+cu130 gives 2, 13. Allocator and kernels are assumed to change only with
+    these."""
     return version.split("+")[0].split(".")[:2]
 
 
 def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
-    """Whether a row is of such a card (True), or of one that was capped to what it gives (False); None: of neither.
-
-    A class of cards is what each of its reference cards is.
-    """
+    """Whether a row is from such a card (True), or from a larger one that was capped to its memory (False); None for
+    neither. A class of cards is represented by each of its reference cards."""
     return _stands_for(row.machine.gpu, row.planned_gpu if row.capped_bytes is not None else None, gpu)
 
 
@@ -168,7 +166,7 @@ def _stands_for(measured: str, planned: str | None, gpu: GpuProfile) -> bool | N
 def _runs(
     row: ProbeRow, gpu: GpuProfile, own_card: bool, predictions: _Predictions
 ) -> Iterator[tuple[str, MeasuredRun]]:
-    """What a row tells of the `step`, and of what was gone through before (`encode`)."""
+    """The measured runs that a row contributes: the `step`, and what came before it (`encode`)."""
     if row.measured.outcome not in ("ok", "nan", *RAN_OUT) or row.measured.outcome == "host-oom":
         return
     card = card_lookup.gpu(row.machine.gpu)
@@ -191,7 +189,8 @@ def _runs(
 
 
 def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
-    """A row's numbers, those of encoding apart from those of the steps, which did not run where it ran out before."""
+    """A row's numbers, with those of encoding separated from those of the steps. If the row ran out while encoding,
+    there are no steps."""
     measured = row.measured
     if not SEPARATE_PHASES.intersection(phases_of(row.details)):
         yield "step", measured
@@ -204,7 +203,7 @@ def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
 
 
 def with_learned(facts: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
-    """The facts of a question with what measurements say: the ledgers', or these."""
+    """The facts of a question, with what measurements say: the ledgers', or the ones passed."""
     return facts._replace(measurements=measurements_of(facts.model.name, facts.gpu, trainer, from_rows))
 
 
@@ -261,7 +260,7 @@ def _highest(phases: Mapping[PhaseName, PhasePeak]) -> dict[str, int] | None:
 
 
 def _fingerprint() -> str:
-    """Changes with whatever an estimate without measurements is made of."""
+    """A value that changes with everything that an estimate without measurements depends on."""
     import hashlib
 
     folders = (

@@ -30,7 +30,7 @@ class CardHere(NamedTuple):
 
 
 RESERVE_BYTES = HELD_BYTES
-"""Kept for others on the card that is here, beside what they hold now (DESIGN section 3)."""
+"""Kept for other processes on this machine's card, in addition to what they hold now."""
 
 
 def card_here(typed: Machine) -> CardHere:

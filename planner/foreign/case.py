@@ -1,4 +1,4 @@
-"""One command of another trainer on one machine, in our words: what was given, read and completed."""
+"""One command of another trainer on one machine, in our vocabulary: read, completed and checked."""
 
 from __future__ import annotations
 
@@ -54,24 +54,25 @@ class Case:
 
     @property
     def unpriced(self) -> tuple[str, ...]:
-        """Its options that are not priced and may need less than the estimate without them."""
+        """The command's options that are not estimated and may reduce memory below the estimate."""
         return tuple(note.partition(NOT_ESTIMATED)[0] for note in self.notes if note.endswith(NEEDS_LESS))
 
     @property
     def fields(self) -> Fields:
-        """The fields that the dialect's table speaks of, by name: those of job and strategy, `gpus`, `nodes` and
+        """The fields that the dialect's table binds, by name: those of job and strategy, `gpus`, `nodes` and
         `version`."""
         machine = {"gpus": self.machine.gpus, "nodes": self.machine.nodes}
         return {**self.job.__dict__, **self.strategy.__dict__, **machine, "version": self.version}
 
     @property
     def configuration(self) -> Configuration:
-        """Its job, strategy and machine, resolved anew at each call: a change may leave fields of the strategy open."""
+        """Job, strategy and machine, resolved anew at each call, because a change may leave fields of the strategy
+        open."""
         return Configuration.of(self.job, self.strategy, self.machine)
 
     def changed(self, changes: Mapping[str, Any]) -> Case:
-        """A copy of the case with some fields of job or strategy changed. The shape of a sample goes with the sample: a
-        trainer that makes none has no words for it."""
+        """A copy of the case with some fields of job or strategy changed. Without samples the sample's shape is removed
+        too: a trainer that makes none has no settings for it."""
         if changes.get("validation_mode") == "off":
             changes = {"validation": None, **changes}
         job = self.job.replace(**{name: value for name, value in changes.items() if name in Job.model_fields})
@@ -118,7 +119,7 @@ def read_case(
 
 
 def _job(model: ModelProfile, read: Fields, overrides: Mapping[str, Any], notes: list[str]) -> Job:
-    """The job that the settings say, with what was told in their place and the model's defaults for the rest."""
+    """The job that the settings describe; ``overrides`` replace its fields, and the model's defaults fill the rest."""
     fields = {name: value for name, value in read.items() if value is not None}
     told = {name: value for name, value in overrides.items() if value is not None and name != "model"}
     fields = _with_shape(fields, told)
@@ -131,8 +132,8 @@ def _job(model: ModelProfile, read: Fields, overrides: Mapping[str, Any], notes:
 
 
 def _machine(card: GpuProfile, fields: Mapping[str, Any], trainer: str, notes: list[str]) -> Machine:
-    """The machine of a card and what else was told. Raises a NotEstimatedError where a trainer's code is not known on
-    such a card."""
+    """The machine with a card and the other typed fields. Raises a NotEstimatedError if the trainer is not known to run
+    on such a card."""
     refuse_trainers_of_cuda(card, trainer)
     machine = Machine.read({**fields, "gpu": card.name, "unified": fields.get("unified", card.unified)})
     if machine.host_ram is None:
@@ -141,7 +142,7 @@ def _machine(card: GpuProfile, fields: Mapping[str, Any], trainer: str, notes: l
 
 
 def _refuse_contradictions(dialect: Dialect, version: str, model: ModelProfile, configuration: Configuration) -> None:
-    """Raises a VplanError where the command contradicts itself, with a fix in the trainer's words where it has some."""
+    """Raises a VplanError if the command contradicts itself, with a fix in the trainer's own flags if it has some."""
     try:
         check_blocks(model, configuration.strategy)
         refuse_contradictions(configuration, fetched_again=fetches_again(f"{dialect.name}@{version}"))
@@ -153,7 +154,7 @@ def _refuse_contradictions(dialect: Dialect, version: str, model: ModelProfile, 
 
 
 def _with_recorded_dropout(dialect: Dialect, configuration: Configuration, notes: list[str]) -> Configuration:
-    """The configuration, without dropout where its masks are left out of the estimate."""
+    """The configuration; without dropout if the estimate leaves its masks out."""
     job = configuration.job
     if not _is_without_masks(dialect, configuration):
         return configuration
@@ -164,7 +165,7 @@ def _with_recorded_dropout(dialect: Dialect, configuration: Configuration, notes
 
 
 def _with_shape(fields: Fields, shape: Fields) -> Fields:
-    """A job's fields with what was told of the shape, which each of its buckets has instead of its own."""
+    """A job's fields with the overridden shape, which replaces that of every bucket."""
     fields = {**fields, **shape}
     if not shape or not fields.get("buckets"):
         return fields
@@ -176,8 +177,8 @@ def _with_shape(fields: Fields, shape: Fields) -> Fields:
 
 
 def _on(machine: Machine, reading: Translation, by_new_name: bool) -> Translation:
-    """The reading as the machine's system and torch have it: without expandable segments on Windows (c10/cuda/
-    CUDAAllocatorConfig.h ``expandable_segments``), or where torch does not know the variable."""
+    """The translation on the machine's system and torch: without expandable segments on Windows
+    (c10/cuda/CUDAAllocatorConfig.h ``expandable_segments``), or if torch does not know the variable."""
     if not reading.strategy.get("expandable_segments"):
         return reading
     if machine.os == "windows":
@@ -196,8 +197,8 @@ NOT_IN_A_CONFIG = "a config alone does not say PYTORCH_CUDA_ALLOC_CONF: if the s
 
 
 def _is_without_masks(dialect: Dialect, configuration: Configuration) -> bool:
-    """Whether dropout is left out of the estimate: of LoRA, where it is behind the first matrix, or not recorded. That
-    of DoRA is more than masks: its layer computes its own product once more."""
+    """Whether the estimate leaves dropout out: LoRA's if it acts behind the first matrix or is not recorded. DoRA's is
+    never left out, because with it a layer computes its own product once more."""
     if not configuration.job.lora_dropout or configuration.job.adapter != "lora":
         return False
     return not dialect.drops_inputs or not _is_recorded(configuration)
@@ -207,13 +208,13 @@ _ASKED = re.compile(r"(leave out |without )?--(no-)?([a-z][a-z-]*)(?: ([a-z0-9-]
 
 
 def _its_words(dialect: Dialect, fields: Fields, fix: str) -> str:
-    """What a fix asks for by our flags that the trainer has words for, in these; empty where it has none."""
+    """The part of a fix, given in our flags, that the trainer has settings for, in those; empty if it has none."""
     ways = (_in_flags(dialect, fields, change) for change in _changes(fix))
     return ", or ".join(dict.fromkeys(words for words in ways if words))
 
 
 def _changes(fix: str) -> Iterator[Fields]:
-    """The fields that a fix names, each with the value that it asks for."""
+    """The fields that a fix names, each with the value it asks for."""
     default = Strategy()
     for left_out, no, flag, value in _ASKED.findall(fix):
         field = flag.replace("-", "_")
@@ -229,8 +230,8 @@ def _changes(fix: str) -> Iterator[Fields]:
 
 
 def _in_flags(dialect: Dialect, fields: Fields, change: Fields) -> str:
-    """How a trainer's user makes this change, alone or in a change that the trainer makes of it: the settings to add,
-    else those to leave out."""
+    """How a user of the trainer makes this change, alone or as part of a larger change that the trainer makes of it:
+    the settings to add, or else those to leave out."""
     moves = (move.changes for move in dialect.moves if change.items() <= move.changes.items() and move.when(fields))
     return next(filter(None, (_settings_of(dialect, fields, changes) for changes in (change, *moves))), "")
 
@@ -251,7 +252,7 @@ def _settings_of(dialect: Dialect, fields: Fields, change: Mapping[str, Any]) ->
 
 
 def _setting(dialect: Dialect, name: str, value: object) -> str:
-    """A setting as it is typed: of a flag or of the launcher, or a line of a file."""
+    """A setting as it is typed: a flag, a flag of the launcher, or a line of a file."""
     where, _, key = name.rpartition(":")
     if where and where != "launch":
         return f"{key}{dialect.assigns}{json.dumps(value, ensure_ascii=False)}"
@@ -260,7 +261,7 @@ def _setting(dialect: Dialect, name: str, value: object) -> str:
 
 
 def _with_mixed_precision(dialect: Dialect, configuration: Configuration, error: NotRecordedError) -> NotRecordedError:
-    """The error in the trainer's words where nothing is recorded without mixed precision, and with it there is."""
+    """The error in the trainer's own flags, if nothing is recorded without mixed precision but something is with it."""
     job, strategy = configuration.job, configuration.strategy
     has_flag = any("--mixed_precision" in name for binding in dialect.bindings for name in binding.settings)
     if not has_flag or strategy.autocast != "none":
@@ -275,7 +276,7 @@ def _with_mixed_precision(dialect: Dialect, configuration: Configuration, error:
 
 
 def _recorded(configuration: Configuration, notes: list[str]) -> ResolvedStrategy:
-    """The strategy, or one that needs no less where nothing was recorded of its quantised base: with fp32 adapters, or
+    """The strategy; or, if its quantised base was not recorded, one that needs at least as much: with fp32 adapters, or
     in bf16."""
     wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
     strategy, recorded = configuration.strategy, _at_a_recorded_batch(configuration.job)
@@ -302,14 +303,14 @@ def _is_recorded(configuration: Configuration) -> bool:
 
 
 def _at_a_recorded_batch(job: Job) -> Job:
-    """The job; one sample of it where its batch is not recorded, which pricing tells, with one that is."""
+    """The job; or one sample of it, if its batch is not recorded and pricing will name one that is."""
     batches = lookup.model(job.model).shape.batches
     recorded = not batches or max(shape.batch_size or job.batch_size for shape in job.shapes) in batches
     return job if recorded else job.replace(batch_size=1, buckets=())
 
 
 def _gpus(settings: Settings, typed: Mapping[str, Any], count: int, notes: list[str]) -> int:
-    """GPUs of one node: as typed, as the launcher says, as CUDA_VISIBLE_DEVICES lists, else one."""
+    """GPUs of one node: as typed, else as the launcher says, else as CUDA_VISIBLE_DEVICES lists, else one."""
     if typed.get("gpus") or count > 1:
         return int(typed.get("gpus") or count)
     if settings.get("gpus"):

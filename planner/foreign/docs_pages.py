@@ -237,7 +237,6 @@ def gpus_page() -> str:
         [group.name, _names(group.reference), _names(group.smaller) if group.smaller else "none"]
         for group in card_lookup.gpu_classes()
     ]
-    macs = apple_cards.apple_file()
     lines = [
         "# Cards",
         "",
@@ -279,6 +278,19 @@ def gpus_page() -> str:
         "",
         *_table(("class", "stands for it", "sold alike"), classes),
         "",
+        *_mac_lines(),
+        "## Sources",
+        "",
+        *(f"- **{card.title}** (`{card.name}`): {_text(card.source)}" for card in cards),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _mac_lines() -> list[str]:
+    """The section about Macs: chips, and what Metal lets a process have of each size of memory."""
+    macs = apple_cards.apple_file()
+    return [
         "## Macs",
         "",
         'A chip of Apple with its memory is a card: `--gpu m4max-64gb`, `--gpu "M4 Max 64GB"`. It gives what Metal',
@@ -303,12 +315,7 @@ def gpus_page() -> str:
             [[f"{each.memory_gb}", f"{each.gib:.2f}", _text(each.source)] for each in macs.working_set],
         ),
         "",
-        "## Sources",
-        "",
-        *(f"- **{card.title}** (`{card.name}`): {_text(card.source)}" for card in cards),
-        "",
     ]
-    return "\n".join(lines)
 
 
 def _amounts(chip: apple_cards.Chip) -> str:

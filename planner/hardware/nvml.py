@@ -21,7 +21,7 @@ from planner.hardware.memory_trace import Thinned
 from planner.units import MIB
 
 INTERVAL_SECONDS = 1 / 64
-"""Between two samples. At 1 a second spikes are missed (the 50 Hz of DESIGN section 6 is the least)."""
+"""Between two samples. One a second would miss spikes; 50 a second is the least that shows them."""
 
 PROCESSES_EVERY = 16
 """Samples of the card for one look at its processes, whose list costs the driver more than a counter."""

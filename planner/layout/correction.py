@@ -1,16 +1,16 @@
-"""What measurements do to an estimate: rows of the same model on the same class of card correct it (`nearby`), and a
-row of this very plan takes its place (`measured`). Pure: records in, records out.
+"""How measurements change an estimate. Rows of the same model on the same class of card correct it (`nearby`); a row of
+this very plan replaces it (`measured`). Pure: records in, records out.
 
-It is a part of layout because `planner.layout.run.Facts` carries it: `planner.evidence` reads the ledger and fits it,
-`planner.estimate` applies it, and both are above this package.
+The module is part of layout because `planner.layout.run.Facts` carries a correction. `planner.evidence`, above this
+package, reads the ledger and fits corrections (`fit`); `planner.estimate`, also above, applies them.
 
-A correction has two causes, told apart because they carry over differently to another plan: what torch's allocator
-reserves is off by a share, and what is on the device beside it (CUDA context, kernels) by a number of bytes. Each is
-the median of what was seen; of the share, what recordings alone expect (the middle of their margin) counts as one run
-more. How sure it is comes from the errors that are left: what a further run may show after them (`error_bound`), the
-recordings' own margin being what is believed before the first; all that was seen is within.
+A correction has two causes, which are separated because they carry over to other plans in different ways: what torch's
+allocator reserves is off by a share, and what lies on the device beside it (CUDA context, kernels) is off by a number
+of bytes. Each is the median of what was seen. For the share, the expectation from recordings alone (the middle of their
+margin) counts as one more run. The range around a corrected estimate comes from the errors that remain (`error_bound`),
+with the recordings' own margin as the prior belief; it always contains everything that was seen.
 
-Encoding has a correction of its own: it runs other models, in an allocator of their own.
+Encoding has a correction of its own, because it runs other models on an allocator of its own.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class MeasuredRun(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """How measurements change an estimate: factors, added bytes and error sides. Made without arguments it changes
-    nothing."""
+    """How measurements change an estimate: factors, added bytes and error sides. The default changes nothing."""
 
     reserved: float = 1.0
     """measured over predicted, of what the allocator reserves"""
@@ -137,11 +136,12 @@ class Correction(NamedTuple):
 
 
 def error_bound(errors: Sequence[float]) -> float:
-    """Within which share of the prediction a further run's error is nine times in ten, after runs with these errors.
+    """The share of the prediction within which a further run's error lies nine times out of ten, after runs with these
+    errors.
 
-    Under a normal law of unknown spread, of which the recordings' margin is believed as much as one run, that is
-    Student's t with as many degrees of freedom as there are runs with that one (Gelman et al. 2013, Bayesian Data
-    Analysis, sections 2.6 and 3.2).
+    Assuming normal errors of unknown spread, with the recordings' margin counted as one run, this is Student's t with
+    as many degrees of freedom as there are runs, including that one (Gelman et al. 2013, Bayesian Data Analysis,
+    sections 2.6 and 3.2).
     """
     values = len(errors) + 1
     variance = ((HALF_WIDTH / NORMAL_90) ** 2 + math.fsum(error**2 for error in errors)) / values
@@ -149,8 +149,8 @@ def error_bound(errors: Sequence[float]) -> float:
 
 
 def _student(freedom: int) -> float:
-    """What holds 90 % of Student's t between itself and its negative, within 0.3 % from 3 degrees of freedom on
-    (Abramowitz and Stegun 1964, 26.7.5)."""
+    """The bound that contains 90 % of Student's t symmetrically, within 0.3 % from 3 degrees of freedom on (Abramowitz
+    and Stegun 1964, 26.7.5)."""
     z = NORMAL_90
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -159,7 +159,7 @@ def _student(freedom: int) -> float:
 
 
 def fit(seen: Sequence[MeasuredRun], where: str, what: str = "the model") -> Correction:
-    """The correction that some runs of one model on one class of card, called `where`, ask for; `what` was run."""
+    """The correction that fits some runs of one model on one class of card, named ``where``; ``what`` was run."""
     import statistics  # slow to import, and without measurements nobody asks
 
     finished = [run for run in seen if run.ran]
@@ -201,21 +201,21 @@ def _is_timed(run: MeasuredRun) -> bool:
 
 
 def _expected(run: MeasuredRun, correction: Correction) -> PhasePeak:
-    """What the corrected estimate says of a run that was measured."""
+    """What the corrected estimate predicts for a run that was measured."""
     predicted = run.predicted
     outside = predicted.device_bytes - predicted.reserved_bytes
     return correction.peak(predicted.allocated_bytes, predicted.reserved_bytes, outside)
 
 
 def _residual(run: MeasuredRun, correction: Correction) -> float:
-    """By which share a run is still off when it is corrected."""
+    """The share by which a run is still off after the correction."""
     if not run.own_card:
         return run.share / correction.reserved - 1
     return (run.measured.device_bytes or 0) / _expected(run, correction).device_bytes - 1
 
 
 class Proof(NamedTuple):
-    """A run of one very plan, in the environment that is asked about."""
+    """A run of one particular plan, in the environment in question."""
 
     measured: Measured
     phases: frozenset[str]
@@ -225,7 +225,7 @@ class Proof(NamedTuple):
 
 
 class ModelMeasurements(NamedTuple):
-    """What measurements say about one model on one card: the correction of estimates, and which plans are proved by
+    """What measurements say about one model on one card: the correction of estimates, and which plans were proved by
     runs."""
 
     correction: Correction = Correction()
@@ -274,8 +274,8 @@ NOTE_PREFIXES = ("corrected by ", "measured: ")
 
 
 def _as_measured(estimate: Estimate, ran: Sequence[Proof]) -> Estimate:
-    """An estimate whose numbers are those of runs. Where a phase that none of them went through needs more, the peak is
-    that phase's, which nobody measured."""
+    """The estimate with the numbers of measured runs. If a phase that none of them reached needs more, the peak is that
+    phase's, which nobody measured."""
     import statistics
 
     through = ran[0].phases.intersection(*(each.phases for each in ran)) & estimate.phases.keys()
@@ -309,7 +309,7 @@ def _as_measured(estimate: Estimate, ran: Sequence[Proof]) -> Estimate:
 
 
 def _ran_out(estimate: Estimate, out: Sequence[Proof]) -> Estimate:
-    """An estimate that says no, because the plan ran out of memory when it was tried."""
+    """The estimate with verdict no, because the plan ran out of memory when it was tried."""
     basis = "measured" if any(proof.own_card for proof in out) else "nearby"
     notes = (f"{NOTE_PREFIXES[1]}this exact plan ran out of memory", *estimate.assumptions)
     if all(proof.measured.outcome == "host-oom" for proof in out):
@@ -328,7 +328,7 @@ def _ran_out(estimate: Estimate, out: Sequence[Proof]) -> Estimate:
 
 
 def with_peak(estimate: Estimate, top: PhasePeak) -> Estimate:
-    """An estimate with another peak: its phases and its breakdown in proportion."""
+    """The estimate with another peak; its phases and its breakdown are scaled in proportion."""
     outside = ("fragmentation", "context")
     parts = {name: value for name, value in estimate.breakdown.__dict__.items() if name not in outside}
     share = min(1.0, top.reserved_bytes / max(1, sum(parts.values())))
@@ -343,7 +343,7 @@ def with_peak(estimate: Estimate, top: PhasePeak) -> Estimate:
 
 
 def _scaled(peak: PhasePeak, factors: Mapping[str, float], top: PhasePeak) -> PhasePeak:
-    """Another phase's counters in the same proportion, still in their order and below the peak."""
+    """Another phase's counters scaled by the same factor, still in order and below the peak."""
     allocated, reserved, device = (
         min(round(getattr(peak, name) * factor), getattr(top, name)) for name, factor in factors.items()
     )

@@ -1,4 +1,4 @@
-"""How sure an estimate is: the interval around the device peak, from errors seen, not from a guess."""
+"""How sure an estimate is: the range around the device peak. It comes from observed errors, not from a guess."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Sides = tuple[float, float]
 
 
 def on_card(sides: Sides, gpu: GpuProfile) -> Sides:
-    """The sides of an estimate for a card of a maker whose runs were never compared."""
+    """The sides of an estimate on a card, wider for makers whose cards were never compared with a run."""
     below, above = sides
     if gpu.backend == "mps":
         return below + UNSEEN, above + BESIDE_HEAPS
@@ -50,13 +50,13 @@ def on_card(sides: Sides, gpu: GpuProfile) -> Sides:
 
 
 def interval(device_bytes: int, compiled: bool = False, sides: Sides = RECORDED) -> tuple[int, int]:
-    """low and high device bytes of an estimate, whole bytes within; `sides` are those of a ``recorded`` one unless
-    measurements tell."""
+    """The low and high end of an estimate in whole device bytes. ``sides``: those of a ``recorded`` estimate by
+    default."""
     below, above = (side + (COMPILED if compiled else 0.0) for side in sides)
     return max(0, math.ceil(device_bytes * (1 - below))), int(device_bytes * (1 + above))
 
 
 def verdict(device_bytes: int, budget_bytes: int, compiled: bool = False, sides: Sides = RECORDED) -> Verdict:
-    """fits: even the high end is within the budget; no: not even the low end; tight: between."""
+    """ "fits" if even the high end is within the budget, "no" if not even the low end is, else "tight"."""
     low, high = interval(device_bytes, compiled, sides)
     return "no" if low > budget_bytes else "fits" if high <= budget_bytes else "tight"

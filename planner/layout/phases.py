@@ -1,7 +1,8 @@
-"""The phases around training: encoding prompts and clips, validation's denoising and decoding, saving.
+"""The phases around training: encoding prompts and clips, denoising and decoding in validation, saving.
 
-Each is laid out of recordings like the step itself. What is cached before training is encoded first, and nothing of it
-stays: so it is replayed apart, once for all strategies. What stays or comes back shares the step's allocator.
+Each is laid out from recordings, like the step. What is cached before training is encoded first and leaves nothing
+behind, so it is replayed separately, once for all strategies. What stays on the GPU or comes back shares the step's
+allocator.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ have such layers take at most 1.7 GiB beside their weights (LTX-2's Gemma)."""
 
 
 class Encoding(NamedTuple):
-    """Components that are encoded before training, together: their memory is given back before the model is loaded."""
+    """Components that are encoded together before training. Their memory is freed before the model is loaded."""
 
     components: tuple[ComponentPass, ...]
     workspace_bytes: int
@@ -50,10 +51,10 @@ class Encoding(NamedTuple):
 def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
     """What is encoded before training, and the memory that it takes.
 
-    One sample at a time, each encoder alone; or together, where a trainer holds them so (`DeviceTerms`). A text encoder
-    that is larger than the card comes layer by layer, and is left out where a command of its own caches prompts.
-    ``may_wait``: only those of which some may wait in host RAM, which the VAE does not. On Apple's GPUs nothing: what
-    MPS takes to encode is not known.
+    One sample at a time and each encoder alone, or all together if a trainer holds them so (`DeviceTerms`). A text
+    encoder that is larger than the card is brought in layer by layer; if a separate command caches prompts, it is left
+    out. ``may_wait``: only those encodings of which a part may wait in host RAM, which excludes the VAE. Empty on
+    Apple's GPUs: what MPS takes to encode is not known.
     """
     if run.facts.gpu.backend == "mps":
         return []
@@ -80,8 +81,8 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
 
 
 def decoding_alone(run: Run) -> list[Encoding]:
-    """The VAE as it decodes a sample of validation with nothing beside it: no run with such samples takes less. Empty
-    where none are made."""
+    """The VAE decoding a validation sample with nothing beside it. No run with such samples takes less. Empty if no
+    samples are made."""
     if run.strategy.validation_mode == "off" or run.facts.gpu.backend == "mps":
         return []
     group = (decoder(run, validation_grid(run.job, run.facts.model), 1),)
@@ -92,14 +93,14 @@ def decoding_alone(run: Run) -> list[Encoding]:
 
 
 def _is_larger_than_the_card(run: Run, component: ComponentPass) -> bool:
-    """Whether a text encoder has no room on the card as a whole."""
+    """Whether a text encoder as a whole does not fit on the card."""
     gpu = run.facts.gpu
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
     return component.piece_of_layers and component.weight_bytes + BESIDE_WHOLE_BYTES > room
 
 
 def encoders_left_out(run: Run) -> list[str]:
-    """The text encoders, by name, that are larger than the card and that a command of its own runs."""
+    """Names of the text encoders that are larger than the card and that a separate command runs."""
     cached = encoders(run, "cached", 1) if run.device.prompts_cached_apart else []
     return [component.name for component in cached if _is_larger_than_the_card(run, component)]
 
@@ -117,7 +118,7 @@ def _on_the_gpu_together(run: Run, components: list[ComponentPass]) -> list[tupl
 
 
 def encoding_runs(run: Run) -> list[Run]:
-    """What is encoded before training, laid out as runs of their own, to be replayed."""
+    """What is encoded before training, laid out as runs of their own for the replay."""
     runs = []
     for encoding in encodings(run):
         layout = lay_out_encoding(encoding.components, encoding.workspace_bytes, encoding.workspaces)
@@ -130,7 +131,7 @@ def encoding_runs(run: Run) -> list[Run]:
 
 
 def encoding_host_bytes(run: Run) -> int:
-    """The most host RAM, bytes, that a text encoder keeps while it encodes before the model is there."""
+    """The most host RAM, in bytes, that a text encoder takes while it encodes before the model is loaded."""
     return max((encoding.only.waiting_bytes for encoding in encodings(run, may_wait=True)), default=0)
 
 
@@ -138,10 +139,10 @@ def encoding_host_bytes(run: Run) -> int:
 
 
 def residents(run: Run) -> None:
-    """Text encoders and VAE that stay on the GPU, or come for each batch, encode it before every step.
+    """Text encoders and VAE that stay on the GPU, or come for each batch, and encode it before every step.
 
-    Resident ones are loaded before the model. Where a job only samples, they encode once, and what is swapped has come
-    and gone before the model comes (see ``encoding_runs``).
+    Resident ones are loaded before the model. If the job only samples, they encode once, and swapped ones are freed
+    before the model is loaded (see ``encoding_runs``).
     """
     batch, first = batch_samples(run), len(run.program.buffers)
     components = [*encoders(run, "resident", batch), *encoders(run, "swapped", batch)]
@@ -169,10 +170,12 @@ def residents(run: Run) -> None:
 
 
 def validation(run: Run) -> None:
-    """Validation after an optimizer step: gradients are gone, states are not (diffusers' examples call
-    ``optimizer.zero_grad`` right behind the step; a dialect moves that). A VAE that was cached comes for its turn.
+    """Validation after an optimizer step: gradients are freed, optimizer states are not (diffusers' examples call
+    ``optimizer.zero_grad`` right after the step; a trainer's terms may move that). A VAE that was cached comes to the
+    GPU to decode.
 
-    With ``offload`` the model leaves while the VAE decodes. With group offload its weights leave before the denoising.
+    With ``offload`` the model leaves the GPU while the VAE decodes. With group offload its weights leave before the
+    denoising.
     """
     mode, facts = run.strategy.validation_mode, run.facts
     if mode == "off":
@@ -210,8 +213,8 @@ def validation(run: Run) -> None:
 
 
 def _steering_bytes(run: Run, shape: Mapping[str, int]) -> int:
-    """A video that steers the sample, as a pipeline holds it beside its latents: pixels in fp32 (diffusers
-    WanVACEPipeline ``preprocess_conditions``)."""
+    """A control video as a pipeline holds it beside the latents: pixels in fp32 (diffusers WanVACEPipeline
+    ``preprocess_conditions``)."""
     model = run.facts.model
     frames, rows, columns = model.shape.patch
     length = model.vae.decoded(shape["F"] * frames)
@@ -219,20 +222,20 @@ def _steering_bytes(run: Run, shape: Mapping[str, int]) -> int:
 
 
 def _dequantised_bytes(run: Run) -> int:
-    """The largest layer in 16 bits: over a quantised base, whose forward is recorded in 16 bits, each is turned into
-    numbers for its own product (diffusers layerwise casting, bitsandbytes ``dequantize_4bit``, torchao)."""
+    """The largest layer in 16 bits. Over a quantised base, whose forward is recorded in 16 bits, each layer is unpacked
+    for its own product (diffusers layerwise casting, bitsandbytes ``dequantize_4bit``, torchao)."""
     trained = run.named("gradient")
     frozen = (run.sizes[buffer] for name, buffer in run.named("weight").items() if name not in trained)
     return int(max(frozen) * BYTES_PER_PARAMETER["bf16"] / BYTES_PER_PARAMETER[run.strategy.weights("lora")])
 
 
 def batch_samples(run: Run) -> int:
-    """Samples of one batch: where a job only samples, guidance may double them on their way through the model."""
+    """Samples of one batch. If the job only samples, guidance may double them on their way through the model."""
     return run.grid["B"] // (samples_per_call(run.facts.model, run.job.guided) if run.samples_only else 1)
 
 
 class UnrecordedPass(NamedTuple):
-    """An encode or decode without a recording, of which only the weights are counted."""
+    """An encode or decode without a recording; only its weights are counted."""
 
     name: str
     piece: str
@@ -241,7 +244,7 @@ class UnrecordedPass(NamedTuple):
 
 
 def unrecorded_passes(run: Run) -> list[UnrecordedPass]:
-    """What the text encoders and the VAE of a run do that was not recorded."""
+    """The passes of a run's text encoders and VAE that were not recorded."""
     shape = run.grid if run.samples_only else validation_grid(run.job, run.facts.model)
     ours = run.trainer == "vplan" and not run.samples_only
     come_encoded = ours and bool(run.facts.model.traits.not_encoded)
@@ -253,13 +256,13 @@ def unrecorded_passes(run: Run) -> list[UnrecordedPass]:
 
 
 def weights_on_gpu(run: Run) -> list[int]:
-    """Buffers of the model's weights that loading brings to the GPU and leaves there."""
+    """Buffers of the model's weights that loading puts on the GPU and leaves there."""
     loaded = set(run.load.ops)
     return [buffer for buffer in run.named("weight").values() if buffer in loaded and ~buffer not in loaded]
 
 
 def moved_host_bytes(run: Run) -> int:
-    """Host RAM, bytes, of the model's weights while they make room for a validation sample's VAE."""
+    """Host RAM, in bytes, of the model's weights while they make room for the VAE of a validation sample."""
     if run.strategy.validation_mode != "offload" or run.strategy.group_offload != "none":
         return 0
     # Where nothing is transformed yet, what is swapped is still there.
@@ -269,8 +272,7 @@ def moved_host_bytes(run: Run) -> int:
 
 
 def decode_with(run: Run, component: ComponentPass) -> Stage:
-    """The decode stage: the VAE's weights are loaded unless they are resident, it decodes, and everything is freed
-    again."""
+    """The decode stage: the VAE's weights are loaded unless they are resident, it decodes, and everything is freed."""
     loading, blocks = load_component(run.program, component)
     if run.strategy.vae == "resident":
         loading = Stage("load", [])
@@ -281,7 +283,7 @@ def decode_with(run: Run, component: ComponentPass) -> Stage:
 
 
 def validation_grid(job: Job, model: ModelProfile) -> dict[str, int]:
-    """The shape of the validation sample: what the job says, else its own shape."""
+    """The shape of the validation sample: the one set in the job, or else the job's own shape."""
     requested = job.validation
     shape = (
         Bucket(frames=requested.frames, height=requested.height, width=requested.width) if requested else job.shapes[0]
@@ -290,9 +292,9 @@ def validation_grid(job: Job, model: ModelProfile) -> dict[str, int]:
 
 
 def saving(run: Run) -> None:
-    """A checkpoint: under zero-3 and fsdp the weights are gathered one by one on their way to host RAM (DeepSpeed
-    ``_zero3_consolidated_16bit_state_dict``, torch ``get_model_state_dict(full_state_dict=True)``); else they are read
-    where they are."""
+    """A checkpoint. Under zero-3 and fsdp the weights are gathered one by one on their way to host RAM (DeepSpeed
+    ``_zero3_consolidated_16bit_state_dict``, torch ``get_model_state_dict(full_state_dict=True)``); otherwise they are
+    read where they are."""
     if run.samples_only:
         return
     run.phases.save = Stage("save", [(STRATEGY_MOMENT, [])])
@@ -304,6 +306,6 @@ def saving(run: Run) -> None:
 
 
 def take_sizes(run: Run, first: int) -> None:
-    """Appends the sizes of the program's buffers from number ``first`` on, which are the same at every shape, to the
-    run's."""
+    """Appends to the run the sizes of the program's buffers from number ``first`` on, which are the same at every
+    shape."""
     run.sizes += run.program.plain_from(first)

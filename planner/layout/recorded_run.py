@@ -1,6 +1,6 @@
 """A run as it was recorded: its tapes laid out at full depth, before any transformation.
 
-The step, which is most of the work, is laid out apart from the optimizer: many optimizers share it.
+The step is laid out separately from the optimizer, because it is most of the work and many optimizers share it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from planner.tape.program import Program, Stage
 
 
 class Unfolded(NamedTuple):
-    """The recordings of a step at full depth, for whatever number of checkpointed blocks and whatever kernel of
-    attention. Not to be changed."""
+    """The recordings of a step at full depth, for any number of checkpointed blocks and any attention kernel. It must
+    not be changed."""
 
     program: Program
     load: Stage
@@ -27,12 +27,12 @@ class Unfolded(NamedTuple):
 
 
 def unfolded_key(facts: Facts) -> tuple[object, ...]:
-    """What tells one `unfolded` from another."""
+    """The key that distinguishes one `unfolded` from another."""
     return id(facts.step), id(facts.checkpointed)
 
 
 def unfolded(facts: Facts) -> Unfolded:
-    """Lays the recordings of a step out. Raises a NotRecordedError where two cannot be put together."""
+    """Lays out the recordings of a step. Raises a NotRecordedError if two recordings cannot be combined."""
     program = Program()
     load = program.unfold(facts.step, "load")
     step = program.unfold(facts.step, main_piece(facts.step))
@@ -50,9 +50,9 @@ CASTS_BEFORE = 3
 
 
 def _widen_statistics(program: Program) -> None:
-    """Makes fp32 what layer norms keep of each row, the mean and the reciprocal deviation, as CUDA does whatever the
-    input (native/cuda/layer_norm_kernel.cu, ``acc_type``). A recording on a CPU has them in the input's dtype: without
-    autocast 16 bits, but where the input was cast to fp32 first."""
+    """Makes the statistics that layer norms save for each row (mean and reciprocal deviation) fp32. CUDA computes them
+    in fp32 whatever the input (native/cuda/layer_norm_kernel.cu, ``acc_type``). A recording on a CPU has them in the
+    input's dtype, which is 16 bits without autocast, unless the input was cast to fp32 first."""
     ops, buffers, sizes = list(program.op), list(program.buffers), program.sizes
     wide: dict[int, int] = {}
     for out, (name, second, third) in enumerate(zip(ops, ops[1:], ops[2:], strict=False)):
@@ -74,18 +74,18 @@ def _widen_statistics(program: Program) -> None:
 
 
 def step_key(configuration: Configuration, facts: Facts) -> tuple[object, ...]:
-    """What tells one `recorded_step` from another: the recordings, of how many blocks each is taken, and attention's
-    kernel."""
+    """The key that distinguishes one `recorded_step` from another: the recordings, how many blocks come from each, and
+    the attention kernel."""
     strategy = configuration.strategy
     kernels = workspace_kernels(strategy, configuration.machine, facts)
     return *unfolded_key(facts), strategy.checkpointed_blocks, kernels
 
 
 def recorded_step(configuration: Configuration, facts: Facts, recordings: Unfolded | None = None) -> Run:
-    """A run that loads and steps, and has no optimizer yet; its sizes are for `planner.tape.program.Program.bytes_of`.
-    ``recordings``: `unfolded`, where it is known.
+    """A run with load and step, but no optimizer yet; its sizes are for `planner.tape.program.Program.bytes_of`.
+    ``recordings``: `unfolded`, if it is known already.
 
-    Raises a NotRecordedError where two recordings cannot be put together.
+    Raises a NotRecordedError if two recordings cannot be combined.
     """
     program, load, step, both = recordings or unfolded(facts)
     run = Run(configuration, facts, program=program.copy() if recordings else program, load=load.copy())
@@ -107,9 +107,9 @@ def recorded_step(configuration: Configuration, facts: Facts, recordings: Unfold
 
 
 def add_optimizer(run: Run) -> None:
-    """Lays the optimizer's recording out behind a recorded step, and lets the loop's variables go.
+    """Appends the optimizer's recording to a recorded step, and frees what the training loop's variables held.
 
-    The batch, the loss and whatever else a step leaves die when the next one begins.
+    The batch, the loss and whatever else a step leaves are freed when the next step begins.
     """
     program, tape = run.program, run.facts.optimizer
     run.optimizer_first, run.optimizer = program.unfold(tape, "optimizer_first"), program.unfold(tape, "optimizer")

@@ -1,4 +1,7 @@
-"""Finds the recordings that answer for a question: bundled tapes first, then the user's own."""
+"""Finds the recordings that answer a question: bundled tapes first, then the user's own.
+
+`load_facts` is the entry point. A `Library` keeps what one search has read.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ from planner.tape.variants.variant import StepVariant
 
 
 def tape(model: str, variant: str) -> Tape:
-    """The tape of a model's variant. No user's model has a bundled one's name, so a name has tapes in one place."""
+    """The tape of a model's variant. A user's model cannot have a bundled model's name, so the place is unambiguous."""
     return tapes(model, variant)[0]
 
 
 def tapes(model: str, *variants: str) -> list[Tape]:
-    """The tapes of some variants; a NotRecordedError with the command that records all of them that are missing."""
+    """The tapes of some variants. Raises a NotRecordedError with the command that records all missing ones."""
     paths = [_stored(model, f"{variant}.json.gz") for variant in variants]
     missing = [variant for variant, path in zip(variants, paths, strict=True) if path is None]
     if missing:
@@ -50,7 +53,7 @@ def tapes(model: str, *variants: str) -> list[Tape]:
 
 
 def _stored(*parts: str) -> Path | None:
-    """The path of a recording under the bundled ones, or else under the user's own; None where there is none."""
+    """The path of a recording: bundled, or else the user's own; None if there is none."""
     bundled: Path = profiles.TAPES.joinpath(*parts)
     if is_stored(bundled):
         return bundled
@@ -86,9 +89,9 @@ _OnCard = tuple[str, "RecordedJob", Strategy, str | None, bool, bool]
 
 
 class Library:
-    """The recordings that one search reads: each is looked for once, however many strategies and cards ask for it.
+    """The recordings that one search reads. Each is looked up once, however many strategies and cards need it.
 
-    What is recorded anew while a library is in use is not seen by it.
+    It does not notice tapes that are recorded while it is in use.
     """
 
     def __init__(self) -> None:
@@ -135,7 +138,7 @@ class Library:
 
 
 class RecordedJob(NamedTuple):
-    """What of a job decides which recordings answer for it: most of its shapes have the same."""
+    """The parts of a job that decide which recordings answer for it. Most shapes of a job share them."""
 
     job: Job
     """at the smallest shape there is"""
@@ -159,10 +162,12 @@ def load_facts(
     gpu: GpuProfile | None = None,
     library: Library | None = None,
 ) -> Facts:
-    """The facts (tapes, model, card, measurements) that an estimate of this job, strategy and machine needs. ``model``
-    and ``gpu`` save looking them up by name, ``library`` the recordings that were read before. Raises a
-    NotRecordedError where a tape is missing, and a NotEstimatedError for what the card runs in another way than it was
-    recorded."""
+    """The facts (tapes, model, card, measurements) that an estimate of this job, strategy and machine needs.
+
+    ``model`` and ``gpu`` save looking them up by name; ``library`` keeps recordings that were read before. Raises a
+    NotRecordedError if a tape is missing, and a NotEstimatedError for what the card runs differently from what was
+    recorded.
+    """
     library = library or Library()
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     model = model or lookup.model(job.model)
@@ -225,10 +230,12 @@ def _recorded(
 def _own_code(
     model: ModelProfile, job: Job, strategy: Strategy, variant: StepVariant
 ) -> dict[str, Callable[[], OwnRecording]]:
-    """What reads the recordings, as far as there are some, of each trainer whose model is its own, by the trainer's
-    name: of Wan 2.1 T2V 14B and 2.2 T2V only LoRA without autocast is of DiffSynth-Studio's, and diffusers' model
-    answers for the rest. So it does where some blocks are checkpointed, which takes two recordings of one model, and
-    for adapters on layers of the user's choice, whose names are diffusers'. Estimates for one trainer read no other's.
+    """Trainer -> what reads the recordings of its own model, for the trainers that have any.
+
+    diffusers' model answers where the trainer's own was not recorded: for example, of DiffSynth-Studio's Wan 2.1 T2V
+    14B and 2.2 T2V only LoRA without autocast was. It also answers for partial checkpointing, which needs two
+    recordings of one model, and for adapters on layers that the user chose, whose names are diffusers'. An estimate for
+    one trainer reads no other's.
     """
     if strategy.gradient_checkpointing == "partial" or not on_recorded_layers(model, job, strategy):
         return {}
@@ -253,9 +260,9 @@ def _own_recording(model: str, step: str, optimizer: str) -> OwnRecording:
 
 
 def _own_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepVariant) -> str:
-    """The recording of the optimizer's step over the adapters that a trainer's own model gives a gradient, where they
-    are others than those of diffusers' model, which is recorded with adapters on its usual layers; else empty. Those
-    that get no gradient are left out for the optimizers that the trainer has."""
+    """The recording of the optimizer's step for a trainer whose own model gives a gradient to some adapters only; empty
+    for all others, which share the recording of diffusers' model. The adapters without a gradient are left out for the
+    optimizers that the trainer has."""
     code, usual = OWN_CODE[own.code], optimizer_variant(model, job, strategy)
     if code.with_gradient:
         return usual._replace(code=own.code).name
@@ -265,15 +272,16 @@ def _own_optimizer(model: ModelProfile, job: Job, strategy: Strategy, own: StepV
 
 
 def counts_elements(strategy: Strategy) -> bool:
-    """Whether a strategy is about elements, not bytes: it splits parameters, or copies them in another format."""
+    """Whether a strategy needs numbers of elements, not only bytes: it splits parameters, or copies them in another
+    format."""
     return strategy.sharding in SPLIT or strategy.master_weights == "fp32"
 
 
 def encoder_tapes(
     model: ModelProfile, job: Job, strategy: Strategy, vae_lengths: Iterable[str], library: Library
 ) -> dict[str, Tape]:
-    """The tapes of the text encoders and the VAE that a job needs, as far as they are recorded. ``vae_lengths``: as
-    `RecordedJob` has them."""
+    """The tapes of the text encoders and the VAE that a job needs, if they are recorded. ``vae_lengths``: as in
+    `RecordedJob`."""
     wanted = {}
     text = "fp32" if strategy.text_encoder_dtype == "fp32" else "half"
     for encoder in model.text_encoders:

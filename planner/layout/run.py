@@ -1,12 +1,17 @@
 """A run laid out for the replay: load, a first step, a later step, with the strategy's buffers put in.
 
-A *Program* (`planner.tape.program`) numbers every buffer of the run and knows its category, operator and size. A
-*Stage* is one piece of it in order, such as load, step or optimizer: a list of stretches, each a moment (which pass of
-which block) with its events. Event ``n >= 0`` allocates buffer ``n``, event ``~n`` frees it. A *Run* is the stages of a
-whole training run over one Program; the replay (`planner.estimate.stages`) plays them on one allocator.
+- A *Program* (`planner.tape.program`) numbers every buffer of the run and knows its category, operator and size.
+- A *Stage* is one piece of the run, such as load, step or optimizer: a list of stretches, each a moment (which pass of
+  which block) with its events. Event ``n >= 0`` allocates buffer ``n``, event ``~n`` frees it.
+- A *Run* is the stages of a whole training run over one Program. The replay (`planner.estimate.stages`) plays them on
+  one allocator.
+- *Facts* are what a layout reads besides the question.
 
-Every strategy that changes what is where is one function on the Run, one named buffer or lifetime, one source. What
-changes the stream of operators itself (checkpointing, method, precision, optimizer) is recorded, not transformed.
+Each transformation of a strategy is one function on a Run with one source; it adds named buffers or changes lifetimes.
+What changes the stream of operators itself (checkpointing, method, precision, optimizer) is recorded, not transformed.
+
+Read the fields of `Run` first, then `Run.stages`. The rest of the class is in three groups: results shared between runs
+(`shared` and its like), editing (`new` to `empty`), and what transformations ask (`named` to `swappable_weights`).
 """
 
 from __future__ import annotations
@@ -90,8 +95,8 @@ class Facts(NamedTuple):
     """DeepSpeed's sizes where a launch sets them"""
 
     def trained_by(self, trainer: str) -> Facts:
-        """These facts with the step of a trainer's own model, where that is recorded. ``trainer`` may name a version,
-        as "diffsynth@model-offload"."""
+        """These facts with the step of a trainer's own model, if that is recorded. ``trainer`` may include a version,
+        such as "diffsynth@model-offload"."""
         read = self.own_code.get(trainer) or self.own_code.get(trainer.partition("@")[0])
         if read is None:
             return self
@@ -179,12 +184,12 @@ class Run:
 
     @property
     def recording(self) -> Run:
-        """The run before any transformation; this run itself where none was kept apart."""
+        """The run before any transformation; this run itself if no such copy was kept."""
         return self.base.recording if self.base is not None else self
 
     def shared(self, compute: Callable[..., T], *also: object) -> T:
         """The result of `compute` on the untransformed run, cached for all runs that are laid out from it. ``also``:
-        what else it is given."""
+        further arguments of `compute`, part of the cache key."""
         recording = self.recording
         key = (compute, also) if also else compute
         if key not in recording._shared:
@@ -193,8 +198,8 @@ class Run:
         return result
 
     def shared_at_shape(self, compute: Callable[[Run], T], *also: object) -> T:
-        """The same of what depends on sizes too: computed on this run, which must be as it was recorded as far as
-        `compute` looks, for all of the same shape. ``also``: what else it depends on, such as the card."""
+        """Like `shared`, for a result that depends on sizes: computed on this run and cached per shape. What `compute`
+        reads must still be as recorded. ``also``: what else the result depends on, such as the card."""
         cache, key = self.recording._shared, (compute, *self.grid.items(), *also)
         if key not in cache:
             cache[key] = compute(self)
@@ -202,8 +207,8 @@ class Run:
         return result
 
     def shared_by_weights(self, compute: Callable[[Run], T], *also: object) -> T:
-        """The same of what depends on weights and gradients alone, which have the same sizes at most shapes: computed
-        on this run, for all with the same names, buffers and bytes of these. ``also``: what else it depends on."""
+        """Like `shared`, for a result that depends only on weights and gradients, which have the same sizes at most
+        shapes: cached by their names, buffers and bytes. ``also``: what else the result depends on."""
         cache, weights, gradients = self.recording._shared, self.named("weight"), self.named("gradient")
         sizes = (tuple(map(self.sizes.__getitem__, named.values())) for named in (weights, gradients))
         key = (compute, *also, id(self.facts.parameters), *weights.items(), None, *gradients.items(), *sizes)
@@ -213,8 +218,8 @@ class Run:
         return result
 
     def summed(self, compute: Callable[[Run], int]) -> int:
-        """The result of `compute`, which looks at nothing but the sizes of what is recorded; a run that was not
-        transformed yet has it from others of the same recordings and shape."""
+        """The result of `compute`, which reads only the sizes of recorded buffers. Before any transformation, it is
+        taken from other runs of the same recordings and shape."""
         if self.sums is None:
             return compute(self)
         if compute not in self.sums:
@@ -325,20 +330,18 @@ class Run:
 
     @property
     def calls(self) -> int:
-        """Calls of ``step`` that its seconds are asked for: one, or what a noise level takes."""
+        """How many calls of ``step`` its seconds are for: one, or those that one noise level takes."""
         return calls(self.facts.model, self.job.guided) if self.samples_only else 1
 
     @property
     def first_pass(self) -> Stage:
-        """The first stage behind loading: forward and backward, or the first call of sampling."""
+        """The first stage after loading: forward and backward, or the first call of sampling."""
         return self.step if self.samples_only else self.first_step or self.step
 
     @property
     def stages(self) -> list[tuple[PhaseName, Stage]]:
-        """The run in order.
-
-        The optimizer makes its states at the end of the first step; the later step is what lasts.
-        """
+        """The run's stages in order, each with its phase. The optimizer creates its states at the end of the first
+        step; the later step is what lasts."""
         more = [self.accumulate] if self.accumulate else []
         phases = self.phases
         encode: list[tuple[PhaseName, Stage]] = [("encode", phases.encode)] if phases.encode else []
@@ -366,8 +369,8 @@ class Run:
         ]
 
     def empties_cache_after(self, phase: PhaseName, stage: Stage, validates: bool) -> bool:
-        """Whether the trainer empties the allocator's cache behind a stage of ``stages``; around encoding apart.
-        ``validates``: whether a validation sample, where the run makes any, comes next."""
+        """Whether the trainer empties the allocator's cache after a stage of ``stages`` (encoding is handled
+        elsewhere). ``validates``: whether a validation sample comes next, if the run makes any."""
         cache = self.empty_cache
         loaded = phase == "load" and cache.after_load
         trained = stage is self.optimizer and bool(self.phases.validation) and cache.before_validation
@@ -377,8 +380,8 @@ class Run:
 
     @functools.cached_property
     def leftovers(self) -> list[int]:
-        """Buffers that a step leaves allocated for the next to replace, such as the batch and the loss; of the recorded
-        step."""
+        """Buffers that the recorded step leaves allocated for the next one to replace, such as the batch and the
+        loss."""
         if self.base is not None:
             return self.base.leftovers
         stay = {*self.named("gradient").values(), *self.named("weight").values()}
@@ -391,7 +394,7 @@ class Run:
 
     @property
     def paged_states(self) -> list[int]:
-        """Buffers of the optimizer states that a paged optimizer pages; each is a byte per element."""
+        """Buffers of the optimizer states that a paged optimizer pages; each has one byte per element."""
         states = self.named("optimizer").items()
         return [b for name, b in states if ":state" in name and self.sizes[b] >= PAGED_ELEMENTS]
 
@@ -409,12 +412,13 @@ class Run:
 
     @property
     def in_own_code(self) -> bool:
-        """Whether its step is that of its trainer's own model, which needs no terms for what that does otherwise."""
+        """Whether the step was recorded from the trainer's own model, which then needs no terms for what it does
+        differently."""
         return bool({self.trainer, self.trainer.partition("@")[0]} & self.facts.own_code.keys())
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the trained parameters as the optimizer finds them, 4 or 2 each."""
+        """Bytes of the trained parameters as the optimizer sees them, 4 or 2 each."""
         return (4 if trained_storage(self.job, self.strategy) == "fp32" else 2) * self.trained_parameters
 
     @property
@@ -423,16 +427,16 @@ class Run:
 
     @functools.cached_property
     def _split_elements(self) -> int:
-        """Elements of what is trained: all in 16 bits, also what a recording keeps in fp32."""
+        """Elements of what is trained. All of it is in 16 bits, including what a recording keeps in fp32."""
         elements, size = self.elements, self._trained_size
         gradients = self.named("gradient").items()
         return sum(elements.get(name) or self.sizes[buffer] // size for name, buffer in gradients)
 
     @functools.cached_property
     def elements(self) -> Mapping[str, int]:
-        """Name -> elements of the weights that are parameters, in the model's order, where an engine splits them.
+        """Name -> elements of the weights that are parameters, in the model's order, for engines that split them.
 
-        Of the recorded step in 16 bits, so it must be read before a transformation resizes them.
+        Read it before a transformation resizes the weights: it is computed from the recorded step, in 16 bits.
         """
         return self.shared_by_weights(_elements)
 
@@ -443,7 +447,8 @@ class Run:
 
     @property
     def optimizer_scale(self) -> float:
-        """Bytes of trained parameters of the full model per byte recorded: how an optimizer step's work grows."""
+        """Bytes of trained parameters of the full model per recorded byte: by this factor an optimizer step's work
+        grows."""
         gradients, shares = self.named("gradient"), self.shared(_recorded_shares)
         sizes = list(map(self.sizes.__getitem__, gradients.values()))
         recorded_bytes = sum(map(operator.mul, sizes, map(shares.__getitem__, gradients)))
@@ -451,9 +456,12 @@ class Run:
 
     @property
     def swapped_blocks(self) -> dict[Block, list[int]]:
-        """Buffers of the weights of the blocks that are swapped: the last, or the last of those that are
-        checkpointed, as backward needs the weights of the others where they are (`fetches_again`: where it does not);
-        of some trainers, of each stack."""
+        """Buffers of the weights of the swapped blocks.
+
+        These are the last blocks. If only some blocks are checkpointed, they are the last of those, because backward
+        reads the weights of the others without fetching them again (except for trainers in `fetches_again`). Some
+        trainers count the blocks of each stack separately.
+        """
         blocks, count = self.swappable_weights, self.strategy.swap_blocks
         any_block = not self.checkpointed or fetches_again(self.trainer)
         names = [block for block in blocks if any_block or block in self.checkpointed]
@@ -468,9 +476,9 @@ class Run:
 
     @property
     def swappable_weights(self) -> dict[Block, list[int]]:
-        """Buffers of each block's weights that need not stay on the GPU, in the order the blocks run.
+        """Buffers of the weights of each block that need not stay on the GPU, in the order in which blocks run.
 
-        Those that are not trained, and all of them where the optimizer steps while the block is there for its backward.
+        These are the frozen weights; or all weights, if the optimizer steps while the block is there for its backward.
         """
         return self.shared(_weights_by_block if self.strategy.optimizer_step == "backward" else _frozen_by_block)
 
@@ -513,7 +521,7 @@ def _recorded_shares(run: Run) -> dict[str, float]:
 
 
 def main_piece(tape: Tape) -> str:
-    """The piece that is a training step, or one call of the model where a job only samples."""
+    """The name of the piece that is a training step, or one call of the model if the job only samples."""
     return "step" if "step" in tape.pieces else "denoise"
 
 

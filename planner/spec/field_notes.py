@@ -13,8 +13,8 @@ ALL: Final = "all"
 
 
 class Loss(NamedTuple):
-    """Values that change what is learnt, not only where and when it is computed (DESIGN section 3, "Lossless before
-    lossy")."""
+    """The lossy values of a field: they change what is learnt, not only where and when it is computed
+    (docs/suggest.md, "Lossless before lossy")."""
 
     values: frozenset[Setting]
     why: str

@@ -1,7 +1,8 @@
-"""Job (what to train), Strategy (how it is made to fit) and Machine (on what): the names of DESIGN section 3.
+"""The vocabulary: Job (what to train), Strategy (how it is made to fit) and Machine (on what).
 
-The string under a field is also the help text of its flag, whose name is the field's in kebab case. Which combinations
-may run is in `planner.spec.combinations`.
+The string under a field is also the help text of its flag; the flag is the field's name in kebab case. A strategy
+field's `Note` (`planner.spec.field_notes`) says what our trainer applies, what is lossy and what a search tries. Which
+combinations may run is in `planner.spec.combinations`.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.

@@ -1,4 +1,4 @@
-"""Estimate (what will happen: the JSON of DESIGN section 9) and Plan (everything about one run, in one TOML file)."""
+"""Estimate (what will happen; docs/json.md shows its JSON) and Plan (everything about one run, in one TOML file)."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 from collections.abc import Mapping

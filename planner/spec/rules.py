@@ -1,4 +1,4 @@
-"""What a strategy means for a job on a machine: the defaults that depend on them."""
+"""Fills in what a strategy leaves open: the defaults that depend on the job and the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ parallelism trains the same, as its attention's backward does not run under auto
 
 
 class Dependent(NamedTuple):
-    """A strategy field that says more about one value of another field, and is idle beside its other values."""
+    """A strategy field that refines one value of another field, and has no effect beside its other values."""
 
     field: str
     idle: Any
@@ -42,9 +42,9 @@ be as somebody typed it. Whoever replaces a field that `resolve` reads (sharding
 
 
 def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> ResolvedStrategy:
-    """The strategy with everything that was left open filled in: storage by method, ddp for several GPUs.
+    """The strategy with all open fields filled in: storage formats by method, ddp for several GPUs.
 
-    `expandable_segments` is switched off where torch cannot do it. What the user said stays as it is.
+    `expandable_segments` is switched off if torch cannot use them. What the user set stays as it is.
     """
     changes: dict[str, object] = {}
     exchanges = strategy.context_parallel > 1 and strategy.sharding != "fsdp" and job.method != "sample"
@@ -74,8 +74,11 @@ def resolve(job: Job, strategy: Strategy, machine: Machine | None = None) -> Res
 
 
 def left_behind(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Field -> its idle value, of the `DEPENDENTS` that say nothing beside these fields' values. For whoever replaces a
-    field: what said more about its old value goes with it. Fields that are absent are left absent."""
+    """Field -> its idle value, for the `DEPENDENTS` that have no effect beside these fields' values.
+
+    Use it when a field is replaced: the fields that refined its old value are reset with it. Fields that are absent are
+    left absent.
+    """
     return {
         row.field: row.idle
         for row in DEPENDENTS

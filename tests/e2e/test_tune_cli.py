@@ -46,7 +46,7 @@ def test_the_whole_experience(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert plan.estimate is not None and plan.estimate.basis == "measured" and plan.estimate.verdict == "fits"
     (proof,) = plan.evidence
     assert proof.measured.outcome == "ok" and plan.estimate.high_bytes == proof.measured.device_bytes
-    # Said again, nothing is measured again; as JSON it is the object of DESIGN section 9.
+    # Said again, nothing is measured again; as JSON it is the object of docs/json.md.
     answer, _ = tune(capsys, *ONE, *SHORT, *SIMULATE, "--json")
     found: dict[str, Any] = json.loads(answer)
     assert {"plan", "probes", "alternatives"} <= found.keys()

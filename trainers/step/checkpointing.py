@@ -21,12 +21,12 @@ from trainers.memory.offload import InputsOnHost
 def set_checkpointing(
     model: nn.Module, profile: ModelProfile, strategy: Strategy, inputs: InputsOnHost | None = None
 ) -> None:
-    """Turns on non-reentrant checkpointing of the blocks that ``strategy.gradient_checkpointing`` names.
+    """Turns on non-reentrant checkpointing of the blocks that ``strategy.gradient_checkpointing`` selects.
 
-    ``partial``: the first ``checkpointed_blocks`` in the order they run. ``offload``: all, with the inputs of blocks in
-    host RAM, in ``inputs`` where another model keeps its own there too. ``fp8``: all, with those inputs in 8 bits. With
-    ``nested_checkpointing`` the attentions and feed-forwards of blocks are checkpointed once more, which changes no
-    operator and no order of theirs in backward (torch/utils/checkpoint.py, "Nested checkpoint").
+    ``partial``: the first ``checkpointed_blocks`` in the order they run. ``offload``: all blocks, with their inputs in
+    host RAM; ``inputs`` is where, if another model keeps its own there too. ``fp8``: all blocks, with their inputs in 8
+    bits. With ``nested_checkpointing`` the attentions and feed-forwards of blocks are checkpointed once more, which
+    changes neither the operators nor their order in backward (torch/utils/checkpoint.py, "Nested checkpoint").
     """
     mode = strategy.gradient_checkpointing
     if mode == "none":
@@ -63,10 +63,10 @@ def set_checkpointing(
 
 
 def block_parts(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
-    """The attentions and feed-forwards of a model's blocks: what they are made of but norms, modulation and, where
-    those run beside attention (FLUX's single blocks), layers of the block's own.
+    """The attentions and feed-forwards of a model's blocks. That is everything in a block except norms, modulation and,
+    if those run in parallel with attention (FLUX's single blocks), the block's own layers.
 
-    Raises a VplanError for a UNet, whose blocks are not what is checkpointed, and where blocks have none.
+    Raises a VplanError for a UNet, whose checkpointed parts are not blocks, and if blocks have no such parts.
     """
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention
@@ -85,13 +85,13 @@ def block_parts(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
 
 
 def _unwrapped(block: nn.Module) -> nn.Module:
-    """A block, without one around it that has nothing else (HiDream's)."""
+    """A block, or the only child of one that has nothing else (HiDream's)."""
     children = list(block.children())
     return children[0] if len(children) == 1 and not list(block.parameters(recurse=False)) else block
 
 
 def _checkpointed(forward: Callable[..., Any], early_stop: bool) -> Callable[..., Any]:
-    """A module's forward, checkpointed where there are gradients. Its hooks are around it, and run once."""
+    """A module's forward, checkpointed when gradients are enabled. Its hooks are outside, so they run once."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

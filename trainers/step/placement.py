@@ -22,8 +22,8 @@ Fill = Callable[[str, torch.Tensor], None]
 def place(
     model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device, fill: Fill | None = None
 ) -> None:
-    """Materialises a model on ``device``, but for the blocks that are swapped and the shares that FSDP2 offloads:
-    those wait in host RAM."""
+    """Materialises a model on ``device``. The blocks that are swapped and the shares that FSDP2 offloads stay in host
+    RAM."""
     swapped = swap.swapped_blocks(model, profile, strategy)
     materialise(model, device, fill, swap.on_host(swapped) | offloaded_shares(model, strategy))
     if swapped:
@@ -31,7 +31,7 @@ def place(
 
 
 def offloaded_shares(model: nn.Module, strategy: Strategy) -> frozenset[str]:
-    """The names of what FSDP2 splits and keeps in host RAM: all, or nothing."""
+    """The names of the parameters that FSDP2 splits and keeps in host RAM: all, or none."""
     if strategy.sharding != "fsdp" or strategy.offload_params != "cpu":
         return frozenset()
     return frozenset(name for name, _ in model.named_parameters())
@@ -42,9 +42,9 @@ def materialise(
 ) -> None:
     """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
 
-    Those named in ``on_host`` are made in host RAM instead. A quantised base is quantised on the device, one
-    half-precision weight after another, and what is to wait goes from there; so is what FSDP2 splits. Parameters that
-    are tied stay so.
+    Those named in ``on_host`` are allocated in host RAM instead. A quantised base is quantised on the device, one
+    half-precision weight after another, and moved to host RAM afterwards if it waits there; so are the shares of FSDP2.
+    Tied parameters stay tied.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}  # meta parameter -> its allocation: a tied one is met again
     for prefix, module in model.named_modules():
@@ -72,12 +72,13 @@ def materialise(
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether FSDP2 splits it: it is a DTensor, which is not imported for everybody."""
+    """Whether FSDP2 splits the parameter. It is a DTensor then; the class is not imported, to save that for those who
+    do not need it."""
     return hasattr(parameter, "device_mesh")
 
 
 def _share_of(weight: torch.Tensor, parameter: Any, waits: bool) -> nn.Parameter:
-    """This rank's part of a whole weight, as FSDP2 cut the parameter on meta; in host RAM where it waits."""
+    """This rank's part of a whole weight, cut as FSDP2 cut the parameter on meta; in host RAM if it waits there."""
     from torch.distributed.tensor import DTensor
 
     mesh, place = parameter.device_mesh, parameter.placements
@@ -87,8 +88,8 @@ def _share_of(weight: torch.Tensor, parameter: Any, waits: bool) -> nn.Parameter
 
 
 def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """This rank's rows of a whole tensor, split as a DTensor that FSDP2 made: by rows over the last dimension of its
-    mesh."""
+    """This rank's rows of a whole tensor, split like ``like``, a DTensor that FSDP2 made: by rows over the last
+    dimension of its mesh."""
     mesh, last = like.device_mesh, like.device_mesh.ndim - 1
     parts, rank = whole.chunk(mesh.size(last)), mesh.get_local_rank(last)
     return parts[rank] if rank < len(parts) else whole[:0]  # there are fewer parts where there are fewer rows

@@ -47,10 +47,8 @@ WEIGHT = "weight"
 
 
 class Engine:
-    """How backward and the optimizer step run: here as in a process that trains alone.
-
-    `trainers.parallel.parallel` has those of DDP, DeepSpeed and FSDP2.
-    """
+    """How backward and the optimizer step run. This one is for a process that trains alone;
+    `trainers.parallel.parallel` has those for DDP, DeepSpeed and FSDP2."""
 
     max_grad_norm = MAX_GRAD_NORM
     """the norm that gradients are clipped to; 0 for none"""
@@ -64,14 +62,13 @@ class Engine:
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds the gradients of a loss to those that are there, scaled up where fp16 needs it.
-
-        ``loss``: a scalar, already divided by the number of micro-batches.
-        """
+        """Adds the gradients of a loss to the existing ones, scaled up if fp16 needs it. ``loss``: a scalar, already
+        divided by the number of micro-batches."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, trainee: Trainee) -> None:
-        """Clips the gradients, steps and frees them; nothing when backward has done that already."""
+        """Clips the gradients, steps the optimizer and frees the gradients. Does nothing if backward has stepped
+        already."""
         optimizer = trainee.optimizer
         assert optimizer is not None
         if isinstance(optimizer, SteppedInBackward):
@@ -109,11 +106,11 @@ def build_model(
     inputs: InputsOnHost | None = None,
     lora_alpha: float | None = None,
 ) -> nn.Module:
-    """The diffusers model with its adapter, dtypes and checkpointing, parameters still on ``meta``.
+    """The diffusers model with its adapter, dtypes and checkpointing; parameters are still on ``meta``.
 
-    Non-persistent buffers (RoPE tables) are computed for real, as ``from_pretrained`` does it. ``config`` replaces the
-    published architecture, e.g. by one of fewer blocks; ``inputs`` is where several models, of which one runs at a
-    time, keep what checkpoints send to host RAM; ``lora_alpha`` over the rank scales the adapter.
+    Non-persistent buffers (RoPE tables) are computed for real, as in ``from_pretrained``. ``config`` replaces the
+    published architecture, for example by one with fewer blocks. ``inputs``: where several models, of which one runs at
+    a time, share the host RAM for checkpoints. ``lora_alpha`` divided by the rank scales the adapter.
     """
     from diffusers.models.modeling_utils import no_init_weights
 
@@ -139,10 +136,10 @@ def build_model(
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives every parameter and saved table the dtype ``from_pretrained(torch_dtype=dtype)`` gives it.
+    """Gives every parameter and saved table the dtype that ``from_pretrained(torch_dtype=dtype)`` gives it.
 
-    Tables that are not saved are computed when the model is made, some in fp64; they are kept in fp32. diffusers
-    keeps the modules named in ``_keep_in_fp32_modules`` in fp32 by matching whole components of the name.
+    Tables that are not saved are computed with the model, some in fp64, and kept in fp32. The modules named in
+    ``_keep_in_fp32_modules`` stay in fp32; diffusers matches whole components of the name.
     """
     fp32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
@@ -169,8 +166,8 @@ NEAR_ROOT = -1
 def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | None = None) -> None:
     """Adds a peft LoRA, DoRA or LoKr on ``job.lora_targets`` in ``strategy.adapter_dtype``.
 
-    Alpha is the rank where none is set, as in diffusers' examples. The scale is a number that the forward multiplies
-    by, so it takes no memory.
+    Alpha is the rank if none is set, as in diffusers' examples. The forward multiplies by the scale as a plain number,
+    so it takes no memory.
     """
     from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -201,8 +198,8 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | N
 
 
 def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
-    """Sets what a model that will run has beyond one that is recorded: the strategy's attention kernel, with gradients
-    as that one needs them, and compiled blocks."""
+    """Sets up what only a model that really runs has: the strategy's attention kernel, with gradients laid out as that
+    kernel needs them, and compiled blocks."""
     attention_kernels.ask_for(model, strategy.attention, device)
     if attention_kernels.cudnn_runs(strategy.attention, device):
         attention_kernels.lay_out_gradients(model)
@@ -214,11 +211,11 @@ COMPILER = "inductor"
 
 
 def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) -> None:
-    """Compiles the forward of each repeated block in place where ``strategy.compile`` is ``blocks``; never to record.
+    """Compiles the forward of each repeated block in place if ``strategy.compile`` is ``blocks``; never for recording.
 
-    Regional compilation, as diffusers' ``compile_repeated_blocks`` (PyTorch recipe "regional_compilation"): blocks that
-    are alike share what is compiled. Forward alone, so that what is around a block (checkpointing, swap, FSDP2's
-    gathering) stays as it is. Where torch would give up compiling without a word, the run ends instead.
+    This is regional compilation, as in diffusers' ``compile_repeated_blocks`` (PyTorch recipe "regional_compilation"):
+    like blocks share the compiled code. Only the forward is compiled, so what is around a block (checkpointing, swap,
+    FSDP2's gathering) stays as it is. If torch would silently give up compiling, the run ends instead.
     """
     if strategy.compile == "none":
         return
@@ -229,7 +226,7 @@ def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) 
 
 
 def compiled_blocks(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
-    """The blocks that are alike: of a UNet, whose stages differ, the transformer blocks in them."""
+    """The blocks that are alike. In a UNet, whose stages differ, these are the transformer blocks inside them."""
     if profile.traits.stages:
         repeated: Collection[str] = model._repeated_blocks  # type: ignore[assignment]  # diffusers' own attribute
         return [module for module in model.modules() if type(module).__name__ in repeated]
@@ -243,7 +240,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def autocast(strategy: Strategy, device: torch.device) -> Iterator[None]:
-    """``torch.autocast`` as the strategy asks; around the model's forward only, as accelerate wraps it."""
+    """``torch.autocast`` as the strategy asks, around the model's forward only, as in accelerate."""
     if strategy.autocast == "none":
         yield
     else:
@@ -252,8 +249,8 @@ def autocast(strategy: Strategy, device: torch.device) -> Iterator[None]:
 
 
 def compute_dtype(strategy: Strategy) -> torch.dtype:
-    """The dtype inputs have: autocast's, else the weights', else what quantised weights are turned into; under FSDP2
-    that in which weights are gathered, whatever the shares are stored in."""
+    """The dtype of the model's inputs: autocast's, else the weights', else the one that quantised weights are unpacked
+    to. Under FSDP2 it is the dtype in which weights are gathered, however the shares are stored."""
     if strategy.autocast != "none":
         return DTYPES[strategy.autocast]
     if strategy.sharding == "fsdp":
@@ -264,8 +261,8 @@ def compute_dtype(strategy: Strategy) -> torch.dtype:
 def forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> torch.Tensor:
     """The loss of one batch: a scalar with its graph, before any scaling.
 
-    Noise and noise levels are drawn from the seeds in the batch, so that a sample draws the same on any number of ranks
-    and in any micro-batch.
+    Noise and noise levels are drawn from the seeds in the batch, so a sample draws the same on any number of ranks and
+    in any micro-batch.
     """
     device = next(iter(batch.values())).device
     with random_draws.from_seeds(batch.get(random_draws.SEEDS), device):
@@ -278,19 +275,18 @@ def forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) 
 
 @torch.no_grad()
 def sample_forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> Any:
-    """The model's prediction for one batch of noisy latents, without a graph: one step of sampling.
-
-    A tensor, or as many as the family's `prediction` says.
-    """
+    """The model's prediction for one batch of noisy latents, without a graph: one step of sampling. One tensor, or as
+    many as the family's `prediction` has."""
     inputs, _ = family.inputs_and_target(batch)
     with autocast(strategy, next(iter(batch.values())).device):
         return family.prediction(trainee.model(**inputs, **family.plain_outputs))
 
 
 def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
-    """One optimisation step on the micro-batches of this process; returns the mean of their weighted losses, detached.
+    """Runs one optimisation step on the micro-batches of this process; returns the mean of their weighted losses,
+    detached.
 
-    As many as ``gradient_accumulation`` says; one is on the device at a time where ``batches`` makes them so.
+    There are as many as ``gradient_accumulation`` says. If ``batches`` is lazy, only one is on the device at a time.
     """
     loss = gradients(trainee, family, batches, strategy)
     trainee.engine.step(trainee)
@@ -298,8 +294,8 @@ def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch],
 
 
 def gradients(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:
-    """Forward and backward of the micro-batches of one optimisation step; the mean of their weighted losses,
-    detached."""
+    """Runs forward and backward of the micro-batches of one optimisation step; returns the mean of their weighted
+    losses, detached."""
     count, number, losses = strategy.gradient_accumulation, 0, []
     for number, batch in enumerate(batches, start=1):
         weight = float(batch.pop(WEIGHT, 1.0))

@@ -1,7 +1,7 @@
-"""Published weights into a model that was built on ``meta``: safetensors of a diffusers folder, and nothing else.
+"""Loads published weights into a model that was built on ``meta``: safetensors of a diffusers folder, nothing else.
 
-Tensors are read one by one as the model is allocated, so that nothing is in memory twice. A tensor that is missing,
-left over or of another shape is refused by name: a model that is half random trains, and nobody sees it.
+Tensors are read one by one as the model is allocated, so nothing is in memory twice. A tensor that is missing, left
+over or of another shape is refused by name: a partly random model would train without anybody noticing.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ SHARDING_INFO, BEGINS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 class Weights:
-    """The tensors of some safetensors files, by name; the files are opened once, a tensor is read when it is needed.
-
-    Several files may have shares of a tensor, as torch's distributed checkpoints do.
-    """
+    """The tensors of some safetensors files, by name. Files are opened once; a tensor is read when it is needed.
+    Several files may hold shares of a tensor, as in torch's distributed checkpoints."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self.folder = folder
@@ -85,7 +83,7 @@ class Weights:
 
 
 def published(folder: Path, profile: ModelProfile) -> Weights:
-    """The weights of a diffusers folder, which must be of the architecture that the plan was estimated for."""
+    """The weights of a diffusers folder. They must have the architecture that the plan was estimated for."""
     check_architecture(folder, profile)
     return Weights(folder, file_names(folder))
 
@@ -101,8 +99,8 @@ def load(
 ) -> None:
     """Allocates a built model on the device with its weights from files.
 
-    The weights of ``swapped`` blocks stay in host RAM, and those named in ``waiting``. ``trained`` are a checkpoint's
-    weights, by the names of what trains; ``begin`` gives a new adapter its values.
+    The weights of ``swapped`` blocks and those named in ``waiting`` stay in host RAM. ``trained``: a checkpoint's
+    weights, by the names of the trained parameters. ``begin``: initialises a new adapter.
     """
     kept = trained.names if trained else frozenset()
     wanted = {_published(name) for name, _ in model.named_parameters() if not is_of_adapter(name)}
@@ -135,8 +133,8 @@ MAGNITUDE = ".lora_magnitude_vector."
 
 @torch.no_grad()
 def _fill_magnitude(name: str, magnitude: Tensor, model: nn.Module, weights: Weights) -> None:
-    """Begins a DoRA's magnitudes as the lengths of the rows of the published weight, as peft does (``update_layer``;
-    an adapter begins at zero): computed in host RAM, in fp32."""
+    """Initialises a DoRA's magnitudes with the row norms of the published weight, as peft does (``update_layer``; the
+    adapter itself starts at zero), in host RAM and fp32."""
     base = f"{name.partition(MAGNITUDE)[0]}.base_layer.weight"
     frozen = model.get_parameter(base)
     whole = torch.empty(frozen.shape, dtype=frozen.dtype)
@@ -146,9 +144,9 @@ def _fill_magnitude(name: str, magnitude: Tensor, model: nn.Module, weights: Wei
 
 
 def fresh(seed: int, init: str = "gaussian") -> Begin:
-    """New adapters that leave the model as it was, the same on every rank: B is zero, and A normal with a deviation of
-    1 / rank (``gaussian``) or uniform as linear layers begin (``kaiming``), as in peft tuners/lora/layer.py. Of a LoKr
-    the first matrix is zero, and the second uniform (tuners/lokr/layer.py)."""
+    """Initialises new adapters so that the model is unchanged, identically on every rank. B is zero; A is normal with a
+    deviation of 1 / rank (``gaussian``) or uniform like linear layers (``kaiming``), as in peft tuners/lora/layer.py.
+    The first matrix of a LoKr is zero and the second uniform (tuners/lokr/layer.py)."""
 
     @torch.no_grad()
     def begin(name: str, weight: Tensor) -> None:
@@ -168,7 +166,7 @@ def fresh(seed: int, init: str = "gaussian") -> Begin:
 
 
 def _published(name: str) -> str:
-    """A parameter's name without the adapter around it."""
+    """The published name of a parameter, without the adapter's wrapping."""
     return name.replace(".base_layer.", ".")
 
 

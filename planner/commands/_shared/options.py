@@ -1,6 +1,6 @@
-"""One flag per field of Job, Machine and Strategy: name, values and help all come from the record.
+"""One flag per field of Job, Machine and Strategy. Name, values and help all come from the record.
 
-A flag only turns its text into the field's type. Whether the value is a good one, the record says.
+A flag only converts its text to the field's type. Whether the value is valid is up to the record.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _docs = functools.cache(field_docs)
 
 
 class FieldOption(click.Option):
-    """The flag of one field. Its help is read from the record's source, so only when help is asked for."""
+    """The flag of one field. Its help text is read from the record's source, so only when help is asked for."""
 
     def __init__(self, names: Sequence[str], record: type[BaseModel], shows_default: bool) -> None:
         (field,) = names
@@ -90,21 +90,21 @@ class FieldOption(click.Option):
 
 
 def complete_card(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Cards and their classes, behind a number of them too: `2xrtx40`."""
+    """Completions: cards and their classes, also after a number of them (`2xrtx40`)."""
     count, name = re.fullmatch(r"(\d+x|)(.*)", incomplete).groups()  # type: ignore[union-attr]  # matches anything
     names = [*(group.name for group in card_lookup.gpu_classes()), *card_lookup.gpu_names()]
     return [CompletionItem(f"{count}{item.value}") for item in starting_with(names, name)]
 
 
 def complete_model(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Models by name."""
+    """Completions: models by name."""
     from planner.catalog import lookup  # `vplan gpus` starts faster without what models are
 
     return starting_with(lookup.model_names(), incomplete)
 
 
 def complete_target(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Models by name, and the plans of a folder with the folders in it."""
+    """Completions: models by name, and the plans and folders of a folder."""
     folder, _, _ = incomplete.rpartition("/")
     found = sorted(Path(folder or ("/" if incomplete.startswith("/") else ".")).glob("*"))
     prefix = f"{folder}/" if "/" in incomplete else ""
@@ -142,7 +142,7 @@ def _leaves(record: type[BaseModel], field: str) -> Iterator[type]:
 
 
 def _reader(record: type[BaseModel], field: str) -> Callable[[str], Any]:
-    """What turns the flag's text into the field's type."""
+    """The function that converts the flag's text to the field's type."""
     flag = "--" + field.replace("_", "-")
     leaves = set(_leaves(record, field))
     if field in _SPECIAL:
@@ -166,7 +166,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _size(text: str) -> str:
-    """A size as its record reads it. RAM is sold in GiB, so `64` and `64G` are 64GiB."""
+    """A size as its record reads it. RAM is sold in GiB, so `64` and `64G` mean 64GiB."""
     return re.sub(r"(?i)^\s*(\d+(?:\.\d+)?)\s*g?\s*$", r"\1GiB", text).strip()
 
 
@@ -189,7 +189,7 @@ def _shape(text: str, flag: str, example: str, most: int) -> list[int]:
 
 
 def _buckets(text: str, flag: str) -> tuple[Bucket, ...] | str:
-    """`81x480x832,1x720x1280x4`: frames, height, width, and the batch size where it is not the job's; or `auto`."""
+    """`81x480x832,1x720x1280x4`: frames, height, width, and the batch size if it differs from the job's; or `auto`."""
     if text.strip().lower() == AUTO_BUCKETS:
         return AUTO_BUCKETS
     shapes = [_shape(part, flag, "81x480x832,1x720x1280x4", 4) for part in text.split(",") if part.strip()]
@@ -240,7 +240,7 @@ _METAVARS = {
 
 
 def job_options(function: Function) -> Function:
-    """Adds what to train: a flag per Job field, `--images`, and `--resolution` (a text, whose meaning depends on the
+    """Adds what to train: a flag per Job field, `--images`, and `--resolution` (a text whose meaning depends on the
     model)."""
     resolution = _in_section(Job, "--resolution", metavar="480p|HxW", help="height and width by name, or as 480x832")
     images = _in_section(Job, "--images", is_flag=True, default=None, help="train on images: --frames 1")
@@ -258,10 +258,8 @@ def training_options(function: Function) -> Function:
 
 
 def strategy_options(*, searched: bool) -> Callable[[Function], Function]:
-    """Adds how it is made to fit: a flag per Strategy field and `--zero-stage`.
-
-    `searched` is for commands that choose what was not typed: their help must not promise defaults.
-    """
+    """Adds how it is made to fit: a flag per Strategy field, and `--zero-stage`. ``searched``: the command chooses what
+    was not typed, so its help must not promise defaults."""
 
     def decorate(function: Function) -> Function:
         stage = _in_section(

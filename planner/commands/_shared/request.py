@@ -92,18 +92,20 @@ class TypedQuestion(NamedTuple):
 
     @property
     def wants_shapes(self) -> bool:
-        """Whether the shapes are to be proposed from the data."""
+        """Whether the shapes are to be derived from the data."""
         return self.job.get("buckets") == AUTO_BUCKETS
 
     def with_shapes(self, buckets: tuple[Bucket, ...]) -> TypedQuestion:
-        """The question with these shapes in place of `--buckets auto` and the limits typed beside it."""
+        """The question with these shapes, instead of `--buckets auto` and the limits typed with it."""
         job = {name: value for name, value in self.job.items() if name not in SHAPE}
         return self._replace(job={**job, "buckets": buckets}, resolution=None, typed=self.typed - SHAPE)
 
     def asks_for_samples(self, options: Mapping[str, Any]) -> str | None:
-        """The first flag that asks for samples of validation, of this question or of its command's ``options``; None
-        where there is none, where the question says itself how samples are made, and where another trainer makes them
-        as it does."""
+        """The first flag that asks for validation samples, in this question or in its command's ``options``.
+
+        None if there is no such flag, if the question itself says how samples are made, or if another trainer makes
+        them its own way.
+        """
         if "validation_mode" in self.typed or self.trainer != "vplan" or self.job.get("method") == "sample":
             return None
         if self.plan and self.plan.strategy.validation_mode != "off":
@@ -111,14 +113,15 @@ class TypedQuestion(NamedTuple):
         return "--validation" if "validation" in self.typed else flag_of_samples(options)
 
     def with_samples(self, mode: str = "on") -> TypedQuestion:
-        """The same question with samples of validation, made in one of `SAMPLING`."""
+        """The same question with validation samples, made in one of the ways in `SAMPLING`."""
         strategy, typed = {**self.strategy, "validation_mode": mode}, self.typed | {"validation_mode"}
         return self._replace(strategy=strategy, typed=typed, notes=(*self.notes, SAMPLING[mode]))
 
     def to_question(self, *, model: str | None = None, gpu: str | None = None) -> Question:
-        """The complete question, for this model and card where several are asked for.
+        """The complete question, for one model and card out of several if those are passed.
 
-        Its strategy is as typed, open fields open and unchecked: a search fills them in, or `Question.configuration`.
+        The strategy stays as typed: open fields are left open and nothing is checked. A search fills them in, or
+        `Question.configuration` does.
         """
         typed_model = _needed(model or self.model, "model", "wan2.1-t2v-1.3b", "models")
         profile = lookup.model(typed_model)
@@ -153,7 +156,7 @@ class TypedQuestion(NamedTuple):
         )
 
     def _job(self, model: ModelProfile, notes: list[str]) -> Job:
-        """The job, with the model's usual shape where none was asked for."""
+        """The job, with the model's usual shape if none was typed."""
         said = dict(self.job)
         if said.get("buckets") == AUTO_BUCKETS:
             fix = "pass --data DIR to vplan train, suggest or estimate; the last two write a plan with its shapes (-o)"
@@ -186,7 +189,7 @@ class TypedQuestion(NamedTuple):
         return job
 
     def _machine(self, count: int, card: GpuProfile, notes: list[str]) -> Machine:
-        """The machine, with the host RAM that usually stands beside such cards where none was named."""
+        """The machine, with the host RAM that is usual for such cards if none was typed."""
         said = {**self.machine, "gpu": card.name}
         if "gpus" in self.typed and count not in (1, said["gpus"]):
             raise VplanError(f"--gpu means {count} cards, but --gpus is {said['gpus']}", "leave one of them out")
@@ -213,7 +216,7 @@ class TypedQuestion(NamedTuple):
 
 
 def flag_of_samples(options: Mapping[str, Any]) -> str | None:
-    """The first option of a command that was typed and is about samples of validation; None where none was."""
+    """The first typed option of a command that is about validation samples; None if there is none."""
     typed = (name for name, value in options.items() if name.startswith("validat") and value)
     return next((f"--{name.replace('_', '-')}" for name in typed), None)
 
@@ -221,16 +224,16 @@ def flag_of_samples(options: Mapping[str, Any]) -> str | None:
 def answer_with_samples(
     asked: TypedQuestion, answer: Callable[[TypedQuestion], Answer], fits: Callable[[Answer], bool]
 ) -> Answer:
-    """The answer to a question with samples of validation, made in the first of the ways that has room for them."""
+    """The answer to a question with validation samples, made in the first way that has room for them."""
     answers = (answer(asked.with_samples(mode)) for mode in SAMPLING)
     first = next(answers)
     return first if fits(first) else next(filter(fits, answers), first)
 
 
 def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The fields of the strategy that the card decides where nobody said them: 16 bits are fp16 before Ampere, and
-    segments do not grow on AMD; Apple's GPUs have neither these nor a step over lists,
-    and no other memory to swap blocks to."""
+    """The strategy fields that the card decides if the user did not set them: 16 bits are fp16 before Ampere; AMD has
+    no expandable segments; Apple's GPUs have neither those nor a step over lists, and no other memory to swap blocks
+    to."""
     if card.backend == "mps":
         fields = {"expandable_segments": False, "optimizer_step": "loop", "swap_blocks": 0}
         return {field: value for field, value in fields.items() if field not in said}
@@ -245,7 +248,7 @@ def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) ->
 
 
 def refuse_without_cuda(card: GpuProfile, asked: Mapping[str, bool]) -> None:
-    """Raises a VplanError for what is about vplan's own trainer, or about seconds, on one of Apple's GPUs. ``asked``:
+    """Raises a VplanError for questions about vplan's own trainer, or about seconds, on one of Apple's GPUs. ``asked``:
     option -> whether it was typed."""
     option = next((name for name, typed in asked.items() if typed), None)
     if card.backend == "mps" and option:
@@ -254,10 +257,10 @@ def refuse_without_cuda(card: GpuProfile, asked: Mapping[str, bool]) -> None:
 
 
 def request_options(*, searched: bool = False, own_card: bool = False) -> Callable[[Function], Function]:
-    """Adds everything one question can say: a model or a plan, and the flags of Job, Machine and Strategy.
+    """Adds everything a question can contain: a model or a plan, and the flags of Job, Machine and Strategy.
 
-    The command gets `asked: TypedQuestion` in their place. `searched`: it chooses what of the strategy was not typed.
-    `own_card`: without --gpu it answers for the card of this machine, where there is one.
+    The command receives them as `asked: TypedQuestion`. `searched`: the command chooses the strategy fields that were
+    not typed. `own_card`: without --gpu the question is about this machine's card, if it has one.
     """
 
     def decorate(function: Function) -> Function:
@@ -283,15 +286,15 @@ FIELDS = frozenset({"images", "resolution", "zero_stage"}.union(*(record.model_f
 
 
 def question_of(values: Mapping[str, Any], *, own_card: bool = False) -> dict[str, Any]:
-    """A command's values with `asked` in place of all that one question can say. ``own_card``: without ``gpu`` the
-    question is about the card of this machine, where it has one."""
+    """A command's values with `asked` in place of those that belong to the question. ``own_card``: without ``gpu`` the
+    question is about this machine's card, if it has one."""
     asked = _asked(values["target"], values["plan_path"], dict(values), own_card)
     own = FIELDS | {"target", "plan_path"}
     return {"asked": asked, **{name: value for name, value in values.items() if name not in own}}
 
 
 def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], own_card: bool) -> TypedQuestion:
-    """Sort the typed flags into the three records, over those of the plan file."""
+    """Sorts the typed flags into the three records, on top of those in the plan file."""
     typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
         plan_path = _once(plan_path, target, "the plan")
@@ -360,7 +363,7 @@ def _check_size(typed: Mapping[str, Any], resolution: str | None) -> None:
 
 
 def _once(one: str | None, other: str, what: str) -> str:
-    """The one of two places that says it; both may if they agree."""
+    """The value from whichever of two places has one; if both have, they must agree."""
     if one is not None and one != other:
         raise VplanError(f"two values for {what}: {one!r} and {other!r}", "leave one of them out", USAGE)
     return other

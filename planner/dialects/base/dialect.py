@@ -1,6 +1,7 @@
-"""A trainer that we read or write: its table of bindings, and what is done with the whole of it.
+"""A trainer that we read or write: its table of bindings, and what is done with the table as a whole.
 
-What `settings_for` gives, `translate` reads back, because each binding of the table does so with settings of its own.
+`translate` reads settings into fields, and `settings_for` writes fields as settings. The two are inverse, because no
+two bindings of a table share a setting.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ MOST_STEPS = 10**7
 
 @dataclass(frozen=True)
 class Move:
-    """A change to try that saves memory: fields and their new values. Its settings are those that its bindings
-    write."""
+    """A change that saves memory: fields and the values to try. Its settings are what the bindings write for them."""
 
     changes: Mapping[str, Any]
     cost: str = ""
@@ -69,7 +69,7 @@ class Move:
 
     @property
     def counts(self) -> bool:
-        """Whether the move has several values to try, and not one."""
+        """Whether the move has several values to try."""
         return bool(self.values or self.by_fields)
 
     def steps(self, fields: Fields) -> tuple[Mapping[str, Any], ...]:
@@ -82,7 +82,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Invocation:
-    """What a trainer was started with: its settings, and flags that it does not have."""
+    """What a trainer was started with: its settings, and the flags that it does not know."""
 
     trainer: str
     settings: Settings
@@ -181,8 +181,8 @@ class Dialect:
 
 
 def translate(dialect: Dialect, invocation: Invocation) -> Translation:
-    """Translates an invocation into fields of job, strategy and machine, with notes and settings that have no effect.
-    Raises a VplanError for settings that mean nothing."""
+    """Translates an invocation into fields of job, strategy and machine, with notes and the settings that have no
+    effect. Raises a VplanError for settings that mean nothing."""
     fields: Fields = {}
     for entry in dialect.entries:
         if isinstance(entry, When):
@@ -209,8 +209,8 @@ def translate(dialect: Dialect, invocation: Invocation) -> Translation:
 
 
 def settings_for(dialect: Dialect, fields: Fields) -> Settings:
-    """The settings that say these fields (Job's, Strategy's after `resolve`, Machine's); an InexpressibleError names
-    everything that the trainer cannot express."""
+    """The settings that express these fields (Job's, Strategy's after `resolve`, Machine's). Raises an
+    InexpressibleError that names everything the trainer cannot express."""
     settings: Settings = {}
     unsupported: list[UnsupportedValue] = []
     for entry in dialect.entries:
@@ -238,8 +238,8 @@ def settings_for(dialect: Dialect, fields: Fields) -> Settings:
 
 
 def nearest_fields(dialect: Dialect, fields: Fields) -> Fields:
-    """The nearest fields that the trainer can express: every unsupported value is replaced by what the trainer uses
-    instead, and what said more about it (how many blocks are checkpointed) goes with it."""
+    """The nearest fields that the trainer can express. An unsupported value is replaced by what the trainer uses
+    instead; fields that refined it (such as how many blocks are checkpointed) are reset with it."""
     for _ in range(len(dialect.entries)):  # one thing instead of another may be what a second binding cannot say
         try:
             settings_for(dialect, fields)

@@ -1,6 +1,7 @@
-"""What was given to `vplan check`: a command, or a file with one, as programs with their launchers.
+"""The input of `vplan check` as a `Script`: a command, or a file that contains one, as programs with their launchers.
 
-Nothing of it runs. Files it names are looked for beside it and here, and read only as data.
+`from_words` and `from_file` are the entry points. Nothing is run. Files that the command names are looked for next to
+it and in the current folder, and are read only as data.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _DISTRIBUTED = ("torch.distributed.run", "torch.distributed.launch")
 
 
 class NoCommandError(VplanError):
-    """Raised for a text that starts no Python script: it may be the log of one."""
+    """Raised for a text that starts no Python script. It may be the log of one."""
 
 
 @dataclass(frozen=True)
 class PythonCommand:
-    """A command that runs a Python script, directly or by a launcher."""
+    """A command that runs a Python script, directly or through a launcher."""
 
     launcher: str
     """accelerate, torchrun, deepspeed or python; "" for what is none of them"""
@@ -201,7 +202,8 @@ def _name(path: str) -> str:
 
 
 def from_words(words: Sequence[str]) -> Script:
-    """A command as the shell has split it; `$NAME` in it is text. A command in one pair of quotes is split here."""
+    """A command that the shell has split already, so `$NAME` in it is literal text. A command in a single pair of
+    quotes is split here."""
     if len(words) == 1 and len(words[0].split()) > 1:
         return _from_text("the command", words[0], None)
     if inner_command(unwrapped(words, {})[0]) is not None:
@@ -211,7 +213,7 @@ def from_words(words: Sequence[str]) -> Script:
 
 
 def from_file(path: Path) -> Script:
-    """A shell script, a config (TOML, YAML, JSON) or a Python file, by the ending of its name."""
+    """A shell script, a config (TOML, YAML, JSON) or a Python file, recognised by its name's ending."""
     suffix = path.suffix.lower()
     folder = path.resolve().parent
     if suffix in FORMATS:
@@ -259,8 +261,8 @@ def _from_text(name: str, text: str, folder: Path | None) -> Script:
 def _unfolded(
     lines: Iterable[Line], variables: Variables, unclear: list[UnclearError], depth: int = 0
 ) -> Iterator[Line]:
-    """The commands with those of `bash -c` in their places, behind whatever starts it. ``unclear``: takes what is said
-    of a command whose own words cannot be told from those that it starts, which is left out."""
+    """The commands, with those inside `bash -c` in their places, after whatever starts it. ``unclear``: collects notes
+    about commands that are left out because it is not clear where the started command begins."""
     for line in lines:
         try:
             rest, environment = unwrapped(line.words, line.environment)
@@ -277,7 +279,7 @@ def _unfolded(
 
 
 def _under(folder: PurePosixPath, script: str) -> str:
-    """A script's path with the folder that the commands before it went to."""
+    """A script's path below the folder that the commands before it changed to."""
     inside = "/".join(part for part in folder.parts if part not in ("..", "/"))
     plain = script.removeprefix("./")
     return f"{inside}/{plain}" if inside and not script.startswith(("/", "..", "$")) and ":" not in script else script
@@ -294,7 +296,7 @@ def _tree(text: str, name: str) -> ast.Module:
 
 
 def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonCommand | None:
-    """The program that a command runs; None for what runs no Python."""
+    """The program that a command runs; None for a command that runs no Python."""
     rest, environment = unwrapped(words, environment)
     if not rest:
         return None
@@ -312,7 +314,7 @@ def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonComma
 
 
 def _launched(launcher: str, words: list[str], environment: dict[str, str]) -> PythonCommand | None:
-    """A launcher's flags, then the script and its arguments."""
+    """A launcher's flags, followed by the script and its arguments."""
     launch: dict[str, Any] = {}
     module, at = False, 0
     while at < len(words) and words[at].startswith("-"):

@@ -1,11 +1,16 @@
 """DeepSpeed ZeRO 1 to 3 as transformations of a recorded step: what a rank keeps, and the buffers the engine adds.
 
-DeepSpeed casts every parameter to 16 bits, keeps an fp32 master and two Adam states of its share of the trained ones,
+DeepSpeed casts every parameter to 16 bits, keeps an fp32 master and two Adam states for its share of the trained ones,
 and sends gradients through a flat bucket (read in deepspeed 0.19.8: runtime/zero/stage_1_and_2.py, stage3.py,
 partitioned_param_coordinator.py; defaults of runtime/zero/config.py). Frozen parameters are split in stage 3 only.
-tests/contract reads the same bytes off the real engines. In stages 1 and 2 ranks differ in how much of the borders of
-their shares they keep, and in when: that decides what falls into which hole, so several are replayed, and the one that
-needs most is priced.
+tests/contract compares the same bytes with the real engines.
+
+In stages 1 and 2, ranks differ in which parameters cross the borders of their shares, and so in when they allocate.
+That decides fragmentation, so several ranks are replayed and the one that needs most is the answer
+(`Shares.ranks_apart`).
+
+Read `zero` first; `_stages_1_and_2` and `_stage_3` are its two halves. `Shares`, `_Bucket` and `_BucketReduction`
+follow the gradients through the bucket.
 
 Bytes of one rank, and the function that counts them. P trained parameters over N ranks; S = P / N, rounded up by
 `aligned_elements` over all of them in stages 1 and 2, parameter by parameter in stage 3.
@@ -20,8 +25,8 @@ Bytes of one rank, and the function that counts them. P trained parameters over 
 | the step's copies | 2S + 4S, and AdamW's | the same | of one sub-group | `_step` |
 | gathered weights | | | up to 1000M parameters and one more | `_gather` |
 
-With `offload_optimizer` master, states and step are in host RAM (`planner.estimate.host_ram`), and a norm per gradient
-is what is left of the step on the GPU.
+With `offload_optimizer`, master, states and step are in host RAM (`planner.estimate.host_ram`); of the step, only one
+norm per gradient is left on the GPU.
 """
 
 from __future__ import annotations
@@ -62,12 +67,12 @@ DEEPSPEED = ZeroSettings()
 
 
 def zero_settings(run: Run) -> ZeroSettings:
-    """DeepSpeed's sizes, as the file that a launch names sets them, or its defaults."""
+    """DeepSpeed's sizes from the file that a launch names, or its defaults."""
     return run.facts.zero or DEEPSPEED
 
 
 def zero(run: Run) -> None:
-    """Replaces the recorded gradients' lifetimes and optimizer step by DeepSpeed's."""
+    """Replaces the lifetimes of recorded gradients and the recorded optimizer step by DeepSpeed's."""
     if not run.strategy.sharding.startswith("zero"):
         return
     if run.strategy.sharding != "zero-3":
@@ -82,8 +87,8 @@ def zero(run: Run) -> None:
 
 
 def cast_to_16_bits(run: Run) -> None:
-    """The engine casts every parameter (``_cast_module_mixed_precision``), also those that diffusers keeps in fp32; no
-    table, which stays as it was loaded."""
+    """Casts every parameter (``_cast_module_mixed_precision``), including those that diffusers keeps in fp32. Tables
+    that are not parameters stay as loaded."""
     gradients, weights = run.named("gradient"), run.parameters
     sizes = {
         buffer: HALF * elements
@@ -100,8 +105,8 @@ def cast_to_16_bits(run: Run) -> None:
 
 
 def _load_before_the_cast(run: Run) -> None:
-    """What is loaded in fp32 is cast on the GPU, one parameter after another: the holes that this leaves decide whether
-    a share of the flat weights fits among them."""
+    """What is loaded in fp32 is cast on the GPU, one parameter after another. The holes this leaves decide whether a
+    share of the flat weights fits among them."""
     wide = {
         run.parameters[name]: run.sizes[run.parameters[name]]
         for name, elements in run.elements.items()
@@ -121,7 +126,8 @@ def trained_elements(run: Run) -> dict[str, int]:
 
 
 def aligned_elements(elements: int, world: int) -> int:
-    """Elements of the flat buffer of stages 1 and 2: shares begin at 4 bytes (``nccl_start_alignment_factor``)."""
+    """Elements of the flat buffer of stages 1 and 2: shares are aligned to 4 bytes
+    (``nccl_start_alignment_factor``)."""
     multiple = 2 * world
     return -(-elements // multiple) * multiple
 
@@ -141,7 +147,7 @@ def elements_in_share(elements: Sequence[int], world: int, rank: int) -> int:
 
 
 def sub_groups(partitions: Sequence[int], size: int) -> list[int]:
-    """Elements of each group that stage 3 steps at a time: it is closed once it has ``size``."""
+    """Elements of each group that stage 3 steps at a time. A group is closed once it has ``size`` elements."""
     groups, open_group = [], 0
     for elements in partitions:
         open_group += elements
@@ -190,7 +196,7 @@ def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
 
 
 def _second_bucket(run: Run, bucket: int) -> None:
-    """``overlap_comm``: one bucket is filled while the other is reduced; they come and go together
+    """``overlap_comm``: one bucket is filled while the other is reduced. Both are allocated and freed together
     (``setup_buckets``)."""
     second = run.new(run.sizes[bucket], "buckets", "second reduce bucket")
     beside = {bucket: (bucket, second), ~bucket: (~bucket, ~second)}
@@ -202,8 +208,8 @@ def _second_bucket(run: Run, bucket: int) -> None:
 
 
 def _order_of_gradients(run: Run) -> list[str]:
-    """The trained parameters in the order in which their gradients go into the bucket: as backward makes them, or, in
-    stage 1, which reduces behind it, the model's."""
+    """The trained parameters in the order in which their gradients enter the bucket: the order of backward; or, in
+    stage 1, which reduces after backward, the model's."""
     if run.strategy.sharding == "zero-1":
         return list(trained_elements(run))
     names = {buffer: name for name, buffer in run.named("gradient").items()}
@@ -211,8 +217,8 @@ def _order_of_gradients(run: Run) -> list[str]:
 
 
 def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> None:
-    """The trained weights move into one flat buffer, beside themselves where the GPU has room, else by way of the
-    host; then this rank's master is cloned from it, and zeros for its first gradients come and go."""
+    """The trained weights are copied into one flat buffer, on the GPU if it has room for both, else through host RAM.
+    Then this rank's master is cloned from it, and zeros for its first gradients are allocated and freed."""
     world = run.machine.world
     parameters = run.parameters
     weights = [parameters[name] for name in trained_elements(run)]
@@ -232,22 +238,22 @@ def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> Non
 
 
 class _Bucket:
-    """The trained parameters whose gradients lie in the bucket, until the next would not fit (``reduce_bucket_size``;
-    ``reduce_independent_p_g_buckets_and_remove_grads``)."""
+    """The trained parameters whose gradients are in the bucket. It is full when the next one would not fit
+    (``reduce_bucket_size``; ``reduce_independent_p_g_buckets_and_remove_grads``)."""
 
     def __init__(self, elements: Mapping[str, int], size: int) -> None:
         self._elements, self._size, self._filled = elements, size, 0
         self._names: list[str] = []
 
     def add(self, name: str) -> list[str]:
-        """Puts a gradient in; what had to be reduced before it, in order, else nothing."""
+        """Adds a gradient. Returns the parameters that had to be reduced before it, in order; else none."""
         full = self.take() if self._names and self._filled + self._elements[name] > self._size else []
         self._names.append(name)
         self._filled += self._elements[name]
         return full
 
     def take(self) -> list[str]:
-        """Empties the bucket; what was in it."""
+        """Empties the bucket and returns what was in it."""
         names, self._names, self._filled = self._names, [], 0
         return names
 
@@ -265,13 +271,13 @@ class Shares:
         }
 
     def ranks(self, names: Iterable[str]) -> set[int]:
-        """The ranks whose shares parameters touch."""
+        """The ranks whose shares the parameters touch."""
         return set(itertools.chain.from_iterable(self._ranks[name] for name in names))
 
     def ranks_apart(self, order: Iterable[str], size: int) -> tuple[int, ...]:
-        """Ranks that do not allocate alike, when gradients come in ``order`` and buckets hold ``size`` elements: they
-        take what keeps their gradients with different buckets. Of those that take it with the same one, the rank that
-        takes most; of many, `MOST_RANKS` from the first to the last."""
+        """Ranks that allocate differently, if gradients come in ``order`` and buckets hold ``size`` elements: the
+        buffer for their gradients is allocated with different buckets. Of ranks with the same bucket, only the one that
+        takes most; of many, `MOST_RANKS` spread from the first to the last."""
         bucket = _Bucket(self._elements, size)
         reduced = [full for name in order if (full := bucket.add(name))] + [bucket.take()]
         sizes = list(self._elements.values())
@@ -288,9 +294,9 @@ class Shares:
 
 @dataclass
 class _BucketReduction:
-    """What reducing full buckets allocates, one after another: a copy of one that lies in several ranks' shares
-    (``allreduce_bucket`` flattens its slices; a single slice is flat), and, behind the first with a parameter of this
-    rank, what keeps its gradients (``copy_grads_in_partition``)."""
+    """What reducing full buckets allocates, one after another: a copy of a bucket that lies in several ranks' shares
+    (``allreduce_bucket`` flattens its slices; a single slice is flat already); and, after the first with a parameter of
+    this rank, the buffer that keeps its gradients (``copy_grads_in_partition``)."""
 
     run: Run
     settings: ZeroSettings
@@ -299,7 +305,7 @@ class _BucketReduction:
     norm_bytes: int
 
     def events(self, names: Sequence[str]) -> list[int]:
-        """The events of reducing the gradients of parameters; none for none."""
+        """The events of reducing the gradients of some parameters; none if there are none."""
         made: list[int] = []
         ranks = self.ranks(names)
         if len(ranks) > 1:
@@ -315,9 +321,9 @@ class _BucketReduction:
 
 
 def _as_gradients_come(stage: Stage, run: Run, then: Callable[[list[int]], list[int]]) -> None:
-    """Puts in what the engine does with the gradients of one layer after another. Autograd hands them over
-    (``AccumulateGrad``) when the layer's own inputs are gone, before anything else is allocated: a bias at once, a
-    weight when its transpose's node is done."""
+    """Inserts what the engine does with the gradients of each layer. Autograd hands a gradient over
+    (``AccumulateGrad``) when the layer's own inputs are freed, before anything else is allocated: a bias at once, a
+    weight when the node of its transpose is done."""
     layers = {buffer: name.rpartition(".")[0] for name, buffer in run.named("gradient").items()}
     beside = {buffer for buffer, name in enumerate(run.program.op) if name == SUM_WORKSPACE}
     made: list[int] = []
@@ -339,8 +345,8 @@ def _as_gradients_come(stage: Stage, run: Run, then: Callable[[list[int]], list[
 
 
 def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _BucketReduction) -> None:
-    """Every gradient moves into the bucket as it comes, and the bucket with the first; a full one is reduced, and what
-    is left at the end. Stage 3 has its bucket already (None)."""
+    """Every gradient moves into the bucket as it is made; the first allocates the bucket. A full bucket is reduced, and
+    the rest at the end. ``None`` for the bucket: stage 3 has it already."""
     names = {buffer: name for name, buffer in run.named("gradient").items()}
     filling = _Bucket(run.elements, flush.settings.reduce_bucket)
     begun = [] if bucket is None else [bucket]
@@ -359,7 +365,7 @@ def _reduce_in_backward(stage: Stage, run: Run, bucket: int | None, flush: _Buck
 
 
 def _begin_bucket(run: Run, stage: Stage, bucket: int) -> None:
-    """The bucket comes with the first gradient (``setup_buckets``)."""
+    """The bucket is allocated with the first gradient (``setup_buckets``)."""
     begun = [bucket]
 
     def begin(gradients: list[int]) -> list[int]:
@@ -369,8 +375,8 @@ def _begin_bucket(run: Run, stage: Stage, bucket: int) -> None:
 
 
 def bucket_as_backward_begins(run: Run) -> None:
-    """Has stages 1 and 2 take their bucket as DeepSpeed did before 0.17.2 (deepspeedai/DeepSpeed#6993, June 2025):
-    ``backward`` of the optimizer took it before that of the loss."""
+    """Stages 1 and 2 before DeepSpeed 0.17.2 (deepspeedai/DeepSpeed#6993, June 2025): the optimizer's ``backward``
+    allocated the bucket before the backward pass of the loss."""
     if run.strategy.sharding not in ("zero-1", "zero-2"):
         return
     bucket = run.program.op.index("reduce bucket")
@@ -383,9 +389,9 @@ def bucket_as_backward_begins(run: Run) -> None:
 
 
 def share_comes_back_in_fp32(run: Run) -> None:
-    """Has stages 1 and 2 bring an offloaded share back as DeepSpeed did from deepspeedai/DeepSpeed#5301 (April 2024) to
-    #7308, which is in 0.17.0: ``step`` copied the fp32 master to the GPU, and it was cast into the flat weights there
-    (0.15.2, runtime/zero/stage_1_and_2.py:1878). Before and since it is cast in host RAM."""
+    """Stages 1 and 2 with an offloaded optimizer, from deepspeedai/DeepSpeed#5301 (April 2024) to #7308, which is in
+    0.17.0: ``step`` copied the fp32 master to the GPU and cast it into the flat weights there (0.15.2,
+    runtime/zero/stage_1_and_2.py:1878). Before and since, it is cast in host RAM."""
     if run.strategy.sharding not in ("zero-1", "zero-2") or run.strategy.offload_optimizer == "none":
         return
     flat = run.program.op.index("flat weights")
@@ -395,8 +401,8 @@ def share_comes_back_in_fp32(run: Run) -> None:
 
 
 def _reduce_all(run: Run, bucket: int, flush: _BucketReduction) -> list[int]:
-    """Stage 1 reduces behind the last backward of a step, still in ``engine.backward``, over the parameters in their
-    order (``reduce_gradients``)."""
+    """Stage 1 reduces after the last backward pass of a step, still inside ``engine.backward``, in the order of the
+    parameters (``reduce_gradients``)."""
     gradients = run.named("gradient")
     filling = _Bucket(run.elements, flush.settings.reduce_bucket)
     events: list[int] = []
@@ -406,7 +412,7 @@ def _reduce_all(run: Run, bucket: int, flush: _BucketReduction) -> list[int]:
 
 
 def _next_micro_batch(run: Run, stage: Stage, bucket: int, flush: _BucketReduction, partition: int) -> Stage:
-    """A further micro-batch: its reduced gradients are added to those that are kept, and freed."""
+    """A further micro-batch: its reduced gradients are added to the kept ones, and freed."""
     kept = [] if partition < 0 else [run.new(run.sizes[partition], "gradient", "gradient partition")]
     _reduce_in_backward(stage, run, bucket, replace(flush, kept=kept))
     run.free(stage, kept)
@@ -418,8 +424,8 @@ def _next_micro_batch(run: Run, stage: Stage, bucket: int, flush: _BucketReducti
 
 
 def _states(run: Run, share: int) -> list[int]:
-    """Two states over a flat share. bitsandbytes' have 8 bits, and a scale for every 256 (optimizer.py,
-    ``init_state``): over the flat share of norms and biases too, which it keeps in fp32 where they are on their own."""
+    """Two states for a flat share. bitsandbytes' have 8 bits, with a scale for every 256 numbers (optimizer.py,
+    ``init_state``), also for norms and biases in the flat share, which it would keep in fp32 on their own."""
     nbytes = FULL * share
     if run.strategy.optimizer == "adamw-8bit" and share >= SMALLEST_8_BIT:
         if share > MOST_8_BIT:
@@ -430,7 +436,7 @@ def _states(run: Run, share: int) -> list[int]:
 
 
 def _step(run: Run, share: int, states: Sequence[int], *freed: int) -> list[int]:
-    """The step over one flat share: its gradients flattened, then in fp32, then AdamW's own copies."""
+    """The step over one flat share: its gradients are flattened, then cast to fp32; then come AdamW's own copies."""
     flat = run.new(HALF * share, "gradient", "flat gradients")
     full = run.new(FULL * share, "gradient", "fp32 gradients")
     copies = 0 if run.strategy.optimizer == "adamw-8bit" else STEP_COPIES[run.strategy.optimizer_step]
@@ -477,8 +483,8 @@ def _sub_group_steps(run: Run, groups: Sequence[int], largest: int, first: bool)
 
 
 def _split_weights(run: Run, settings: ZeroSettings, trained_share: int) -> None:
-    """Every rank keeps its share of all parameters, and small ones whole beside it. With ``offload_params`` the shares
-    are in host RAM, but for those of small frozen parameters (``ds_persist``)."""
+    """Every rank keeps its share of all parameters, and small ones whole as well. With ``offload_params`` the shares
+    are in host RAM, except those of small frozen parameters (``ds_persist``)."""
     world, offloaded = run.machine.world, run.strategy.offload_params != "none"
     names, sizes = trained_elements(run), run.elements
     frozen = {name: -(-count // world) for name, count in sizes.items() if name not in names}
@@ -493,10 +499,10 @@ def _split_weights(run: Run, settings: ZeroSettings, trained_share: int) -> None
 
 
 def _gather(run: Run, settings: ZeroSettings) -> None:
-    """Gathered weights. From the second step on every module's turn fetches ``prefetch`` elements further ahead, and
-    what is fetched ahead is not let go, so they soon reach the most that may live, and one parameter more. What is
-    kept to be used again, forward and then backward, is less, but a whole block that is recomputed. A batch is there
-    twice while it is copied out (``_fetch_sub_module_impl``, ``__params_to_release``, ``AllGatherCoalescedHandle``)."""
+    """Gathered weights. From the second step on, every module fetches ``prefetch`` elements further ahead, and what was
+    fetched ahead is not released, so gathered weights soon reach the limit plus one parameter. What is kept for reuse
+    between forward and backward is less than that, except a whole block that is recomputed. While a batch is copied out
+    it is there twice (``_fetch_sub_module_impl``, ``__params_to_release``, ``AllGatherCoalescedHandle``)."""
     if run.machine.world == 1 and run.strategy.offload_params == "none":
         return
     large = {name: elements for name, elements in run.elements.items() if elements > settings.persistent}

@@ -1,7 +1,9 @@
 """Strategies that contradict themselves, their job or their machine, whoever trains.
 
-Sources: DESIGN section 3 and the rules and laws of other trainers gathered in the reference (DeepSpeed's stages, fused
-backward, forward-only offload hooks).
+`CONTRADICTIONS` is one table made of groups, in this order: method and sampling, adapters, checkpointing, block swap,
+the optimizer, offload, parallelism, engines. A helper before a group builds its rows where they differ only in their
+condition. Sources: DeepSpeed's rules for its stages, torch's for steps in backward, and diffusers' forward-only offload
+hooks.
 """
 
 from __future__ import annotations
