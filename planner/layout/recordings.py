@@ -23,7 +23,7 @@ from planner.garbage_collection import recording_cache
 from planner.layout import attention_kernel
 from planner.layout.run import Facts, OwnRecording
 from planner.spec.configuration import Configuration
-from planner.spec.job import QUANTISED, SPLIT, Job, Machine, Strategy
+from planner.spec.job import QUANTISED, SPLIT, Job, Strategy
 from planner.tape.codec import read_tape
 from planner.tape.format import NOTHING, Tape
 from planner.tape.packs import is_stored, written_ns
@@ -32,6 +32,7 @@ from planner.tape.parameter_table import ParameterTable, read_parameters
 from planner.tape.variants.choice import optimizer_variant, sample_variant, step_variant
 from planner.tape.variants.inventory import step_variants_in_own_code
 from planner.tape.variants.recorded_methods import WIDE, on_recorded_layers
+from planner.tape.variants.torch_and_card import TorchAndCard
 from planner.tape.variants.trainer_models import OWN_CODE
 from planner.tape.variants.variant import StepVariant
 
@@ -85,7 +86,7 @@ def _read_table(path: Path, written_ns: int) -> ParameterTable:
 NO_PARAMETERS = ParameterTable()
 
 
-_OnCard = tuple[str, "RecordedJob", Strategy, str | None, bool, bool]
+_OnCard = tuple[str, "RecordedJob", Strategy, TorchAndCard]
 
 
 class Library:
@@ -99,9 +100,8 @@ class Library:
         self._components: dict[tuple[str, str], Tape | None] = {}
         self._parameters: dict[str, ParameterTable] = {}
         self.on_a_card: dict[_OnCard, Facts | NotEstimatedError] = {}
-        """model, what of the job recordings differ by, strategy, version of torch, whether cuDNN takes what no other
-        kernel does, and whether MPS runs it -> the facts for whatever card they were first asked for, or why there are
-        none"""
+        """the facts for the card they were first asked for, or why there are none; by model, what of the job
+        recordings differ by, strategy, and what of torch and the card they differ by"""
         self._jobs: dict[Job, RecordedJob] = {}
 
     def tapes(self, model: str, *variants: str) -> list[Tape]:
@@ -175,11 +175,11 @@ def load_facts(
     refuse_on_card(configuration, card, model)
     cudnn = model.traits.attends_by_card and attention_kernel.takes_grouped_masks(strategy, machine, card)
     recorded = library.recorded_job(model, job)
-    mps = card.backend == "mps"
-    key = model.name, recorded, strategy, machine.torch, cudnn, mps
+    runs_on = TorchAndCard(machine.torch, cudnn, card.backend == "mps")
+    key = model.name, recorded, strategy, runs_on
     if key not in library.on_a_card:
         try:
-            library.on_a_card[key] = _recorded(recorded, strategy, machine, model, card, library, cudnn, mps)
+            library.on_a_card[key] = _recorded(recorded, strategy, model, card, library, runs_on)
         except NotEstimatedError as error:  # a search asks at every shape again
             library.on_a_card[key] = error
     facts = library.on_a_card[key]
@@ -191,26 +191,24 @@ def load_facts(
 def _recorded(
     recorded: RecordedJob,
     strategy: Strategy,
-    machine: Machine,
     model: ModelProfile,
     card: GpuProfile,
     library: Library,
-    cudnn: bool,
-    mps: bool,
+    runs_on: TorchAndCard,
 ) -> Facts:
-    """The recordings, which are the same on all cards where ``cudnn`` and ``mps`` are."""
+    """The recordings, which are the same on all cards with the same ``runs_on``."""
     job, batch, lengths = recorded
     side_by_side = samples_per_call(model, job.guided)
     if job.method == "sample":
-        sampled = sample_variant(model, job, strategy, batch * side_by_side, machine.torch, cudnn)
+        sampled = sample_variant(model, job, strategy, batch * side_by_side, runs_on)
         (call,) = library.tapes(job.model, sampled.name)
         return Facts(model, card, call, NOTHING, around=encoder_tapes(model, job, strategy, lengths, library))
     validates = strategy.validation_mode != "off"
-    variant = step_variant(model, job, strategy, batch, machine.torch, cudnn, mps)
+    variant = step_variant(model, job, strategy, batch, runs_on)
     partial = strategy.gradient_checkpointing == "partial"
     wanted = {"step": variant.name, "optimizer": optimizer_variant(model, job, strategy).name}
     if validates:
-        wanted["sample"] = sample_variant(model, job, strategy, side_by_side, machine.torch, cudnn).name
+        wanted["sample"] = sample_variant(model, job, strategy, side_by_side, runs_on).name
     if partial:
         wanted["checkpointed"] = variant._replace(checkpointing="full").name
     recordings = dict(zip(wanted, library.tapes(job.model, *wanted.values()), strict=True))

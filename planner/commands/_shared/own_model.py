@@ -23,7 +23,7 @@ from planner.spec.rules import resolve
 from planner.tape.format import READABLE
 from planner.tape.packed_json import DAMAGES, unpack
 from planner.tape.variants.choice import ONE_SAMPLE, optimizer_variant, sample_variant, step_variant
-from planner.tape.variants.torch_and_card import BOTH
+from planner.tape.variants.torch_and_card import BOTH, TorchAndCard
 
 FIRST_OPTIMIZERS = ("adamw", "adamw-8bit")
 
@@ -96,7 +96,8 @@ def first_variants(profile: ModelProfile) -> Iterator[str]:
     samples of validation; under the newest torch, and the one that is installed, and by both ways of attention, where
     that makes a difference."""
     samples = ONE_SAMPLE if profile.shape.batches == ONE_SAMPLE else (1, 2)
-    contexts = tuple(itertools.product(samples, (None, doctor.torch_release()), BOTH))
+    places = itertools.starmap(TorchAndCard, itertools.product((None, doctor.torch_release()), BOTH))
+    contexts = tuple(itertools.product(samples, places))
     for method in ("lora", "full"):
         job = job_for(profile, {"method": method})
         for mode in ("none", "full") if profile.traits.checkpoints else ("none",):

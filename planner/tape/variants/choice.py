@@ -13,7 +13,7 @@ from planner.tape.variants.precision import (
     unquantised_precisions,
 )
 from planner.tape.variants.recorded_methods import recorded_method, refuse_unrecorded_adapters
-from planner.tape.variants.torch_and_card import attention_paths, is_older
+from planner.tape.variants.torch_and_card import NEWEST, TorchAndCard, attention_paths, is_older
 from planner.tape.variants.variant import (
     NESTED,
     UNPAGED,
@@ -32,13 +32,10 @@ def step_variant(
     job: Job,
     strategy: Strategy,
     batch: int,
-    torch: str | None = None,
-    cudnn: bool = False,
-    mps: bool = False,
+    runs_on: TorchAndCard = NEWEST,
 ) -> StepVariant:
     """The recording of a step that answers for a job and a resolved strategy.
 
-    ``torch``: its release; None for the newest. ``cudnn``: whether cuDNN's attention runs. ``mps``: on Apple's GPUs.
     Checkpoints in host RAM or in 8 bits are transformations of ``full``. Partial checkpointing is composed of ``none``,
     which is returned for it, and ``full``. Raises a NotRecordedError, with what to use instead, where none answers.
     """
@@ -68,9 +65,10 @@ def step_variant(
     _refuse_batch(profile, batch)
     samples = batch if profile.shape.batches and batch > 1 else None
     dropout, shared = job.method == "lora" and job.lora_dropout > 0, strategy.adapter_inputs == "shared"
-    older = not mps and is_older(profile, precision, torch)
-    by_cudnn = cudnn and not mps and True in attention_paths(profile, precision)
-    return StepVariant(method, precision, mode, batch == 1, samples, dropout, shared, older, cudnn=by_cudnn, mps=mps)
+    mps = runs_on.mps
+    older = not mps and is_older(profile, precision, runs_on.torch)
+    cudnn = runs_on.cudnn and not mps and True in attention_paths(profile, precision)
+    return StepVariant(method, precision, mode, batch == 1, samples, dropout, shared, older, cudnn=cudnn, mps=mps)
 
 
 def sample_variant(
@@ -78,11 +76,10 @@ def sample_variant(
     job: Job,
     strategy: Strategy,
     batch: int,
-    torch: str | None = None,
-    cudnn: bool = False,
+    runs_on: TorchAndCard = NEWEST,
 ) -> SampleVariant:
-    """The recording of a forward that answers for a job; ``torch`` and ``cudnn`` as in `step_variant`. Sampling without
-    adapters is the forward of full fine-tuning. Raises a NotRecordedError where none answers."""
+    """The recording of a forward that answers for a job. Sampling without adapters is the forward of full fine-tuning.
+    Raises a NotRecordedError where none answers."""
     method = "full" if job.method == "sample" else recorded_method(profile, job, strategy)
     if profile.shape.batches == ONE_SAMPLE:
         _refuse_batch(profile, batch)
@@ -95,8 +92,8 @@ def sample_variant(
         fix = f"use {precision.nearest(known)}" + (", or --validation-mode off" if what == "validation" else "")
         raise NotRecordedError(f"{what} is not recorded with {' '.join(precision.flags)}", fix)
     shared = strategy.adapter_inputs == "shared" and precision.casts_inputs
-    by_cudnn = cudnn and True in attention_paths(profile, precision)
-    return SampleVariant(method, precision, batch == 1, shared, is_older(profile, precision, torch), by_cudnn)
+    cudnn = runs_on.cudnn and True in attention_paths(profile, precision)
+    return SampleVariant(method, precision, batch == 1, shared, is_older(profile, precision, runs_on.torch), cudnn)
 
 
 def optimizer_variant(profile: ModelProfile, job: Job, strategy: Strategy) -> OptimizerVariant:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
 from planner.tape.variants.precision import PLAIN_FP32, Precision
@@ -17,6 +19,22 @@ NEWEST_TRIED = (2, 15)
 """The newest torch that the tapes, recorded with an earlier one, were compared with (docs/accuracy.md)."""
 
 BOTH = (False, True)
+
+
+class TorchAndCard(NamedTuple):
+    """What a step runs on, as far as recordings differ by it."""
+
+    torch: str | None = None
+    """its release, as 2.16; None for the newest"""
+
+    cudnn: bool = False
+    """whether the card's attention is cuDNN's"""
+
+    mps: bool = False
+    """whether the card is one of Apple's GPUs"""
+
+
+NEWEST = TorchAndCard()
 
 
 def is_untried(torch: str | None) -> bool:

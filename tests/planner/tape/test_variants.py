@@ -13,6 +13,7 @@ from planner.spec.job import Strategy
 from planner.tape.variants.choice import optimizer_variant, sample_variant, step_variant
 from planner.tape.variants.inventory import default_variants, requested_variants, sample_variants, step_variants
 from planner.tape.variants.precision import PLAIN_FP32
+from planner.tape.variants.torch_and_card import TorchAndCard
 from planner.tape.variants.variant import StepVariant
 
 
@@ -145,7 +146,7 @@ def test_a_model_that_attends_by_card_has_two_recordings_of_each_kind_in_16_bits
         assert not any(known.cudnn for known in recorded(usual))
     strategy, job = Strategy(weights_dtype="bf16"), job_for(usual, {})
     for choose in (step_variant, sample_variant):
-        chosen = [choose(profile, job, strategy, 1, cudnn=True) for profile in (by_card, usual)]
+        chosen = [choose(profile, job, strategy, 1, TorchAndCard(cudnn=True)) for profile in (by_card, usual)]
         assert [known.cudnn for known in chosen] == [True, False]
         assert chosen[0] in list(default_variants(by_card))
 
