@@ -1,9 +1,9 @@
-"""The one door of vplan: the console script, `python -m vplan`, worker processes and the Python API.
+"""The only entry point of vplan: the console script, `python -m vplan`, worker processes and the Python API.
 
 The packages behind it have common names, and users' repositories have folders called `trainers` or `reports` too. So
-nothing imports those packages but what came in through here, which first sees to it that they are ours. A process of
-our own puts our folder first for good; a script that says `import vplan` gets answers in its own process, and its
-search path is as before:
+those packages are only ever imported through this file, which first makes sure that they are ours. In our own processes
+it puts our folder first on the search path for good. A script that says `import vplan` gets answers in its own process,
+with its search path left as it was:
 
     import vplan
     plan = vplan.suggest("wan2.1-t2v-14b", gpu="rtx4090", frames=81)

@@ -1,4 +1,5 @@
-"""`vplan check`: another trainer's command or file, read and never run: where it dies, and what to change."""
+"""`vplan check`: reads another trainer's command or file, never runs it, and says where it runs out and what to
+change."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def command(
 
 
 def _whole_job(found: Checked, typed: int | None, prices: tuple[str, ...]) -> WholeJob | None:
-    """The steps of a run that fits, as many as were typed or else as the command says."""
+    """The steps of a run that fits: as many as were typed, or else as the command says."""
     case, estimate = found.case, found.outcome.estimate
     has_hours = case.job.method != "sample" and estimate.timed
     steps = case.dialect.optimizer_steps(case.given.settings) if has_hours else None
@@ -147,7 +148,7 @@ def _whole_job(found: Checked, typed: int | None, prices: tuple[str, ...]) -> Wh
 
 
 def checked(said: Mapping[str, Any]) -> Checked:
-    """The answer to a command or file and a card, as the options say them."""
+    """The answer for a command or file and a card, as the options give them."""
     script = _script(said["words"], said["path"])
     if not said.get("gpu"):
         raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
@@ -161,7 +162,7 @@ def checked(said: Mapping[str, Any]) -> Checked:
 
 
 def _log(words: tuple[str, ...], path: str | None) -> str | None:
-    """The file that was given, where it starts nothing and has an out-of-memory message: the log of a run."""
+    """The given file, if it starts nothing and contains an out-of-memory message: the log of a run."""
     file = path or (words[0] if len(words) == 1 else "")
     if not os.path.isfile(file):
         return None
@@ -199,7 +200,7 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
 
 
 def _refuse_unnamed(script: Script) -> None:
-    """Raises a VplanError where a file was supplied that the script does not name: it would change nothing."""
+    """Raises a VplanError for a supplied file that the script does not name, because it would have no effect."""
     for file in script.unnamed():
         missing = [quoted(path) for path, place in script.named.items() if place is None]
         fix = f"not found: {', '.join(missing[:MOST_NAMED])}; pass it by that name" if missing else "leave it out"

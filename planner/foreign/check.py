@@ -1,6 +1,6 @@
-"""What another trainer's command needs, where it dies, and the smallest change of it that fits.
+"""What another trainer's command needs, where it runs out of memory, and the smallest change of it that fits.
 
-Pure but for looking recordings up: a dialect and what was given in, an answer out.
+Pure except for looking up recordings: a dialect and an invocation in, an answer out.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _fix_json(fix: Fix) -> dict[str, Any]:
 
 
 def check_case(case: Case, search: bool = True) -> Checked:
-    """Estimates a case and, with ``search``, looks for the smallest changes that fit. Raises a NotRecordedError in the
-    trainer's words where a tape is missing."""
+    """Estimates a case and, with ``search``, looks for the smallest changes that fit. Raises a NotRecordedError, worded
+    in the trainer's flags, if a tape is missing."""
     pricing = Pricing(case)
     try:
         outcome = pricing.outcome(case)
@@ -113,7 +113,7 @@ def check_case(case: Case, search: bool = True) -> Checked:
 
 
 def _in_its_words(case: Case, error: NotRecordedError, pricing: Pricing) -> NotRecordedError:
-    """The error of a batch that is not recorded, with a smaller one that is, in the trainer's words."""
+    """The error for a batch that is not recorded, naming a smaller recorded one in the trainer's flags."""
     for move in smaller_batches(case.dialect):
         for step in move.steps(case.fields):
             other = case.changed(step)
@@ -125,7 +125,7 @@ def _in_its_words(case: Case, error: NotRecordedError, pricing: Pricing) -> NotR
 
 
 def _today(case: Case, outcome: CheckedEstimate) -> str:
-    """The same job by today's script, of a trainer whose former script was given."""
+    """The same job with the trainer's current script, if a former one was given."""
     if not case.dialect.successor:
         return ""
     today = dialects.dialect(case.dialect.successor)

@@ -18,7 +18,16 @@ from planner.dialects.base.dialect import Move
 from planner.foreign.case import Case
 from planner.foreign.change_words import move_words
 from planner.foreign.pricing import CheckedEstimate, Pricing
-from planner.foreign.smallest_change import MOST_PARTS, WORTH, Fix, merged, moves_of, needs, said, tried
+from planner.foreign.smallest_change import (
+    MOST_PARTS,
+    WORTH,
+    Fix,
+    fix_of_changes,
+    fix_of_moves,
+    merged_changes,
+    moves_of,
+    needs,
+)
 
 STARTS = 3
 """Combinations of `MOST_PARTS` or fewer that more is added to: the one that needs least may shut out what saves most.
@@ -50,7 +59,7 @@ class LeastMemory:
         """What needs least, replayed; where it fits, as much of it as is enough. None where nothing saves anything."""
         best: Fix | None = None
         for sets in self._replayed():
-            found = said(self.case, self.base, sets.moves, sets.changes, self.pricing)
+            found = fix_of_changes(self.case, self.base, sets.moves, sets.changes, self.pricing)
             if found is not None and found.outcome.estimate.verdict == "fits":
                 return self.enough(sets, found)
             if found is not None and (best is None or needs(found) + WORTH <= needs(best)):
@@ -97,7 +106,7 @@ class LeastMemory:
 
     def _set(self, moves: Sequence[Move]) -> Together | None:
         """The moves together, those that count as far as they go; None where they contradict each other."""
-        changes = merged(move.changes for move in moves if not move.counts)
+        changes = merged_changes(move.changes for move in moves if not move.counts)
         if changes is None:
             return None
         for move in (move for move in moves if move.counts):
@@ -112,7 +121,7 @@ class LeastMemory:
         """The changes with those of a move, as far as the model has blocks and the host RAM; None where it cannot be
         made beside them."""
         for step in reversed(move.steps(self.case.fields)):
-            together = merged([changes, step])
+            together = merged_changes([changes, step])
             if together is not None and self._device_bytes(together) is not None:
                 return together
         return None
@@ -154,7 +163,7 @@ class LeastMemory:
     def enough(self, sets: Together, found: Fix | None = None) -> Fix | None:
         """A part of moves that fit together, of which nothing can be left out; in the order of the trainer's moves and
         as mild as is enough. ``found``: the fix that they are as far as they go. None where it cannot be said."""
-        found = found or said(self.case, self.base, sets.moves, sets.changes, self.pricing)
+        found = found or fix_of_changes(self.case, self.base, sets.moves, sets.changes, self.pricing)
         if found is None:
             return None
         kept = [move for move in self.moves if move in sets.moves]
@@ -164,7 +173,7 @@ class LeastMemory:
             fix = self._fitting(fewer)
             if fix is not None:
                 kept, best = fewer, fix
-        mildest = tried(self.case, self.base, kept, self.pricing)
+        mildest = fix_of_moves(self.case, self.base, kept, self.pricing)
         return mildest if mildest is not None and mildest.outcome.estimate.verdict == "fits" else best
 
     def _fitting(self, moves: Sequence[Move]) -> Fix | None:
@@ -172,7 +181,7 @@ class LeastMemory:
         sets = self._set(moves) if moves else None
         if sets is None or not self.pricing.may_be("fits", self.case.changed(sets.changes)):
             return None
-        found = said(self.case, self.base, sets.moves, sets.changes, self.pricing)
+        found = fix_of_changes(self.case, self.base, sets.moves, sets.changes, self.pricing)
         return found if found is not None and found.outcome.estimate.verdict == "fits" else None
 
     def _dearest_first(self, moves: Sequence[Move], lossy: frozenset[str]) -> list[Move]:

@@ -1,4 +1,4 @@
-"""Estimates of a command and its changes, with the phase and moment at which each ends if it does not fit."""
+"""Estimates a command and its changes, and finds the phase and moment at which each runs out if it does not fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CheckedEstimate:
 
 
 class Pricing:
-    """Estimates of one case and its changes; what they share is looked up once."""
+    """Estimates one case and its changes; what they share is looked up once."""
 
     def __init__(self, case: Case, other: Pricing | None = None) -> None:
         """``other``: of the same command on another card, whose recordings are laid out already."""
@@ -134,7 +134,7 @@ class Pricing:
 
 
 def _phase(phase: str, moment: str) -> str:
-    """The phase as people count: the first step's own are loading, training and its optimizer step."""
+    """The phase as people count it: loading, training and its optimizer step all belong to the first step."""
     if moment == PHASE_MOMENTS["load"]:
         return "load"
     if phase != "first_step":

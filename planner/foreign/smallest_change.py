@@ -1,4 +1,8 @@
-"""The smallest changes of a command that fit: its trainer's moves, alone and together."""
+"""The smallest changes of a command that make it fit: its trainer's moves, alone and together.
+
+`smallest_changes` is the entry point. `moves_of` lists the moves, `fix_of_moves` estimates some of them together, and
+`fix_of_changes` words the result in the trainer's flags.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ WORTH = 100 << 20
 
 @dataclass(frozen=True)
 class Fix:
-    """A change of the command that is enough, of which nothing can be left out."""
+    """A change of the command that is enough, and of which nothing can be left out."""
 
     change: tuple[str, ...]
     """flags or lines; what belongs together is one entry"""
@@ -41,10 +45,10 @@ class Fix:
 
 
 def smallest_changes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
-    """Changes that are enough, smallest first; and single ones that help where it ends and are not enough.
+    """Changes that are enough, smallest first; then single changes that help at the decisive moment but are not enough.
 
-    Tight ones are told only where nothing fits. More parts are tried until something lossless is among what fits.
-    What nobody trains without (`Move.always`) is part of all of them, alone where that is enough.
+    Tight fixes are listed only if nothing fits. More moves are combined until one of the fixes is lossless. Moves that
+    everybody trains with (`Move.always`) are part of every fix; if they are enough, they are a fix of their own.
     """
     known = moves_of(case)
     always, moves = [move for move in known if move.always], [move for move in known if not move.always]
@@ -56,7 +60,7 @@ def smallest_changes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tup
         for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
             if any(done <= chosen for done in enough):  # a part of it does
                 continue
-            fix = tried(case, base, [*always, *(moves[at] for at in sorted(chosen))], pricing)
+            fix = fix_of_moves(case, base, [*always, *(moves[at] for at in sorted(chosen))], pricing)
             verdict = fix.outcome.estimate.verdict if fix else ""
             if fix is None or verdict == "no":
                 helps += [fix] if fix and size == first and _saved(base, fix) >= WORTH else []
@@ -73,7 +77,7 @@ def smallest_changes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tup
 
 
 def _without_idle(fixes: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]:
-    """Without those that say all that another one says, and more: the rest of it is idle."""
+    """Leaves out fixes that contain another fix and more: the rest of them does nothing."""
     words = {chosen: frozenset(_flags(fix)) for chosen, fix in fixes.items()}
     return {chosen: fix for chosen, fix in fixes.items() if not any(other < words[chosen] for other in words.values())}
 
@@ -84,7 +88,7 @@ def _flags(fix: Fix) -> list[str]:
 
 
 def _saved(base: CheckedEstimate, fix: Fix) -> int:
-    """Bytes less allocated where it ends."""
+    """How many bytes less are allocated at the decisive moment."""
     phases = (each.estimate.phases for each in (base, fix.outcome))
     before, after = (peaks.get(base.phase) for peaks in phases)  # type: ignore[call-overload]  # any text may be asked
     return before.allocated_bytes - after.allocated_bytes if before and after else 0
@@ -96,13 +100,13 @@ def _size(fix: Fix) -> int:
 
 
 def moves_of(case: Case) -> list[Move]:
-    """The changes that its trainer knows, that this script of it has words for, and that change something of a case."""
+    """The trainer's moves that this script has settings for and that change something in a case."""
     known = (*case.dialect.moves, *smaller_batches(case.dialect))
     return [_from_host_ram(case, move) for move in known if _is_change(case, move) and _has_words(case, move)]
 
 
 def _from_host_ram(case: Case, move: Move) -> Move:
-    """The move, which costs no forward pass where checkpoints are there already, in host RAM."""
+    """The move without its cost of a forward pass, if checkpoints exist already, in host RAM."""
     if case.strategy.gradient_checkpointing == "offload" and move.changes == {"gradient_checkpointing": "full"}:
         return replace(move, cost="checkpoints stay on the GPU")
     return move
@@ -114,24 +118,29 @@ def _is_change(case: Case, move: Move) -> bool:
     return move.when(fields) and changed
 
 
-def tried(case: Case, base: CheckedEstimate, moves: Sequence[Move], pricing: Pricing) -> Fix | None:
-    """The fix that these moves together are: where they count, by the mildest values that are enough, else by those
-    that need least of what was replayed. None where they contradict each other, or nothing is near enough to replay."""
-    plain = merged(move.changes for move in moves if not move.counts)
+def fix_of_moves(case: Case, base: CheckedEstimate, moves: Sequence[Move], pricing: Pricing) -> Fix | None:
+    """The fix that consists of these moves. Moves with several values use the mildest that are enough, or else those
+    that need least of the replayed ones. None if the moves contradict each other, or none is close enough to be worth a
+    replay."""
+    plain = merged_changes(move.changes for move in moves if not move.counts)
     if plain is None:
         return None
     steps = itertools.product(*(move.steps(case.fields) for move in moves if move.counts))
-    values = [changes for step in steps if (changes := merged([plain, *step])) is not None]
+    values = [changes for step in steps if (changes := merged_changes([plain, *step])) is not None]
     # Those that go as far as the model has blocks and the host RAM decide whether milder ones are worth a look.
     furthest = next((each for each in reversed(values) if pricing.device_bytes(case.changed(each)) is not None), None)
     if furthest is None:
         return None
     if not pricing.may_be("fits", case.changed(furthest)):
         alone = len(moves) == 1 and pricing.may_be("tight", case.changed(furthest))
-        return said(case, base, moves, furthest, pricing) if alone else None
+        return fix_of_changes(case, base, moves, furthest, pricing) if alone else None
     nearest: Fix | None = None
     for changes in values:
-        fix = said(case, base, moves, changes, pricing) if pricing.may_be("fits", case.changed(changes)) else None
+        fix = (
+            fix_of_changes(case, base, moves, changes, pricing)
+            if pricing.may_be("fits", case.changed(changes))
+            else None
+        )
         if fix is not None and fix.outcome.estimate.verdict == "fits":
             return fix
         if fix is not None and (nearest is None or needs(fix) < needs(nearest)):
@@ -139,8 +148,8 @@ def tried(case: Case, base: CheckedEstimate, moves: Sequence[Move], pricing: Pri
     return nearest
 
 
-def merged(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """All changes in one; None where two say different things of a field."""
+def merged_changes(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """All changes as one; None if two of them set a field to different values."""
     together: dict[str, Any] = {}
     for each in changes:
         if any(together.get(name, value) != value for name, value in each.items()):
@@ -157,11 +166,11 @@ def _has_words(case: Case, move: Move) -> bool:
     return False
 
 
-def said(
+def fix_of_changes(
     case: Case, base: CheckedEstimate, moves: Sequence[Move], changes: Mapping[str, Any], pricing: Pricing
 ) -> Fix | None:
-    """The fix of moves that make these changes together; None where the trainer's script has no word for one of them,
-    or nothing was recorded of the result."""
+    """The fix that moves with these changes make; None if the trainer's script cannot express one of them, or nothing
+    was recorded for the result."""
     other = case.changed(changes)
     try:
         words = [tuple(move_words(case, other, move)) for move in moves]
@@ -186,8 +195,8 @@ def _global_batch(case: Case) -> list[int]:
 
 
 def smaller_batches(dialect: Dialect) -> tuple[Move, ...]:
-    """Fewer samples in one pass, and as many more passes before the optimizer steps: the same mean gradient. Of a
-    trainer that does not accumulate, fewer samples, which is another training."""
+    """Fewer samples per pass, and correspondingly more passes before the optimizer steps: the mean gradient is the
+    same. If the trainer cannot accumulate gradients, fewer samples per step, which changes the training."""
     settable = {name for binding in dialect.bindings if not isinstance(binding, Fixed) for name in binding.fields}
     if "batch_size" not in settable:
         return ()
@@ -216,8 +225,8 @@ def _batches(fields: Fields) -> list[int]:
 
 
 def _with_batches(fields: Fields, batch: Callable[[Bucket], int]) -> Fields:
-    """The fields of smaller batches: the job's own, and that of each shape that has one. ``batch``: what becomes of a
-    shape's."""
+    """The fields for smaller batches: the job's own batch, and that of each shape that has one. ``batch``: computes a
+    shape's new batch."""
     shapes = tuple(each.replace(batch_size=each.batch_size and batch(each)) for each in fields["buckets"])
     buckets = {"buckets": shapes} if any(each.batch_size for each in shapes) else {}
     return {"batch_size": batch(_own(fields)), **buckets}
@@ -228,8 +237,8 @@ def _own(fields: Fields) -> Bucket:
 
 
 def _capped(fields: Fields) -> tuple[Fields, ...]:
-    """Smaller batches of fewer samples a step: no batch has more pixels than a part of what the largest has. Of shapes
-    with different batches, and where nothing accumulates because the step runs inside backward."""
+    """Smaller batches with fewer samples per step: no batch has more pixels than a fraction of the largest one's. For
+    shapes with different batches, when nothing accumulates because the step runs inside backward."""
     if len(set(_batches(fields))) < 2 and fields.get("optimizer_step") != "backward":
         return ()
     most = max(_pixels(each) for each in (*fields["buckets"], _own(fields)))
@@ -240,7 +249,7 @@ def _capped(fields: Fields) -> tuple[Fields, ...]:
 
 
 def _pixels(shape: Bucket) -> int:
-    """Of a whole batch."""
+    """Pixels of a whole batch."""
     return (shape.batch_size or 1) * shape.frames * shape.height * shape.width
 
 
@@ -249,6 +258,6 @@ def _share(parts: int, shape: Bucket) -> int:
 
 
 def _within(pixels: int, shape: Bucket) -> int:
-    """The batch of a shape within so many pixels, one sample at least."""
+    """The batch of a shape that stays within so many pixels; at least one sample."""
     batch = shape.batch_size or 1
     return max(1, min(batch, pixels * batch // _pixels(shape)))

@@ -1,4 +1,5 @@
-"""Which plan `vplan train` trains: the one that was named, the one an earlier call kept, or the best there is."""
+"""Chooses the plan that `vplan train` trains: the one passed, the one kept by an earlier call, or the best one
+found."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ PLAN = "plan.toml"
 
 
 class Chosen(NamedTuple):
-    """The plan to train, and whether it is already the one that is kept in the output folder."""
+    """The plan to train, and whether it is the one that is kept in the output folder already."""
 
     plan: Plan
     is_kept: bool = False
@@ -47,10 +48,12 @@ class Chosen(NamedTuple):
 def choose(
     asked: TypedQuestion, output: Path, samples: str | None, most: Mapping[Bucket, int], console: Console
 ) -> Chosen:
-    """The plan that was given, or the one that an earlier call kept in this folder, or the best one that a search
-    finds, which is printed on ``console``. ``samples``: the option that asks for samples, which a search then plans
-    for, as for the batch sizes of shapes that were proposed. ``most``: how many samples each of those has. Raises a
-    VplanError when there is neither plan nor model."""
+    """The plan that was passed, or the one that an earlier call kept in this folder, or the best one that a search
+    finds, which is printed on ``console``.
+
+    ``samples``: the option that asks for samples, which a search then plans for. ``most``: how many samples each
+    proposed shape has, which limits its batch size. Raises a VplanError if there is neither a plan nor a model.
+    """
     kept = output / PLAN
     if asked.plan is not None:
         plan = Plan.under(asked.to_question().configuration(), asked.trainer).replace(training=asked.plan.training)
@@ -73,7 +76,7 @@ def choose(
 
 
 def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
-    """What was typed must be what the kept plan says."""
+    """Checks that what was typed agrees with the kept plan."""
     fix = "leave it out, or choose another --output"
     if lookup.model(asked.model or "").name != lookup.model(plan.job.model).name:
         raise VplanError(f"{path} trains {plan.job.model}", fix)
@@ -84,8 +87,8 @@ def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
 
 
 def _suggest(asked: TypedQuestion, samples: str | None, most: Mapping[Bucket, int], console: Console) -> Plan:
-    """Prints the plan that `vplan suggest` gives, on the card that is here where none was named. Samples that were
-    asked for are made beside the model, or with it in host RAM where that alone fits."""
+    """Prints the plan that `vplan suggest` finds, on this machine's card if none was named. If samples were asked for,
+    they are made with the model on the GPU, or with it in host RAM if only that fits."""
     suggester = Suggester(asked.trainer)
 
     def found(asked: TypedQuestion) -> tuple[Question, Suggestion]:
@@ -118,8 +121,8 @@ def _card_here() -> str:
 
 
 def weights_of(model: ModelProfile, said: str | None) -> str:
-    """The folder of a model's weights: the one given, else the folder of an own model. Raises a VplanError when there
-    is neither, or when it says that it holds a distilled model."""
+    """The folder of a model's weights: the one passed, else the folder of an own model. Raises a VplanError if there is
+    neither, or if the folder says that it holds a distilled model."""
     if said is None and not model.is_own:
         raise VplanError("no --weights", f"pass --weights DIR, the folder of {model.title} in diffusers format", USAGE)
     folder = said or str(_own_folder(model.origin))

@@ -1,4 +1,7 @@
-"""One run of `vplan train`: its checks, its data, its ranks, and the steps down to a next plan."""
+"""One run of `vplan train`: its checks, its data, its ranks, and the fallback to the next plan.
+
+Read `TrainingSupervisor.run`, then `_train`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ ENCODING_FIX = "pass --vae-tiling or --text-encoder-dtype fp8, and run the comma
 
 
 class TrainingSupervisor:
-    """One call of `vplan train`, its plan at hand: prepares the data, starts the ranks and follows them to the end."""
+    """One call of `vplan train` with its plan: prepares the data, starts the ranks and follows them to the end."""
 
     def __init__(self, plan: Plan, data: Path, output: Path, options: dict[str, Any]) -> None:
         self.data, self.output, self.options = data, output, options
@@ -124,7 +127,7 @@ class TrainingSupervisor:
 
     @property
     def _is_cache(self) -> bool:
-        """Whether the data is a cache that others made."""
+        """Whether the data is a cache that was made elsewhere."""
         return (self.data / ENTRIES).is_file()
 
     def _entries(self) -> Path:
@@ -133,11 +136,11 @@ class TrainingSupervisor:
 
     @property
     def _sample_list(self) -> str | None:
-        """File that lists the samples to make; None where none are."""
+        """The file that lists the samples to make; None if there are none."""
         return None if self.plan.strategy.validation_mode == "off" else str(self.output / CACHE / VALIDATION)
 
     def _check_weights(self) -> None:
-        """Raises a VplanError for weights that are not whole, before anything is encoded."""
+        """Raises a VplanError for incomplete weights, before anything is encoded."""
         encoders = not self._is_cache or self.plan.strategy.validation_mode != "off"
         root = Path(self.weights).expanduser()
         weight_files.check(self.plan, self.profile, root, denoiser=self.transformer is None, encoders=encoders)
@@ -156,13 +159,13 @@ class TrainingSupervisor:
         )
 
     def _resume(self) -> Path | None:
-        """The checkpoint to go on from."""
+        """The checkpoint to resume from."""
         resume, steps = self.options["resume"], self.options["steps"]
         goes_on = Resume(self.output, resume, steps, self.plan, self.profile, self._note)
         return goes_on.checkpoint(may_move=not self.options["print_command"])
 
     def _keep_training(self) -> None:
-        """Writes the settings into the run's plan, so that the next start finds what this one began with."""
+        """Writes the settings into the run's plan, so that the next start uses the ones this run began with."""
         kept = self.output / PLAN
         write_plan(read_plan(kept).replace(training=self.plan.training), kept)
 
@@ -188,7 +191,8 @@ class TrainingSupervisor:
         )
 
     def _train(self, entries: Path, estimate: Estimate | None, peers: Peers | None, as_json: bool) -> int:
-        """Trains to the end, with the next plan of the ladder from the last checkpoint when memory runs out."""
+        """Trains to the end. When memory runs out, continues from the last checkpoint with the next plan of the
+        ladder."""
         output, first = self.output, self.nodes.rank == 0
         resume = self._begin(entries) if first else None  # for all computers
         begun: int | None = None
@@ -221,7 +225,8 @@ class TrainingSupervisor:
         return self._finished(request, begun, follower, estimate, as_json)
 
     def _begin(self, entries: Path) -> Path | None:
-        """What the first computer does for all before the ranks start; the checkpoint to go on from."""
+        """What the first computer does for all of them before the ranks start; returns the checkpoint to resume
+        from."""
         resume = self._resume()
         if resume is None:
             training_settings.check_lora_init(self.plan.training)
@@ -237,7 +242,7 @@ class TrainingSupervisor:
         follower: Follower,
         page: ReportWriter,
     ) -> launch.Outcome:
-        """Runs this computer's ranks to their end. The page is the first computer's, and shows the end too."""
+        """Runs this computer's ranks to their end. The first computer writes the page, which also shows the end."""
         first = self.nodes.rank == 0
 
         def tick() -> None:
@@ -262,7 +267,7 @@ class TrainingSupervisor:
         estimate: Estimate | None,
         as_json: bool,
     ) -> int:
-        """Says what came of a run that went to its end. ``begun``: the step that it was taken up at."""
+        """Reports a run that went to its end. ``begun``: the step at which it was resumed."""
         last = follower.last or {}
         answer = {
             "output": str(self.output),
@@ -306,7 +311,7 @@ class TrainingSupervisor:
         return str(folder)
 
     def _published_request(self, peers: Peers | None, attempt: int, entries: Path) -> launch.RunRequest:
-        """What the first computer says to do, with this one's own paths to what they share."""
+        """The first computer's request, with this computer's own paths to what they share."""
         if peers is None:  # --print-command
             return self._request(entries, None)
         request = peers.request(attempt)
@@ -335,7 +340,7 @@ class TrainingSupervisor:
         return DONE
 
     def _step_down(self, ended: launch.Outcome) -> bool:
-        """Takes the next plan and keeps the one that ran out beside it; False when there is none."""
+        """Switches to the next plan and keeps the one that ran out next to it; False if there is none."""
         found = next_plan(self.plan)
         if found is None:
             return False
@@ -348,7 +353,7 @@ class TrainingSupervisor:
         return True
 
     def _stopped(self, ended: launch.Outcome, as_json: bool) -> int:
-        """Says where a run stopped that was asked to."""
+        """Reports where a run stopped that was asked to stop."""
         newest, _ = checkpoints.newest(self.output, checkpoints.run_id(self.output))
         assert newest is not None, "it stops after a checkpoint"
         answer = {
@@ -368,7 +373,7 @@ class TrainingSupervisor:
         return STOPPED
 
     def _raise_unless_ok(self, ended: launch.Outcome) -> None:
-        """One message for whatever ended it, with where to go on from."""
+        """Raises one error for whatever ended the run, with what to resume from."""
         if ended.name == "ok":
             return
         if ended.name == "refused" and ended.exit_code == 1:  # before anything was trained
@@ -390,18 +395,18 @@ def _memory(ended: launch.Outcome) -> str:
 
 
 def _last(output: Path) -> str:
-    """The checkpoint to go on from, in words."""
+    """The checkpoint to resume from, in words."""
     newest, _ = checkpoints.newest(output, checkpoints.run_id(output))
     return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
 def resume_hint(output: Path) -> str:
-    """What a stopped run leaves, and how to resume it, in words."""
+    """What a stopped run leaves behind and how to resume it, in words."""
     return f"{_last(output)}; encoded data is kept, and the same command resumes from there"
 
 
 def _steps_of(checkpoint: Path | None) -> int | None:
-    """The steps a checkpoint has done."""
+    """How many steps a checkpoint has done."""
     if checkpoint is None:
         return None
     return int(checkpoints.read_manifest(checkpoint)["step"])

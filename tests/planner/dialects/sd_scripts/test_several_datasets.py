@@ -12,7 +12,7 @@ from planner.dialects.base.script import from_file
 from planner.foreign.case import Case, read_case
 from planner.foreign.change_words import changed_words, move_words
 from planner.foreign.pricing import Pricing
-from planner.foreign.smallest_change import said, smaller_batches
+from planner.foreign.smallest_change import fix_of_changes, smaller_batches
 
 COMMAND = (
     "accelerate launch {} --pretrained_model_name_or_path m.safetensors --dataset_config ds.toml "
@@ -128,7 +128,7 @@ def test_only_a_lower_batch_than_all_have_in_common_changes_training(tmp_path: P
     first = capped.steps(case.fields)[0]
     assert list(changed_words(case, case.changed(first).fields, frozenset(first))) == ["datasets[1].batch_size = 6"]
     pricing = Pricing(case)
-    fix = said(case, pricing.outcome(case), [capped], first, pricing)
+    fix = fix_of_changes(case, pricing.outcome(case), [capped], first, pricing)
     assert fix is not None and fix.lossy
 
 
