@@ -1,9 +1,9 @@
 """The worker before training: encodes a folder of clips and captions, and lists what training reads.
 
 `planner.launch.launch.prepare` starts it as ``vplan worker prepare FOLDER``. It reads a `Preparation` from
-``FOLDER/request.json``, writes progress and outcome into ``FOLDER/result-RANK.json``, and the cache and its list where
-the request says. A process of its own, so that the encoders and all they left on the GPU are gone before the model is
-loaded; under torch's launcher one for each GPU, which share the work.
+``FOLDER/request.json``, writes progress and outcome to ``FOLDER/result-RANK.json``, and the cache and its list to where
+the request says. It is a process of its own, so that the encoders and everything they left on the GPU are gone before
+the model is loaded. Under torch's launcher there is one for each GPU, and they share the work.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ def _memory_log(request: Preparation, output: Path) -> Iterator[None]:
 
 
 def prepare(request: Preparation, tell: Callable[..., None]) -> None:
-    """Encodes what is not in the cache yet, and writes the list of samples next to it, anew each time: only what the
-    data and the plan are now is trained on. `tell` is called with the progress, notes about the data (``notes``) and
-    what was left out. Ranks share the encoding; the first one looks through the data and writes the lists."""
+    """Encodes what is not in the cache yet, and rewrites the list of samples next to it, so that training uses only
+    what the data and the plan contain now. Ranks share the encoding; the first one scans the data and writes the lists.
+
+    `tell` is called with the progress, notes about the data (``notes``) and what was left out.
+    """
     from trainers.data.cache import cached
     from trainers.data.entries import changes, read_entries, write_entries
     from trainers.sampling import samples
@@ -90,7 +92,7 @@ def prepare(request: Preparation, tell: Callable[..., None]) -> None:
 
 
 def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = False) -> EncodingTask:
-    """What this rank encodes, and with whom: with the others of the launcher, or ``alone``."""
+    """What this rank encodes, and with which other ranks: all of the launcher's, or ``alone``."""
     import torch.distributed as dist
 
     from trainers.data.cache import EncodingTask
@@ -116,7 +118,7 @@ def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = F
 
 
 def _dataset(request: Preparation, setting: EncodingTask) -> Dataset:
-    """The samples of the plan in the data, read by the first rank for all."""
+    """The samples that the plan uses of the data; the first rank reads them for all."""
     import torch.distributed as dist
 
     from planner.dataset.scan import read

@@ -1,4 +1,4 @@
-"""From a card as people type it, by name, class or size, to what is known of it; and the RAM that stands beside it."""
+"""Finds a card by name, class or size as people type it; and the host RAM that is usual with it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LARGEST_CARD = 999
 
 
 def _squash(name: str) -> str:
-    """Names that people would call the same: case, spaces and dashes out, the maker's name in front as well."""
+    """A name without case, spaces, dashes and the maker's name in front, for comparison."""
     bare = re.sub(r"^((nvidia|geforce|tesla|quadro)\s+)+", "", name.strip().lower())
     return re.sub(r"[^a-z0-9]", "", bare)
 
 
 @functools.cache
 def _gpu_file() -> GpuFile:
-    """All cards and classes, with the checks that one field alone cannot make."""
+    """All cards and classes, after the checks that need more than one field."""
     file = read_record(profiles.GPUS, GpuFile)
     names = {card.name for card in file.gpu}
     for group in file.classes:
@@ -69,8 +69,8 @@ def gpu_class(name: str) -> GpuClass | None:
 
 
 def gpu(name: str) -> GpuProfile:
-    """The card of a name, a class (`24GB`, `24G` or `24`: its smallest reference card), an exact budget (`23.5GiB`), or
-    a start that only one card has (`4070ti-s`), or one of Apple's chips with its memory (`m4max-64gb`)."""
+    """The card for a name, a class (`24GB`, `24G` or `24`: its smallest reference card), an exact budget (`23.5GiB`), a
+    prefix that only one card has (`4070ti-s`), or one of Apple's chips with its memory (`m4max-64gb`)."""
     text = name.strip()
     if len(text) > LONGEST_NAME:
         raise VplanError(f"--gpu {quoted(name)} is not known", "`vplan gpus` lists all cards")
@@ -94,7 +94,7 @@ def gpu(name: str) -> GpuProfile:
 
 
 def card_taken_for(name: str, card: GpuProfile) -> str:
-    """How a card's name that is not its own was understood, in words."""
+    """How a card's name that is not exact was understood, in words."""
     text = _count_and_card(name)[1]
     _, unit = split_quantity(text) or ("", None)
     own = _named_card(text) or unit in (*UNITS, "g", "") or apple_cards.find(text)
@@ -102,16 +102,16 @@ def card_taken_for(name: str, card: GpuProfile) -> str:
 
 
 def parse_gpus(text: str) -> tuple[int, GpuProfile]:
-    """How many of which card: `2x4090`, `8 x h100`, `4090x2` and `4090,4090` are several, anything else is one."""
+    """(number, card): `2x4090`, `8 x h100`, `4090x2` and `4090,4090` mean several cards, anything else one."""
     count, card = _count_and_card(text)
     return (parse_count(count, "--gpu count", at_most=1_024) if count else 1), gpu(card)
 
 
 def _count_and_card(text: str) -> tuple[str, str]:
-    """The number that stands before a card or behind it, empty where there is none, and the card as typed.
+    """The number before or after a card, empty if there is none, and the card as typed.
 
-    What stands behind the x must be a card or have a digit: `24XB` and `7900xtx` are one mistyped word. What stands
-    before it must be a card or class: of `2x24` it is the number. Raises a VplanError for a list of several cards.
+    What follows the x must be a card or contain a digit: `24XB` and `7900xtx` are single (mistyped) words. What
+    precedes it must be a card or class: in `2x24` it is the number. Raises a VplanError for a list of different cards.
     """
     text = text.strip()
     listed = [part.strip() for part in re.split(r"[,+]", text)] if re.search(r"\S\s*[,+]\s*\S", text) else []
@@ -132,7 +132,7 @@ def _count_and_card(text: str) -> tuple[str, str]:
 
 
 def _named_card(text: str) -> GpuProfile | None:
-    """By name, alias or title, with or without its memory behind it (`RTX 4090 24GB`, `4090 (24g)`)."""
+    """A card by name, alias or title, with or without its memory after it (`RTX 4090 24GB`, `4090 (24g)`)."""
     index = _gpu_aliases()
     if card := index.get(_squash(text)):
         return card
@@ -146,13 +146,14 @@ def _named_card(text: str) -> GpuProfile | None:
 
 
 def _name_and_size(text: str) -> tuple[str, str]:
-    """A card's name and the GB that stand behind it, which are empty where none do."""
+    """A card's name and the GB after it; empty if there are none."""
     match = re.fullmatch(r"(.+?)[\s-]*\(?(\d+)\s*g(?:i?b)?\)?", text.strip(), re.IGNORECASE | re.ASCII)
     return (match[1], match[2]) if match else (text, "")
 
 
 def _class_card(group: GpuClass) -> GpuProfile:
-    """The class as one card: the least that its reference cards give, and the slower one's rates where they tie."""
+    """The class as one card: the reference card with the least usable memory, with the rates of the slower one if two
+    tie."""
     cards = [card for card in _gpu_file().gpu if card.name in group.reference]
     least = min(cards, key=lambda card: (card.allocatable_bytes, card.bf16_tflops))
     named = {"name": group.name, "title": f"{group.gb} GB card, as {least.title}", "aliases": ()}
@@ -160,7 +161,7 @@ def _class_card(group: GpuClass) -> GpuProfile:
 
 
 def _custom_card(text: str, number: str, unit: str) -> GpuProfile:
-    """Exactly the budget asked for, with the kernels, rates and context of the nearest reference card."""
+    """A card with exactly the requested budget, and the kernels, rates and context of the nearest reference card."""
     budget = parse_bytes(number + unit.upper().replace("I", "i"), "--gpu")
     if not GIB <= budget <= 1024 * GIB:
         side = "smaller" if budget < GIB else "larger"
@@ -213,7 +214,8 @@ def _other_card(text: str, other: other_cards.OtherCard) -> VplanError:
 
 
 def _unknown_gpu(text: str, starts: list[str]) -> VplanError:
-    """The refusal of a card's name: what starts so, else what looks so, else the forms there are."""
+    """The refusal of an unknown card name, with cards that start like it, else cards that look like it, else the
+    accepted forms."""
     typed_key = _squash(text)
     name, size = _name_and_size(text)
     if size and (card := _gpu_aliases().get(_squash(name))):
@@ -230,8 +232,7 @@ def _unknown_gpu(text: str, starts: list[str]) -> VplanError:
 
 
 def smaller_cards(card: GpuProfile) -> tuple[GpuProfile, ...]:
-    """For a class of cards, those that are sold under its label and give less memory than it stands for; empty for a
-    card by name."""
+    """For a class, the cards sold under its label that have less usable memory; empty for a card by name."""
     group = gpu_class(card.name)
     return tuple(_gpu_aliases()[_squash(name)] for name in group.smaller) if group else ()
 
@@ -247,7 +248,8 @@ def installed_host_ram(card: GpuProfile, gpus: int) -> int:
 
 
 def default_host_ram(card: GpuProfile, gpus: int, system: str = "linux") -> int:
-    """What a run can use of `installed_host_ram`, bytes: the rest is the system's. ``system``: as `Machine.os`."""
+    """The part of `installed_host_ram` that a run can use, in bytes; the rest is the system's. ``system``: as in
+    `Machine.os`."""
     installed = installed_host_ram(card, gpus)
     if card.unified and not card.has_working_set:
         return installed

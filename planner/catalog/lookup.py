@@ -1,9 +1,8 @@
-"""From a name as people type it to a model. Reads the profiles, and only the file it needs.
+"""Finds a model by the name that people type. Reads the profiles, and only the file it needs.
 
 Models are the bundled ones and, after them, the user's own (`vplan record FOLDER`, kept in
-`planner.catalog.user_data`).
-
-What a model's rules allow (frames, sizes, blocks) is in `planner.catalog.shapes`, given on from here.
+`planner.catalog.user_data`). `model` is the entry point. What a model's rules allow (frames, sizes, blocks) is in
+`planner.catalog.shapes` and re-exported here.
 """
 
 from __future__ import annotations
@@ -62,7 +61,8 @@ def model_names() -> tuple[str, ...]:
 
 
 def model(name: str) -> ModelProfile:
-    """The model of a name, an alias, a Hugging Face id, a start that only one model has, or an own one's folder."""
+    """The model for a name, an alias, a Hugging Face id, a prefix that only one model has, or the folder of an own
+    model."""
     if profile := _exactly(name):
         return profile
     if origin := distilled_from(name):
@@ -85,7 +85,7 @@ def model(name: str) -> ModelProfile:
 
 
 def _no_model_in(folder: str) -> VplanError:
-    """Why a folder is no model: peft and diffusers save an adapter without the config of what it was trained on."""
+    """Why a folder is not a model: peft and diffusers save an adapter without the config of its base model."""
     adapters = ("adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
     if any((Path(folder) / name).is_file() for name in adapters):
         fix = "name the model it was trained on (`vplan models` lists them)"
@@ -96,7 +96,7 @@ def _no_model_in(folder: str) -> VplanError:
 
 
 def several(name: str) -> tuple[str, ...]:
-    """The models that a name may mean; empty where it means one of them, or none."""
+    """The models that a name may mean; empty if it means exactly one, or none."""
     if _exactly(name) or distilled_from(name) or other_models.find(name):
         return ()
     variants = _meanings(name)
@@ -104,14 +104,14 @@ def several(name: str) -> tuple[str, ...]:
 
 
 def taken_for(name: str, profile: ModelProfile) -> str:
-    """How a name that is not the model's own was understood, in words: an alias, or the start of a name."""
+    """How a name that is not exact was understood, in words: as an alias, or as a prefix."""
     if profile.is_own or model_key(name).replace(".", "") == model_key(profile.name).replace(".", ""):
         return ""
     return f"{quoted(name)} taken for {profile.name}"
 
 
 def _exactly(name: str) -> ModelProfile | None:
-    """The model that a name, an alias, a Hugging Face id or a path says; None where it says none."""
+    """The model for an exact name, alias, Hugging Face id or path; None for anything else."""
     if diffusers_folder.is_path(name) and (profile := _recorded_from(name)):
         return profile
     text = name.strip().lower()
@@ -128,12 +128,13 @@ def _exactly(name: str) -> ModelProfile | None:
 
 
 def diffusers_classes() -> tuple[str, ...]:
-    """The classes whose models can be recorded: those of the bundled models, which lend what a config does not say."""
+    """The classes whose models can be recorded: those of the bundled models, which supply what a config does not
+    say."""
     return tuple(sorted({_model(name).diffusers_class for name in profiles.model_names()}))
 
 
 def bundled_name(text: str) -> str | None:
-    """The bundled model that a text in lower case names, as its name or an alias; None when there is none."""
+    """The bundled model that a lower-case text names, by its name or an alias; None if there is none."""
     return _model_aliases().get(model_key(text))
 
 
@@ -145,7 +146,7 @@ def _model(name: str) -> ModelProfile:
 
 
 def _own_model(name: str) -> ModelProfile | None:
-    """The user's own model of a name. Read anew each time, because `vplan record` may just have written it."""
+    """The user's own model of that name. Read anew each time, because `vplan record` may just have written it."""
     data = user_data.read_profile(name)
     if data is None:
         return None
@@ -154,14 +155,14 @@ def _own_model(name: str) -> ModelProfile | None:
 
 
 def lent_traits(lender: ModelProfile) -> Traits:
-    """The traits that a bundled model lends to a user's model of its class: all but the names of other weights of its
-    shape."""
+    """The traits that a user's model takes from the bundled model of its class: all except the names of other weights
+    of the same shape."""
     return lender.traits.replace(same_shape=())
 
 
 def _with_traits(profile: ModelProfile) -> ModelProfile:
-    """An own model with the traits of its classes. No file of the user's holds them, so that a model recorded by an
-    earlier version has them as this one knows them."""
+    """An own model with the traits of its class. Profiles of own models do not store them, so a model recorded by an
+    earlier version gets the current ones."""
     call = ForwardCall.of(profile.inputs)
     if not profile.lent_by and call is None:
         return profile
@@ -185,9 +186,9 @@ def _with_traits(profile: ModelProfile) -> ModelProfile:
 
 
 def _recorded_from(text: str) -> ModelProfile | None:
-    """The user's own model recorded from a folder or config.json; None when the text is no path to a model.
+    """The user's own model that was recorded from a folder or config.json; None if the text is no path to a model.
 
-    A folder that was not recorded, or changed since, is a VplanError.
+    Raises a VplanError for a folder that was not recorded, or has changed since.
     """
     location = diffusers_folder.locate(text.strip())
     if location is None:
@@ -205,7 +206,7 @@ def _recorded_from(text: str) -> ModelProfile | None:
 
 
 def _checked(profile: ModelProfile, name: str, opening: str, fix: str) -> ModelProfile:
-    """The profile itself, after the checks that one field alone cannot make."""
+    """The profile, after the checks that need more than one field."""
     if profile.name != name:
         raise VplanError(f"{opening}: it says name = {profile.name!r}", fix)
     rules = profile.shape
@@ -223,7 +224,7 @@ def _checked(profile: ModelProfile, name: str, opening: str, fix: str) -> ModelP
 
 @functools.cache
 def _model_aliases() -> dict[str, str]:
-    """Every way of writing a model's name -> its bundled name. Opens all files, so it is built only when needed."""
+    """Every way of writing a model's name -> its bundled name. It opens all files, so it is built only when needed."""
     index: dict[str, str] = {}
     for name in profiles.model_names():
         aliases = read_toml(profiles.model_path(name)).get("aliases")
@@ -239,7 +240,7 @@ def _model_aliases() -> dict[str, str]:
 
 
 def distilled_from(name: str) -> str | None:
-    """The bundled model whose distilled weights a name means, which it is refused with; None where it means none."""
+    """The bundled model whose distilled weights a name means; such a name is refused. None if it means none."""
     return _distilled().get(model_key(name))
 
 
@@ -250,15 +251,15 @@ def _distilled() -> dict[str, str]:
 
 
 def _meanings(name: str) -> tuple[str, ...]:
-    """The models that a name which is none of theirs may mean: those of a group, or all that it is the start of."""
+    """The models that an ambiguous name may mean: those of a group, or all that start with it."""
     text = name.strip().lower()
     joined = re.sub(r"(?<=[a-z])[\s_-]+(?=\d\.)", "", text)  # wan-2.1
     return other_models.group(name) or tuple(_variants(text) or _variants(joined) or _variants(joined, dots=False))
 
 
 def _variants(text: str, dots: bool = True) -> list[str]:
-    """Names in which every word typed starts some word: `wan2.1`, `wan i2v`, `cogvideox-2`; 14b is also a14b. Without
-    ``dots``: also `wan21`, `sd35`."""
+    """Names in which every typed word is the start of some word: `wan2.1`, `wan i2v`, `cogvideox-2`; 14b also matches
+    a14b. Without ``dots`` also `wan21`, `sd35`."""
     words = [word for word in re.split(r"[\s_/-]+", text) if word]
     parts = {name: (name if dots else name.replace(".", "")).split("-") for name in model_names()}
     return [

@@ -1,7 +1,7 @@
-"""Host RAM and disk of a run: budgets of their own, because a run can die in either.
+"""Host RAM and disk of a run. They have budgets of their own, because a run can die of either.
 
-RAM is counted phase by phase like the GPU's, in parts. What a file maps (safetensors) is not counted: the kernel takes
-its pages back when they are wanted. What is copied or cast out of it is.
+RAM is counted by phase and in parts, like the GPU's memory. Memory-mapped files (safetensors) are not counted, because
+the kernel reclaims their pages when needed; what is copied or cast out of them is.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class HostRam(NamedTuple):
 
 
 class HostShare(NamedTuple):
-    """What a run's layout keeps in the host RAM of one process, bytes: each part is counted by what puts it there."""
+    """What a run's layout keeps in the host RAM of one process, in bytes. Each part is counted by the transformation
+    that puts it there."""
 
     experts: int
     """the expert that does not run, or those of its blocks that are swapped"""
@@ -101,7 +102,7 @@ class HostShare(NamedTuple):
 
 
 def host_share(run: Run) -> HostShare:
-    """The share of a run, which need not be transformed."""
+    """The host RAM of a run's layout; the run need not be transformed yet."""
     moved = phases.moved_host_bytes(run)
     encoding = phases.encoding_host_bytes(run)
     groups, grouping = group_offload.model_host_bytes(run)
@@ -123,7 +124,7 @@ def host_share(run: Run) -> HostShare:
 
 
 def host_ram(run: Run, machine: Machine) -> HostRam:
-    """Host RAM of one node, phase by phase. What each process holds counts once per GPU; what only rank 0 does counts
+    """Host RAM of one node, phase by phase. What every process holds counts once per GPU; what only rank 0 does counts
     once."""
     share = host_share(run)
     per_process = _sampling(run, share) if run.samples_only else _training(run, share)
@@ -181,10 +182,10 @@ def _training(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
 
 
 def _rank_0(run: Run) -> dict[PhaseName, Parts]:
-    """What only the main process does: it validates and saves.
+    """What only the main process does: validation and saving.
 
-    With a moving average validation runs on it, and the trained weights wait (diffusers ``EMAModel.store`` copies them
-    to the CPU, ``copy_to`` writes over them on the GPU).
+    With a moving average, validation runs on the average while the trained weights wait (diffusers ``EMAModel.store``
+    copies them to the CPU, ``copy_to`` overwrites them on the GPU).
     """
     stored = run.trained_bytes if run.strategy.ema != "none" else 0
     saving = 0 if run.trainer == "vplan" else _saving(run)
@@ -192,16 +193,16 @@ def _rank_0(run: Run) -> dict[PhaseName, Parts]:
 
 
 def has_room(copied: int, free: int) -> bool:
-    """Whether our trainer copies a checkpoint's state to host RAM, so many bytes on a node, and writes it from there
-    while it trains: the copy may take half of what is free. Otherwise training waits until it is written."""
+    """Whether our trainer copies a checkpoint's state, of so many bytes per node, to host RAM and writes it from there
+    while training goes on. The copy may take half of what is free; otherwise training waits until it is written."""
     return 2 * copied <= free
 
 
 def _save_ours(by_phase: dict[PhaseName, Parts], run: Run, machine: Machine, share: HostShare) -> None:
     """Adds the copy that our trainer makes of a checkpoint (trainers/parallel/checkpoint.py ``CheckpointWriter``).
 
-    It is there while training goes on, until it is written. Without room for it each process that writes has one file's
-    worth at a time, and what is read back from a drive.
+    It exists until it is written, while training goes on. If there is no room for it, each writing process holds one
+    file at a time, and what is read back from a drive.
     """
     copied, writers = _copied(run, machine), machine.gpus if run.strategy.sharding in SPLIT else 1
     beside = [phase for phase in ("train", "denoise", "decode", "save") if phase in by_phase]
@@ -214,8 +215,8 @@ def _save_ours(by_phase: dict[PhaseName, Parts], run: Run, machine: Machine, sha
 
 
 def _copied(run: Run, machine: Machine) -> int:
-    """Bytes of a checkpoint that the processes of one node have. Rank 0 has all of what is not split; of adapters that
-    are, and of their average, a whole copy beside, for the LoRA files."""
+    """Bytes of a checkpoint on one node. Rank 0 has everything that is not split. For split adapters and their average
+    it also has a whole copy, for the LoRA files."""
     strategy, averages = run.strategy, run.strategy.ema != "none"
     split = strategy.sharding == "fsdp"
     whole = FP32 * run.trained_parameters if averages else run.trained_bytes
@@ -248,15 +249,15 @@ def _held(run: Run, share: HostShare) -> Parts:
 
 
 def _offloaded_bytes(strategy: Strategy, trained: int, parameters: int) -> int:
-    """What a process keeps of weights, gradients and states whose optimizer runs in host RAM, without an engine.
-    ``trained``: bytes of so many parameters as they are trained."""
+    """What a process keeps of weights, gradients and states when the optimizer runs in host RAM without an engine.
+    ``trained``: bytes of that many parameters in their trained format."""
     states = HOST_STATES.get(strategy.optimizer)
     return 2 * trained + (2 * trained if states is None else states * parameters)
 
 
 def floor_bytes(configuration: Configuration, parameters: int) -> int:
-    """Host RAM, bytes, that one node needs at least to train a model of `parameters` parameters: known without laying a
-    run out."""
+    """The least host RAM, in bytes, that one node needs to train a model of `parameters` parameters. Known without
+    laying a run out."""
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     whole = job.method == "full" and not job.trainable
     offloaded = strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp"
@@ -269,9 +270,9 @@ def floor_bytes(configuration: Configuration, parameters: int) -> int:
 
 
 def _data(run: Run) -> int:
-    """Batches that the loader has: those its workers have ready, and the one in use.
+    """The loader's batches: those its workers have ready, and the one in use.
 
-    A sample is its latents in fp32; where the VAE encodes it every time, the decoded clip, and that clip in fp32.
+    A sample is its latents in fp32. If the VAE encodes it every time, it is the decoded clip, and that clip in fp32.
     """
     model, grid = run.facts.model, run.grid
     frames, rows, columns = (grid[atom] * patch for atom, patch in zip("FHW", model.shape.patch, strict=True))
@@ -326,7 +327,7 @@ def _saving(run: Run) -> int:
 
 
 def _sampling(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
-    """What waits for its turn. With a part that is ``swapped`` the pipeline is whole in host RAM from the start."""
+    """What waits for its turn. If a part is ``swapped``, the whole pipeline is in host RAM from the start."""
     strategy, vae = run.strategy, run.facts.model.vae
     held, model = _held(run, share)["weights"], run.summed(_weights)
     if strategy.vae == "swapped":
@@ -349,13 +350,13 @@ def _weights(run: Run) -> int:
 
 
 def disk_bytes(run: Run) -> int:
-    """One checkpoint, and what an NVMe offload keeps on the drive all the time."""
+    """Disk space, in bytes: one checkpoint, and what an NVMe offload keeps on the drive."""
     return state_bytes(run) + (nvme.drive_bytes(run) if run.strategy.sharding.startswith("zero") else 0)
 
 
 def state_bytes(run: Run) -> int:
-    """A checkpoint's state: the trained weights, the optimizer's states and the moving average; under ZeRO fp32 masters
-    as well."""
+    """The state of a checkpoint, in bytes: trained weights, optimizer states and moving average; under ZeRO also fp32
+    masters."""
     average = FP32 * run.trained_parameters if run.strategy.ema != "none" else 0
     if run.strategy.sharding.startswith("zero"):
         return (HALF + ZERO_STATES) * run.trained_parameters + average

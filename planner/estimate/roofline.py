@@ -1,9 +1,10 @@
-"""Seconds of a training step: what the tape counted, against what the card can do (a roofline, no measurement needed).
+"""Seconds of a training step: the work counted on the tape against what the card can do (a roofline; no measurement is
+needed).
 
-Every efficiency below is a published measurement of that kind of kernel on that kind of card: sustained, over the data
-sheet's rate, which is at the boost clock. The one constant that is fitted to published step times is `LAUNCH_SECONDS`.
-A step's kernels are slower than those measured alone, see `ROOFLINE_USUAL` and `IN_A_STEP`; a trainer's data loading is
-not in here.
+Every efficiency below is a published measurement of that kind of kernel on that kind of card: the sustained rate over
+the data sheet's rate, which is at the boost clock. The only constant fitted to published step times is
+`LAUNCH_SECONDS`. In a step, kernels are slower than when measured alone (`ROOFLINE_USUAL`, `IN_A_STEP`). A trainer's
+data loading is not included.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ DISK_BYTES_PER_SECOND = 3.2e9
 
 
 class Traffic(NamedTuple):
-    """What one whole step (all accumulated micro-batches) moves over links for one GPU, bytes."""
+    """What one whole step (all accumulated micro-batches) moves over links, in bytes per GPU."""
 
     host_forward_bytes: int = 0
     """over its link to host RAM while one micro-batch's forward runs, the fuller of both directions: there is a copy
@@ -148,7 +149,7 @@ class Traffic(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Parts of a step. `total` is not their sum: what overlaps counts once."""
+    """Parts of a step. `total` is not their sum, because overlapping parts count once."""
 
     compute: float
     """GPU busy, usually"""
@@ -167,8 +168,8 @@ class Seconds(NamedTuple):
 def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, traffic: Traffic) -> Seconds:
     """Seconds of one optimizer step: kernels, their launches and transfers.
 
-    The GPU waits for launches only where they take longer than the kernels, because the CPU runs ahead of it; and for
-    copies from host RAM where they take longer than the blocks of the same pass that they run beside.
+    The CPU runs ahead of the GPU, so the GPU waits for launches only if they take longer than the kernels. It waits for
+    copies from host RAM only if they take longer than the blocks of the same pass that run meanwhile.
     """
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     backward = {kind: item - work.forward.get(kind, Work(0, 0)) for kind, item in work.passes.items()}
@@ -208,12 +209,12 @@ def step_seconds(configuration: Configuration, work: StepWork, gpu: GpuProfile, 
 
 
 def host_launch_seconds(gpu: GpuProfile) -> float:
-    """CPU time of one operator of a forward or backward: as measured on this machine, else the usual."""
+    """CPU time of one operator of a forward or backward: as measured on this machine, or the usual value."""
     return LAUNCH_SECONDS if gpu.launch_us is None else gpu.launch_us * 1e-6
 
 
 class Span(NamedTuple):
-    """Seconds, or what follows from them, between the usual case and the longest."""
+    """Seconds, or a quantity derived from them, in the usual case and in the longest."""
 
     low: float
     high: float
@@ -230,8 +231,8 @@ class Span(NamedTuple):
 def forward_seconds(
     configuration: Configuration, work: Mapping[Kind, Work], gpu: GpuProfile, attention: Attention, nbytes: int = 0
 ) -> Span:
-    """Seconds of work without gradients, such as one pass of an encoder; ``nbytes`` come from host RAM beside it at
-    best, and before it at worst."""
+    """Seconds of work without gradients, such as one pass of an encoder. ``nbytes`` come from host RAM, at best during
+    the work and at worst before it."""
     strategy = configuration.strategy
     reached = {half: _attention_passes(gpu, attention, half)[0] for half in (0, 1)}
     batch = KernelBatch.of(work, strategy, _kernel_seconds(work, gpu, strategy, reached), host_launch_seconds(gpu))
@@ -285,8 +286,8 @@ def _busy_seconds(turns: Sequence[KernelBatch], kernels: float = 1.0, launches: 
 
 
 def _exchange_seconds(configuration: Configuration, traffic: Traffic, gpu: GpuProfile) -> float:
-    """Seconds that a GPU sends to others beside its kernels. What goes to other copies of the model goes on a stream of
-    its own: at the same time where it has other links than what goes to other shares (adapters, and NVLink)."""
+    """Seconds that a GPU sends to others in addition to its kernels. Traffic to other copies of the model has a stream
+    of its own; it overlaps with traffic to other shares if it uses other links (network adapters instead of NVLink)."""
     machine, shards = configuration.machine, configuration.shards
     inner, outer = Ring(shards), Ring(configuration.strategy.fsdp_replicas, shards)
     if machine.world == 1:
@@ -299,7 +300,7 @@ def _exchange_seconds(configuration: Configuration, traffic: Traffic, gpu: GpuPr
 
 def _waiting_rate(configuration: Configuration, gpu: GpuProfile) -> float:
     """Bytes per second of what is sent while nothing else runs. GPUs that share a sample send to each of the others,
-    over the slower of both links where they are on several nodes."""
+    over the slower link if they are on several nodes."""
     machine, parts = configuration.machine, configuration.strategy.context_parallel
     if parts == 1:
         return Ring(configuration.shards).rate(gpu, machine)
@@ -339,7 +340,7 @@ def _kernel_seconds(
 
 
 def _left_by_fusion(work: Mapping[Kind, Work], strategy: Strategy) -> float:
-    """Part of the pointwise bytes that is left when a compiler fuses them.
+    """The part of the pointwise bytes that remains when a compiler fuses the operators.
 
     A fused chain reads what one matrix product wrote and writes what the next one reads, and nothing in between: the
     same tensors that the matrix products move themselves.
@@ -368,8 +369,8 @@ def efficiency(gpu: GpuProfile, kind: str, half: int = 1) -> float:
 
 
 def attention_efficiency(gpu: GpuProfile, strategy: Strategy, job: Job, attention: Attention) -> Mapping[int, float]:
-    """The part of the peak rate that attention reaches in 32 bits and in 16 (by 0 and 1), forward and backward mixed by
-    their FLOPs: backward does five products where forward does two."""
+    """The part of the peak rate that attention reaches in 32 bits and in 16 (index 0 and 1). Forward and backward are
+    mixed by their FLOPs: backward does five products, forward two."""
     runs = 1 if strategy.gradient_checkpointing == "none" else 3 if strategy.nested_checkpointing else 2
     reached = {}
     for half in (0, 1):

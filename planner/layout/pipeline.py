@@ -1,6 +1,7 @@
-"""Lays a run out: unfolds the recordings and applies the strategy's transformations, in a fixed order.
+"""Lays a run out: unfolds the recordings and applies the strategy's transformations in a fixed order.
 
-To add a strategy field, write a function on a Run that changes its stages in place, and put it where `TRANSFORMS` says.
+`lay_out` is the entry point, and `TRANSFORMS` the order, with its reasons. To add a strategy field, write a function on
+a Run that changes its stages in place, and put it into `TRANSFORMS`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 
 
 def transforms(trainer: str) -> tuple[Transform, ...]:
-    """All transformations that are applied to a recorded run, in order, for a trainer by name."""
+    """All transformations of a recorded run for a trainer, in order."""
     # A trainer's terms correct ours (no ring, no fetching ahead), so they find them done. The workspaces come last:
     # they make the first step one of its own, and what changed the step behind them would miss it.
     return (*trainer_terms.first_terms(trainer), *TRANSFORMS, *trainer_terms.terms(trainer), workspaces_at_use)
@@ -95,12 +96,12 @@ ON_THE_CARD = frozenset({gradient_sums, reduction_workspaces, inputs_as_they_are
 
 
 def host_transforms(trainer: str) -> tuple[Transform, ...]:
-    """Those of `transforms` that a run's host RAM depends on."""
+    """Those of `transforms` that affect a run's host RAM."""
     return tuple(transform for transform in transforms(trainer) if transform not in ON_THE_CARD)
 
 
 def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str = "vplan") -> Run:
-    """The run of a configuration at the shape of ``grid``, as ``trainer`` would do it."""
+    """The run of a configuration at the shape of ``grid``, as ``trainer`` runs it."""
     refuse_unpriced(configuration)
     refuse_trainers_of_cuda(facts.gpu, trainer)
     refuse_uncast_inputs(configuration, trainer.partition("@")[0])

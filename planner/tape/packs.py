@@ -1,13 +1,13 @@
-"""Packs: the recordings of all models of one architecture, of a VAE or a text encoder in one archive, as vplan ships
-them.
+"""Packs: the archives in which recordings are shipped, one for all models of an architecture, or a VAE or text encoder.
 
-A pack stands for folders beside it, one for each model. Its recordings have the paths that they would have as files of
-these folders, and a file that lies there is taken first: what is recorded anew answers at once. Recordings of one
-architecture differ little, so they are compressed together (xz; a sixth to a seventeenth of a gzipped file each).
+A pack replaces the folders next to it that it contains, one for each model. Its recordings have the paths that they
+would have as files in those folders. A real file at such a path takes precedence, so a new recording is used at once.
+Recordings of one architecture differ little and compress well together (xz; a sixth to a seventeenth of the size of
+gzipped files).
 
-A pack is a zip archive of an index for each model, of groups, and of the templates of all (see
-`planner.tape.template_table`). A group is recordings' JSON texts one after the other, without the head that the index
-has, and with a number in place of each template.
+A pack is a zip archive of an index for each model, of groups, and of the templates they share
+(`planner.tape.template_table`). A group is the JSON texts of several recordings one after another, without the head,
+which is in the index, and with a number in place of each template.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Recording = tuple[str, str]
 
 
 class _Place(NamedTuple):
-    """Where a recording's text is: its group, from where to where, and the head that it lacks."""
+    """Where a recording's text is: its group, the range in it, and the head that was cut off."""
 
     group: str
     start: int
@@ -64,7 +64,7 @@ class _Place(NamedTuple):
 
 
 class Pack:
-    """An archive, opened to be read. Raises one of `DAMAGES` where it is none."""
+    """An open archive. The constructor raises one of `DAMAGES` if the file is not a pack."""
 
     def __init__(self, content: bytes) -> None:
         try:
@@ -75,32 +75,32 @@ class Pack:
 
     @classmethod
     def read(cls, path: Path) -> Pack:
-        """Of a file, which may also raise an OSError."""
+        """Opens a file as a pack; may also raise an OSError."""
         return cls(read_bytes(path, MAX_PACK_BYTES))
 
     @property
     def folders(self) -> list[str]:
-        """The folders that it stands for."""
+        """The folders that it replaces."""
         return _folders(self._archive)
 
     def names(self, folder: str) -> Iterable[str]:
-        """The names of a folder's recordings, as those of files; none where it does not stand for the folder."""
+        """The file names of a folder's recordings; none if the pack does not contain the folder."""
         return self._recordings(folder).keys()
 
     def versions(self) -> list[Mapping[str, str]]:
-        """Of the libraries that its recordings were made with."""
+        """The versions of the libraries that its recordings were made with."""
         heads = {id(place.head): place.head for folder in self.folders for place in self._recordings(folder).values()}
         return [head.get("versions", {}) for head in heads.values()]
 
     def data(self, folder: str, name: str) -> dict[str, Any]:
-        """The JSON of a recording. What it holds is shared with others, and not to be changed."""
+        """The JSON of a recording. It is shared, so it must not be changed."""
         head = self._recordings(folder)[name].head
         # A table of parameters, which no library's version changes, is of no variant.
         variant = {"variant": _stem(name)} if "versions" in head else {}
         return {**head, **variant, **self.body(folder, name, _templates(self).template)}
 
     def body(self, folder: str, name: str, template: Callable[[int], Any] = int) -> dict[str, Any]:
-        """The same without what is in `HEAD`. ``template``: number of a template -> what stands in its place."""
+        """The JSON without what is in `HEAD`. ``template``: maps the number of a template to what replaces it."""
         place = self._recordings(folder)[name]
         body: dict[str, Any] = json.loads(_group(self, place.group).text(place.start, place.end))
         try:
@@ -109,7 +109,7 @@ class Pack:
             raise ValueError(f"{name}: {error}") from None
 
     def group(self, member: str) -> _Group:
-        """A member of the archive, as yet packed."""
+        """A member of the archive, still compressed."""
         try:
             return _Group(self._archive.read(member))
         except (zipfile.BadZipFile, KeyError) as error:
@@ -135,7 +135,7 @@ class Pack:
 
 
 class _Group:
-    """Bytes that are unpacked as far as they are asked for."""
+    """A group's bytes, decompressed as far as they were asked for."""
 
     def __init__(self, packed: bytes) -> None:
         import lzma  # not above: a browser's Python has none, and gets files
@@ -146,7 +146,7 @@ class _Group:
         self._text = bytearray()
 
     def text(self, start: int, end: int) -> bytes:
-        """What is from one byte to another; a ValueError where it is damaged before."""
+        """The text between two byte positions. Raises a ValueError if it is damaged before the end."""
         try:
             while len(self._text) < end and not self._decompressor.eof:
                 packed, self._packed = self._packed, b""
@@ -158,7 +158,8 @@ class _Group:
 
 @functools.lru_cache(maxsize=8)
 def _group(pack: Pack, name: str) -> _Group:
-    """Kept, as a search reads many recordings of a few groups, and the next model's are often in the same."""
+    """A cached group: a search reads many recordings from a few groups, and the next model's are often in the same
+    ones."""
     return pack.group(name)
 
 
@@ -176,25 +177,25 @@ def _template_digest(pack: Pack, number: int) -> str:
 
 
 def is_stored(path: Path) -> bool:
-    """Whether there is a recording of that path, as a file or in a pack."""
+    """Whether a recording with that path exists, as a file or in a pack."""
     return path.is_file() or path.name in _names_in(path.parent)
 
 
 def stored(folder: Path) -> list[Path]:
-    """The paths of all recordings of a folder, as files or in its pack, by name."""
+    """The paths of all recordings in a folder, as files or in its pack, by name."""
     names = {path.name for path in folder.glob(f"*{GZIPPED}")} | set(_names_in(folder))
     return [folder / name for name in sorted(names)]
 
 
 def stored_below(folder: Path) -> list[Path]:
-    """The same of a folder and of all folders in it."""
+    """The same for a folder and all folders below it."""
     packed = {pack.with_name(name) for pack in folder.rglob(f"*{SUFFIX}") for name in _opened(pack).folders}
     folders = {path.parent for path in folder.rglob(f"*{GZIPPED}")} | packed
     return [path for each in sorted(folders) for path in stored(each)]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON of a recording, not to be changed. Raises one of `DAMAGES`, a FileNotFoundError where there is none."""
+    """The JSON of a recording, not to be changed. Raises one of `DAMAGES`, or a FileNotFoundError if there is none."""
     pack = None if path.is_file() else _pack_with(path)
     if pack is not None:
         return pack.data(path.parent.name, path.name)
@@ -209,8 +210,8 @@ def read_without_templates(path: Path) -> dict[str, Any]:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a recording's JSON text without what is in `HEAD`, and with the same of each template in its
-    place: other versions alone do not change it."""
+    """The SHA-256 of a recording's JSON text without `HEAD`, with each template replaced by its own SHA-256. It does
+    not change with library versions alone."""
     pack = None if path.is_file() else _pack_with(path)
     if pack is not None:
         return _sha256(pack.body(path.parent.name, path.name, functools.partial(_template_digest, pack)))
@@ -223,13 +224,13 @@ def _sha256(data: Any) -> str:
 
 
 def written_ns(path: Path) -> int:
-    """When the file, or the pack, that has a recording was written, in nanoseconds of the clock."""
+    """When the file or pack that contains a recording was written, in nanoseconds since the epoch."""
     pack = None if path.is_file() else _pack_of(path.parent)
     return (pack or path).stat().st_mtime_ns
 
 
 def _pack_with(path: Path) -> Pack | None:
-    """The pack that has a recording."""
+    """The pack that contains a recording."""
     pack = _pack_of(path.parent)
     opened = None if pack is None else _opened(pack)
     return opened if opened is not None and path.name in opened.names(path.parent.name) else None
@@ -244,7 +245,7 @@ def _names_in(folder: Path) -> Iterable[str]:
 
 
 def _pack_of(folder: Path) -> Path | None:
-    """The pack that stands for a folder: mostly the one of its name, or else that of its architecture."""
+    """The pack that contains a folder: the one with its name, or else the one with its architecture's."""
     own = folder.with_name(folder.name + SUFFIX)
     if own.is_file():
         return own
@@ -257,7 +258,7 @@ def _pack_of(folder: Path) -> Path | None:
 
 @functools.lru_cache(maxsize=32)
 def _packs_in(place: Path, written_ns: int) -> dict[str, Path]:
-    """Folder -> the pack in that place that stands for it."""
+    """Folder -> the pack next to it that contains it."""
     packs: dict[str, Path] = {}
     for pack in sorted(place.glob(f"*{SUFFIX}")):
         try:
@@ -288,10 +289,10 @@ def _opened_as_written(pack: Path, written_ns: int) -> Pack:
 
 
 def pack_folders(folders: Mapping[Path, str]) -> list[Path]:
-    """Puts the recordings that lie in folders into packs, in place of those of the same names, and removes them and the
-    folders; returns the packs that were written.
+    """Moves the recordings in folders into packs, replacing those with the same names, and removes the files and
+    folders. Returns the packs that were written.
 
-    ``folders``: the name of the pack for each, beside it. A folder that a pack stands for already stays in that one.
+    ``folders``: folder -> the name of its pack, next to it. A folder that a pack contains already stays in that pack.
     """
     by_pack: dict[Path, list[Path]] = {}
     for folder, name in folders.items():
@@ -310,8 +311,8 @@ def pack_folders(folders: Mapping[Path, str]) -> list[Path]:
 
 
 def packed(recordings: Mapping[Recording, T], read: Callable[[T], Mapping[str, Any]]) -> bytes:
-    """The archive of recordings, by the folders and names that they would have as files; the same for the same
-    recordings. A tape's name is its variant's. ``read``: the JSON of one, asked for one after the other."""
+    """The archive of recordings, by the folders and names that they would have as files; deterministic. A tape's name
+    is its variant's. ``read``: returns the JSON of one recording; called for one after another."""
     templates = TemplateWriter()
     indexes: dict[str, dict[str, Any]] = {}
     groups: dict[str, bytearray] = {}
@@ -344,7 +345,7 @@ def packed(recordings: Mapping[Recording, T], read: Callable[[T], Mapping[str, A
 
 
 def _divided(name: str, data: Mapping[str, Any], templates: TemplateWriter) -> tuple[dict[str, Any], bytes]:
-    """The head of a recording, and the text of the rest, whose templates are numbers."""
+    """The head of a recording, and the text of the rest with numbers for templates."""
     head = {key: data[key] for key in HEAD if key in data}
     assert head.pop("variant", _stem(name)) == _stem(name), name
     body = {key: value for key, value in data.items() if key not in HEAD}
@@ -352,7 +353,7 @@ def _divided(name: str, data: Mapping[str, Any], templates: TemplateWriter) -> t
 
 
 def _number(value: Any, table: list[Any]) -> int:
-    """The index of a value in a table, which gets it where it has none such."""
+    """The index of a value in a table; it is appended if it is not there."""
     if value not in table:
         table.append(value)
     return table.index(value)
@@ -368,13 +369,13 @@ def _compressed(content: bytes, literal_context: int) -> bytes:
 
 
 def _kind(name: str) -> str:
-    """The first two words of a variant's name, as in step-lora."""
+    """The first two words of a variant's name, such as step-lora."""
     return "-".join(_stem(name).split("-")[:2])
 
 
 def _order(recording: Recording) -> tuple[str, bool, bool, int, str, str]:
-    """What most questions read comes first in a group: no quantised base, one sample, a short name. Models' recordings
-    of one variant, which are much alike, follow each other."""
+    """The order within a group. What most questions read comes first: no quantised base, one sample, a short name. The
+    recordings of one variant of different models, which are much alike, follow each other."""
     folder, name = recording
     words = _stem(name).split("-")
     return _kind(name), "half" not in words, "many" in words, len(words), name, folder

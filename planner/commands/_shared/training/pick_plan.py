@@ -1,5 +1,4 @@
-"""Chooses the plan that `vplan train` trains: the one passed, the one kept by an earlier call, or the best one
-found."""
+"""Chooses the plan that `vplan train` trains: passed by the user, kept by an earlier call, or found by a search."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ class Chosen(NamedTuple):
     is_kept: bool = False
 
     def keep(self, output: Path, *, searched: bool) -> None:
-        """Writes the plan where the next start finds it. Not before all that was typed is known to go with it: the same
-        command, mended, would be held to it."""
+        """Writes the plan where the next start finds it. Call it only when everything typed is known to agree with the
+        plan: otherwise the corrected command would be held to a wrong one."""
         if not self.is_kept:
             write_plan(self.plan, output / PLAN)
         if searched and not self.is_kept:
