@@ -20,7 +20,7 @@ from planner.estimate.step_moments import StepMoment, moments
 from planner.evidence import accuracy
 from planner.evidence.accuracy import Comparison, Prediction
 from planner.evidence.published import Row
-from planner.foreign.export import targets
+from planner.foreign.export import export_targets
 from planner.hardware.memory_trace import Overlay
 from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
@@ -404,7 +404,9 @@ def after_command(name: str, plan: Plan, answer: Estimate) -> str:
         return ""
     if plan.trainer != "vplan":
         trainer = plan.trainer.partition("@")[0]
-        return shlex.join(["vplan", "export", name, "--to", trainer, "-o", "DIR"]) if trainer in targets() else ""
+        return (
+            shlex.join(["vplan", "export", name, "--to", trainer, "-o", "DIR"]) if trainer in export_targets() else ""
+        )
     if answer.verdict == "tight":
         return shlex.join(["vplan", "probe", name])
     return shlex.join(["vplan", "train", name]) + " --data DIR --weights DIR --output DIR"

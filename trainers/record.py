@@ -22,7 +22,7 @@ from planner.launch.recorders import PARAMETERS, Derivation, TapeTask
 from planner.tape.codec import parse_tape, tape_json
 from planner.tape.format import Tape
 from planner.tape.packed_json import DAMAGES, as_text, pack, write_packed
-from planner.tape.packs import is_stored, read_json
+from planner.tape.packs import is_stored, read_recording
 from planner.tape.variants.inventory import default_variants, requested_variants
 from planner.worker_process import result_file, write_json
 from trainers.recording.comparison import NOT_COMPARED, default_part, default_shape, first_difference, what_differs
@@ -125,7 +125,7 @@ def _of_own(profile: ModelProfile, variant: Any) -> Tape:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path)
+        return read_recording(path)
     except DAMAGES as error:
         raise VplanError(f"tape {path.name} is damaged ({type(error).__name__})", "record it again") from None
 

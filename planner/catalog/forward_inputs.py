@@ -81,7 +81,7 @@ class Argument(NamedTuple):
         return bool(self.dims) and any("B" in term.letters for term in self.dims[0])
 
 
-def parse(text: object, where: str) -> Argument:
+def parse_argument(text: object, where: str) -> Argument:
     """The argument that a text describes. Raises a VplanError that names ``where`` it stands."""
     example = 'write it like "B 16 F 2H 2W", "B T ones" or "number F"'
     if not isinstance(text, str) or not text.split():
@@ -153,7 +153,7 @@ def _leaves(tree: object, name: str, per_sample: bool, depth: int) -> Iterator[t
         for index, inner in enumerate(tree):
             yield from _leaves(inner, f"{name}.{index}", per_sample, depth + 1)
     else:
-        yield name, parse(tree, name), per_sample
+        yield name, parse_argument(tree, name), per_sample
 
 
 def check(table: object, where: str) -> dict[str, Any]:

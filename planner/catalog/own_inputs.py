@@ -20,7 +20,7 @@ from pydantic import Field
 
 import profiles
 from planner.catalog.forward_call import RoundedLength
-from planner.catalog.forward_inputs import check, length, parse
+from planner.catalog.forward_inputs import check, length, parse_argument
 from planner.errors import VplanError
 from planner.schema import Count, Record, Text
 from planner.untrusted import read_document
@@ -66,6 +66,6 @@ class OwnInputs(Record):
         for text in found.lengths:
             length(text, path.name, found.rounded)
         for name, entry in found.rounded.items():
-            if parse(entry.product, f"{path.name}: rounded.{name}").numbers != 1:
+            if parse_argument(entry.product, f"{path.name}: rounded.{name}").numbers != 1:
                 raise VplanError(f"{path.name}: rounded.{name} is no product", 'write product = "HW"')
         return found

@@ -29,7 +29,7 @@ from planner.evidence.accuracy import (
 from planner.evidence.held_out import halves
 from planner.evidence.ledger import OURS, Ledger, default_path
 from planner.evidence.measurement import ProbeRow, is_of_a_gpu
-from planner.evidence.published import Row, own_row, read_rows, shipped, shipped_own, shipped_rehearsals
+from planner.evidence.published import Row, own_row, published_files, read_rows, shipped_own, shipped_rehearsals
 from planner.parallel import progress_bar
 from planner.spec.configuration import Configuration
 from planner.terminal import echo
@@ -131,7 +131,7 @@ def _compare_memory(
     mine = [] if files else _probes(default_path())
     own = [row for path in files or shipped_own() for row in _probes(path)] + mine
     rows = [own_row(row) for row in mine]
-    rows += _published(files or [*shipped(), *shipped_own(), *shipped_rehearsals()], allocator)
+    rows += _published(files or [*published_files(), *shipped_own(), *shipped_rehearsals()], allocator)
     if text is not None:
         rows = only(rows, text)
     predict, after_step = _estimator(_cards(own) if calibrated else {})

@@ -12,7 +12,7 @@ from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.verb import Verb, examples, json_option, show, starting_with
 from planner.dialects.base.launchers import ALLOCATOR
 from planner.errors import VplanError
-from planner.foreign.export import export, flags_of, targets, write_files
+from planner.foreign.export import export, export_targets, flags_of, write_files
 from planner.foreign.trainer_search import suggest_for, trainer_of
 from planner.terminal import echo
 from planner.units import format_gib
@@ -30,7 +30,7 @@ def _page(context: click.Context, _parameter: click.Parameter, asked: bool) -> N
 
 
 def _complete(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return starting_with(targets(), incomplete)
+    return starting_with(export_targets(), incomplete)
 
 
 @click.command(

@@ -68,9 +68,9 @@ if TYPE_CHECKING:
 
 
 def _complete_trainer(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from planner.foreign.export import targets
+    from planner.foreign.export import export_targets
 
-    return starting_with(targets(), incomplete)
+    return starting_with(export_targets(), incomplete)
 
 
 @click.command(

@@ -224,7 +224,7 @@ class _Line(Record):
     grid: str | None = None
 
 
-def shipped() -> list[Path]:
+def published_files() -> list[Path]:
     """The files of published measurements that are bundled with vplan, sorted. Raises a VplanError when there are
     none."""
     files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
@@ -245,7 +245,7 @@ def shipped_rehearsals() -> list[Path]:
 
 def shipped_rows() -> list[Row]:
     """The rows of all published measurements that are bundled with vplan."""
-    return [row for path in shipped() for row in read_rows(path)[0]]
+    return [row for path in published_files() for row in read_rows(path)[0]]
 
 
 def read_rows(path: str | Path, *, expandable_segments: bool | None = None) -> tuple[list[Row], list[str]]:

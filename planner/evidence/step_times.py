@@ -77,7 +77,7 @@ class TimedCell:
         return None if self.seconds is None else (self.seconds / self.published.step_seconds - 1) * 100
 
 
-def shipped() -> list[StepTime]:
+def published_step_times() -> list[StepTime]:
     """The published step times that are bundled with vplan."""
     files = sorted((profiles.MEASUREMENTS / "step_times").glob("*.jsonl"))
     return [StepTime.read(row, f"{path.name}: {name}") for path in files for name, row in rows_by_id(path).items()]

@@ -13,7 +13,7 @@ from planner.catalog import apple_cards, card_lookup, lookup
 from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.names.other_models import find as find_other
 from planner.catalog.names.other_models import other_names
-from planner.catalog.names.trainer_lists import ListedModel, NameVerdict, TrainerList, answer, trainer_lists
+from planner.catalog.names.trainer_lists import ListedModel, NameVerdict, TrainerList, name_verdict, trainer_lists
 from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.dialect import capabilities
 from planner.launch.training_settings import preset_words
@@ -100,7 +100,7 @@ def _who_lists_what(models: Sequence[ModelProfile]) -> list[str]:
     rows = [_counts_row(each) for each in lists]
     totals = [sum(row[column] for row in rows) for column in range(len(NameVerdict) + 1)]
     count, numbers, several, refused, unknown = totals
-    of_both = [(each, listed, *answer(listed.name)) for each in lists for listed in each.models]
+    of_both = [(each, listed, *name_verdict(listed.name)) for each in lists for listed in each.models]
     return [
         "## Who lists what",
         "",
@@ -136,7 +136,7 @@ _Listing = tuple[TrainerList, ListedModel, NameVerdict, tuple[str, ...]]
 
 def _counts_row(each: TrainerList) -> list[int]:
     """How many names a trainer lists, and how many of them get each kind of answer."""
-    answers = [answer(listed.name)[0] for listed in each.models]
+    answers = [name_verdict(listed.name)[0] for listed in each.models]
     return [len(answers), *(answers.count(kind) for kind in NameVerdict)]
 
 

@@ -72,7 +72,7 @@ class Exported:
         return f"bash {name}" if name.endswith(".sh") else name
 
 
-def targets() -> tuple[str, ...]:
+def export_targets() -> tuple[str, ...]:
     """The names that `vplan export --to` takes."""
     written = {name.partition("@")[0] for name, dialect in dialects.all_dialects().items() if dialect.files is not None}
     return (*sorted(written), SLURM)
@@ -80,16 +80,16 @@ def targets() -> tuple[str, ...]:
 
 def check_target(name: str) -> str:
     """The target of a name, or of the only one that begins so (`musubi`); a VplanError for any other."""
-    begun = [target for target in targets() if target.startswith(name.lower())]
-    if name in targets() or (len(begun) == 1 and name):
-        return name if name in targets() else begun[0]
-    listed = "export supports " + ", ".join(targets())
+    begun = [target for target in export_targets() if target.startswith(name.lower())]
+    if name in export_targets() or (len(begun) == 1 and name):
+        return name if name in export_targets() else begun[0]
+    listed = "export supports " + ", ".join(export_targets())
     if "kohya" in name.lower():  # who wrote both
         raise VplanError(f"there is no export to {name!r}", "did you mean sd-scripts (images) or musubi-tuner (video)?")
     if reader := next((each for each in dialects.all_dialects().values() if name.lower() == each.name), None):
         fix = f"`vplan check CONFIG --gpu CARD` prices a run of its own and says what to change; {listed}"
         raise VplanError(f"{reader.title}'s files are read, not written", fix)
-    raise VplanError(f"there is no export to {name!r}", did_you_mean(name, targets(), listed))
+    raise VplanError(f"there is no export to {name!r}", did_you_mean(name, export_targets(), listed))
 
 
 def fields_of(plan: Plan) -> Fields:
@@ -179,7 +179,7 @@ def export(plan: Plan, name: str, take_nearest: bool = False) -> Exported:
         if other_job:
             fault = f"{dialect.title} does not support this plan: {faults}"
             raise VplanError(fault, _elsewhere(plan, other_job)) from None
-        near = nearest(dialect, plan)
+        near = nearest_plan(dialect, plan)
         after = fields_of(near)
         changed = {field: after[field] for field in after if after[field] != before[field] and field not in idle(near)}
         if not take_nearest:
@@ -235,7 +235,7 @@ def able(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
     fits as they train it is not asked."""
     exact: list[str] = []
     near: list[str] = []
-    for name in targets():
+    for name in export_targets():
         if name == SLURM:
             exact.append(name)
             continue
@@ -264,7 +264,7 @@ def _elsewhere(plan: Plan, unsupported: tuple[UnsupportedValue, ...]) -> str:
 # ---- the nearest plan
 
 
-def nearest(dialect: Dialect, plan: Plan) -> Plan:
+def nearest_plan(dialect: Dialect, plan: Plan) -> Plan:
     """The plan with the fewest fields changed that the trainer can do, and that fits as far as it can be made to.
 
     Where a trainer's adapters are fp32 and the base is not, only mixed precision brings them together; nothing else is

@@ -111,7 +111,7 @@ class OomMessage:
         return dataclasses.asdict(self)
 
 
-def parse(text: str) -> OomMessage:
+def parse_oom_message(text: str) -> OomMessage:
     """The first out-of-memory message of a text, which may have log lines around it; a VplanError when it has none."""
     text = text[:LONGEST]
     lines = re.sub(r"^\s*(?:\[?(?:rank|default)\s?\d+\]?:|\|)[ \t]?", "", text, flags=re.MULTILINE)

@@ -198,7 +198,7 @@ class ThreadScore:
         }
 
 
-def shipped() -> list[PublicThread]:
+def bundled_threads() -> list[PublicThread]:
     """All rows, in the order of trainers and of their files."""
     found: list[PublicThread] = []
     for path in sorted(FOLDER.glob("*.toml")):

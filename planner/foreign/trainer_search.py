@@ -23,7 +23,7 @@ from planner.foreign.export import (
     fields_of,
     flags_of,
     idle,
-    nearest,
+    nearest_plan,
     priced,
     settings_and_fields,
 )
@@ -313,7 +313,7 @@ def _said(dialect: Dialect, plan: Plan) -> Plan:
     try:
         settings_and_fields(dialect, plan)
     except InexpressibleError:
-        return nearest(dialect, plan)
+        return nearest_plan(dialect, plan)
     return plan
 
 

@@ -159,7 +159,7 @@ LONG_CLIP = 49
 """Frames."""
 
 
-def in_order(candidates: Iterable[Candidate], done: Iterable[GridEntry] = ()) -> list[Candidate]:
+def measuring_order(candidates: Iterable[Candidate], done: Iterable[GridEntry] = ()) -> list[Candidate]:
     """The candidates in the order to measure them: next is always the one that adds most information per second, given
     what was measured already (`done`)."""
     left, seen = list(candidates), Counter[About]()

@@ -35,7 +35,7 @@ from planner.tape.format import (
     counted_back,
 )
 from planner.tape.packed_json import DAMAGES, damaged_file, write_packed
-from planner.tape.packs import read_json
+from planner.tape.packs import read_recording
 
 GROW = "grow"
 """What a `Growing` size begins with in the file, where a `Monomial` has its coefficient."""
@@ -102,7 +102,7 @@ def read_tape(path: Path) -> Tape:
     """The tape of a file, or of that path in a pack; a VplanError that names it where it is damaged, or says which
     format it has."""
     try:
-        return _parsed(lambda: read_json(path))
+        return _parsed(lambda: read_recording(path))
     except VplanError:
         raise
     except (*DAMAGES, *_FAULTS) as error:

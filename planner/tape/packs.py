@@ -194,7 +194,7 @@ def stored_below(folder: Path) -> list[Path]:
     return [path for each in sorted(folders) for path in stored(each)]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_recording(path: Path) -> dict[str, Any]:
     """The JSON of a recording, not to be changed. Raises one of `DAMAGES`, or a FileNotFoundError if there is none."""
     pack = None if path.is_file() else _pack_with(path)
     if pack is not None:
@@ -206,7 +206,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_without_templates(path: Path) -> dict[str, Any]:
     """The same with a number in place of each template that a pack has, which takes a tenth of the time."""
     pack = None if path.is_file() else _pack_with(path)
-    return read_json(path) if pack is None else pack.body(path.parent.name, path.name)
+    return read_recording(path) if pack is None else pack.body(path.parent.name, path.name)
 
 
 def digest(path: Path) -> str:
@@ -215,7 +215,7 @@ def digest(path: Path) -> str:
     pack = None if path.is_file() else _pack_with(path)
     if pack is not None:
         return _sha256(pack.body(path.parent.name, path.name, functools.partial(_template_digest, pack)))
-    body = {key: value for key, value in read_json(path).items() if key not in HEAD}
+    body = {key: value for key, value in read_recording(path).items() if key not in HEAD}
     return _sha256(with_templates(body, _sha256))
 
 
@@ -301,7 +301,7 @@ def pack_folders(folders: Mapping[Path, str]) -> list[Path]:
     for pack, anew in by_pack.items():
         known = [pack.with_name(name) for name in _opened(pack).folders] if pack.is_file() else []
         paths = [path for folder in {*known, *anew} for path in stored(folder)]
-        write_file(pack, packed({(path.parent.name, path.name): path for path in paths}, read_json))
+        write_file(pack, packed({(path.parent.name, path.name): path for path in paths}, read_recording))
         for folder in anew:
             for path in folder.glob(f"*{GZIPPED}"):
                 path.unlink()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from planner.errors import VplanError
 from planner.tape.format import DAMAGED_FIX
 from planner.tape.packed_json import DAMAGES
-from planner.tape.packs import read_json
+from planner.tape.packs import read_recording
 
 FILE = "parameters.gz"
 """Name of the file beside the tapes of a model."""
@@ -66,7 +66,7 @@ def _bare(name: str) -> str:
 def read_parameters(path: Path) -> ParameterTable:
     """The table that ``vplan record`` wrote; a VplanError that names the file where it is damaged."""
     try:
-        data = read_json(path)
+        data = read_recording(path)
         if data["format"] != FORMAT:
             raise VplanError(f"{path.name} of format {data['format']}, this vplan reads {FORMAT}", "record it again")
         rows: dict[str, int] = data["rows"]

@@ -29,10 +29,10 @@ from planner.catalog.components import COMPONENTS
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError, quoted
 from planner.file_writing import write_file
-from planner.foreign.export import SLURM, targets
+from planner.foreign.export import SLURM, export_targets
 from planner.parallel import progress_bar, spread
 from planner.tape.packed_json import as_text, gzipped
-from planner.tape.packs import read_json, stored
+from planner.tape.packs import read_recording, stored
 
 FILES = Path(__file__).with_name("files")
 REQUIREMENTS = FILES / "requirements.txt"
@@ -122,7 +122,7 @@ def _choices(models: Iterable[ModelProfile]) -> dict[str, Any]:
         }
         for model in models
     ]
-    trainers = [{"name": name, "title": dialects.dialect(name).title} for name in targets() if name != SLURM]
+    trainers = [{"name": name, "title": dialects.dialect(name).title} for name in export_targets() if name != SLURM]
     cards = [*(group.name for group in card_lookup.gpu_classes()), *card_lookup.gpu_names()]
     return {"models": offered, "gpus": cards, "trainers": trainers}
 
@@ -240,7 +240,7 @@ def _tapes(model: ModelProfile) -> dict[str, bytes]:
     parts = {*(encoder.folder for encoder in model.text_encoders), model.vae.folder}
     folders = [profiles.TAPES / model.name, *(profiles.TAPES / COMPONENTS / part for part in parts)]
     paths = [path for folder in folders for path in stored(folder)]
-    return {path.relative_to(home).as_posix(): gzipped(as_text(read_json(path)), level=6) for path in paths}
+    return {path.relative_to(home).as_posix(): gzipped(as_text(read_recording(path)), level=6) for path in paths}
 
 
 def _zip(files: Mapping[str, bytes], *, packed: bool) -> bytes:

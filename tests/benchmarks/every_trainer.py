@@ -27,7 +27,7 @@ from typing import Any
 import vplan
 from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import in_words
-from planner.foreign.export import targets
+from planner.foreign.export import export_targets
 from planner.search.question import Suggestion
 from planner.units import gib
 
@@ -43,7 +43,7 @@ def questions(seed: int) -> list[Key]:
     cards = [group.name for group in card_lookup.gpu_classes() if group.gb <= LARGEST_GB]
     drawn, asked = random.Random(seed), []
     for model in drawn.sample(lookup.model_names(), len(lookup.model_names())):
-        about = [(model, card, target) for card in cards for target in sorted(targets())]
+        about = [(model, card, target) for card in cards for target in sorted(export_targets())]
         asked += drawn.sample(about, len(about))
     return asked
 

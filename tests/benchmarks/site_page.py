@@ -29,7 +29,7 @@ from typing import Any
 import profiles
 import vplan
 from planner.catalog import card_lookup, lookup
-from planner.foreign.export import SLURM, targets
+from planner.foreign.export import SLURM, export_targets
 from tests.planner.test_browser import COMMAND, CONFIG, MESSAGE
 from tests.tools import browse_site
 
@@ -43,7 +43,7 @@ def questions() -> Iterator[dict[str, str]]:
     """Forms and what is pasted, in turns: the first 200 have every model, card and trainer, and every pasted file."""
     names = profiles.model_names()
     cards = itertools.cycle(("2x24GB", *(group.name for group in card_lookup.gpu_classes()), *card_lookup.gpu_names()))
-    trainers = itertools.cycle(name for name in targets() if name != SLURM)
+    trainers = itertools.cycle(name for name in export_targets() if name != SLURM)
     kinds = (
         ({"model": name, "method": "lora", "steps": "1000"} for name in _rotated(names, 0)),
         ({"paste": text} for text in pasted()),

@@ -37,7 +37,7 @@ from planner.dialects.base.script import from_file
 from planner.errors import NotEstimatedError, VplanError
 from planner.foreign.case import Case, read_case
 from planner.foreign.check import check_case
-from planner.foreign.export import Exported, export, targets
+from planner.foreign.export import Exported, export, export_targets
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Peak, Plan
 from planner.spec.rules import resolve
@@ -173,7 +173,7 @@ def main() -> int:
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows.exists() else []
     if not options.summary:
         models = tuple(filter(None, options.models.split(","))) or tuple(lookup.model_names())
-        names = tuple(filter(None, options.targets.split(","))) or targets()
+        names = tuple(filter(None, options.targets.split(","))) or export_targets()
         asked = {(row["model"], row["strategy"], row["target"]) for row in rows}
         with options.rows.open("a") as out:
             for question in questions(models, names):

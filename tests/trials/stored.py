@@ -19,7 +19,7 @@ from PIL import Image
 import profiles
 from planner.catalog import lookup
 from planner.tape.packed_json import pack
-from planner.tape.packs import read_json
+from planner.tape.packs import read_recording
 
 HOME = "home"
 """In a trial's folder: the user's own models, tapes and ledger (`VPLAN_HOME`)."""
@@ -78,7 +78,7 @@ def _own_model() -> dict[str, bytes]:
     profile = {key: value for key, value in said.items() if value is not None}
     found = {f"{HOME}/models/{OWN}.json": json.dumps(profile).encode()}
     for name in TAPES:
-        tape = read_json(profiles.TAPES / MODEL / f"{name}.json.gz")
+        tape = read_recording(profiles.TAPES / MODEL / f"{name}.json.gz")
         found[f"{HOME}/tapes/{OWN}/{name}.json.gz"] = pack(tape | {"model": OWN})
     return found
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.catalog import shapes
 from planner.catalog.forward_call import ForwardCall
-from planner.catalog.forward_inputs import LEVELS, SAMPLES, Argument, parse
+from planner.catalog.forward_inputs import LEVELS, SAMPLES, Argument, parse_argument
 from planner.catalog.profiles import ModelProfile, Stack
 from planner.errors import VplanError
 from planner.spec.job import Job
@@ -90,7 +90,9 @@ class AnyClass(Family):
             size[self.called.channel_axis] = self.called.condition
             tensors["condition"] = torch.randn(size, device=device, dtype=dtype)
         if self.called.target:
-            tensors["target"] = torch.randn(parse(self.called.target, "target").shape(grid), device=device, dtype=dtype)
+            tensors["target"] = torch.randn(
+                parse_argument(self.called.target, "target").shape(grid), device=device, dtype=dtype
+            )
         return tensors
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainers.memory.block_inputs import BlockInputs
-from trainers.memory.pinned import host_bytes
+from trainers.memory.pinned import pinned_tensor
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class InputsOnHost(BlockInputs):
         key = (call, len(entries))
         source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if key not in self._hosts or self._hosts[key].numel() < source.numel():
-            self._hosts[key] = host_bytes(source.numel(), pinned=tensor.is_cuda)
+            self._hosts[key] = pinned_tensor(source.numel(), pinned=tensor.is_cuda)
         host = self._hosts[key][: source.numel()]
         if (stream := self._copy_stream(tensor.device)) is None:
             host.copy_(source)

@@ -16,7 +16,7 @@ from planner.errors import VplanError
 from planner.units import format_gib
 
 
-def host_bytes(nbytes: int, pinned: bool) -> Tensor:
+def pinned_tensor(nbytes: int, pinned: bool) -> Tensor:
     """A tensor of `nbytes` bytes in host RAM, pinned where asked and where there is a GPU. Raises a VplanError when
     CUDA cannot pin so much."""
     buffer = torch.empty(nbytes, dtype=torch.uint8)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Strategy
 from planner.tape.parameter_table import is_of_adapter
-from trainers.memory.pinned import host_bytes
+from trainers.memory.pinned import pinned_tensor
 from trainers.memory.quantise import Place, places
 
 ALIGNMENT = 256
@@ -194,7 +194,7 @@ def _to_host(block: nn.Module, device: torch.device) -> _BlockOnHost:
             tensor = place.tensor
             parts.append(_SwappedTensor(place, end, tensor.nbytes, tensor.dtype, tensor.shape))
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    waiting = _BlockOnHost(parts, host_bytes(end, pinned=device.type == "cuda"), trained)
+    waiting = _BlockOnHost(parts, pinned_tensor(end, pinned=device.type == "cuda"), trained)
     for part in parts:
         source = part.place.tensor.detach().reshape(-1).view(torch.uint8)
         waiting.host[part.start : part.start + part.nbytes].copy_(source)

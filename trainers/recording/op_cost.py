@@ -25,7 +25,7 @@ IDLE = frozenset({"_unsafe_view", "empty", "empty_strided", "new_empty", "new_em
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def work_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> OpCost | None:
+def cost_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> OpCost | None:
     """The work of one call, or None for views and for operators that only take memory."""
     if not outputs or func.is_view or func.overloadpacket.__name__ in IDLE:
         return None

@@ -27,7 +27,7 @@ from trainers.recording import cuda_ops, fakes
 from trainers.recording.block_places import LikeBlocks, Place
 from trainers.recording.constant_values import Uniform
 from trainers.recording.known_numbers import KnownNumbers
-from trainers.recording.op_cost import OpCost, work_of
+from trainers.recording.op_cost import OpCost, cost_of
 from trainers.recording.op_table import COPYING_BEHIND_OUTPUTS, is_copied
 
 
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             inside += self._copies(name, inputs)
         for number in inside:
             self._event(~number, self.place)
-        if work := work_of(func, args, kwargs, out, inputs, outputs):
+        if work := cost_of(func, args, kwargs, out, inputs, outputs):
             self.recording.work.append((before, work))
 
     def _common_place(self, tensors: list[Tensor]) -> Place | None:

@@ -26,7 +26,7 @@ from planner.spec.job import Job, Strategy
 from trainers.families.common.random_draws import sample_seed
 from trainers.memory import swap
 from trainers.memory.offload import InputsOnHost
-from trainers.memory.pinned import host_bytes
+from trainers.memory.pinned import pinned_tensor
 from trainers.memory.quantise import Place, places
 from trainers.step import step, weights
 
@@ -110,7 +110,7 @@ def to_host(moving: list[Place], device: torch.device) -> list[torch.Tensor]:
         pieces[-1].append(place)
     buffers = []
     for piece in filter(None, pieces):
-        buffers.append(host_bytes(sum(map(_aligned_bytes, piece)), pinned=device.type == "cuda"))
+        buffers.append(pinned_tensor(sum(map(_aligned_bytes, piece)), pinned=device.type == "cuda"))
         start = 0
         for place in piece:
             tensor = place.tensor.detach()

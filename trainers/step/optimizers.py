@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.spec.job import SPLIT, Strategy
 from planner.spec.training import TrainingSettings, optimizer_arguments
-from trainers.memory.pinned import host_bytes
+from trainers.memory.pinned import pinned_tensor
 
 
 class StepFlags(TypedDict, total=False):
@@ -268,7 +268,7 @@ def _host_like(parameters: list[nn.Parameter], pinned: bool) -> tuple[torch.Tens
     ends = [0]
     for parameter in parameters:
         ends.append(ends[-1] + -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT)
-    host = host_bytes(ends[-1], pinned)
+    host = pinned_tensor(ends[-1], pinned)
     return host, [
         host[begin : begin + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         for begin, parameter in zip(ends, parameters, strict=False)

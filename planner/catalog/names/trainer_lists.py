@@ -64,7 +64,7 @@ def trainer_lists() -> tuple[TrainerList, ...]:
     return tuple(read_record(path, TrainerList) for path in sorted(profiles.MODEL_LISTS.glob("*.toml")))
 
 
-def answer(name: str) -> tuple[NameVerdict, tuple[str, ...]]:
+def name_verdict(name: str) -> tuple[NameVerdict, tuple[str, ...]]:
     """What lookup makes of a name, and the bundled models that it means: one, several, or none of a refused one."""
     if several := lookup.several(name):
         return NameVerdict.SEVERAL, several

@@ -18,7 +18,7 @@ from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.measurement import ProbeRow
 from planner.parallel import spread
 from planner.probe.grid_file import read_grid
-from planner.probe.grid_schedule import STEPS, Candidate, in_order, pricing
+from planner.probe.grid_schedule import STEPS, Candidate, measuring_order, pricing
 from planner.probe.probe import RealRunner
 from planner.probe.runner import Runner
 from planner.spec.job import Machine
@@ -100,7 +100,7 @@ class Campaign:
         done = {name for name, row in there.items() if not (self.asked.retry and _failed(row))}
         self.known = sum(each.name in done for each in able)
         before = [each.entry for each in able if each.name in done]
-        self.left = in_order((each for each in able if each.name not in done), before)
+        self.left = measuring_order((each for each in able if each.name not in done), before)
         return self.left
 
     def run(self) -> None:

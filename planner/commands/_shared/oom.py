@@ -15,7 +15,7 @@ from planner.estimate.estimate import replay
 from planner.foreign.case import read_case
 from planner.foreign.oom_cause import Explanation, explain
 from planner.foreign.oom_formats import ON_HOST, find
-from planner.foreign.oom_message import LONGEST, parse
+from planner.foreign.oom_message import LONGEST, parse_oom_message
 from planner.layout.recordings import load_facts
 from planner.units import GIB
 from planner.untrusted import read_text
@@ -40,7 +40,7 @@ def explained(said: str, script: Script | None, told: Mapping[str, Any], machine
     With a script it also says what of the script's job asked, on the card given or else on one of the capacity that the
     message states. Raises a VplanError when there is neither.
     """
-    message = parse(_message(said))
+    message = parse_oom_message(_message(said))
     alone = explain(message)
     if script is None or alone.cause in ON_HOST or message.requested_bytes is None:
         return alone

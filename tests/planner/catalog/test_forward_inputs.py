@@ -8,7 +8,7 @@ import pytest
 
 import profiles
 from planner.catalog.forward_call import ForwardCall
-from planner.catalog.forward_inputs import check, leaves, length, parse
+from planner.catalog.forward_inputs import check, leaves, length, parse_argument
 from planner.catalog.own_inputs import OwnInputs
 from planner.errors import VplanError
 
@@ -32,7 +32,7 @@ GRID = {"B": 2, "F": 3, "H": 5, "W": 7, "T": 11, "E": 13}
     ],
 )
 def test_a_description_is_a_shape(text: str, shape: tuple[int, ...], kind: str) -> None:
-    argument = parse(text, "x")
+    argument = parse_argument(text, "x")
     assert (argument.shape(GRID), argument.kind) == (shape, kind)
 
 
@@ -51,7 +51,7 @@ def test_a_description_is_a_shape(text: str, shape: tuple[int, ...], kind: str) 
 )
 def test_anything_else_is_refused_in_one_line(text: object, complaint: str) -> None:
     with pytest.raises(VplanError) as refused:
-        parse(text, "inputs.x")
+        parse_argument(text, "inputs.x")
     assert complaint in refused.value.message and "\n" not in refused.value.message + refused.value.fix
     assert refused.value.message.startswith("inputs.x")
 

@@ -13,7 +13,7 @@ from planner import dialects
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.dialect import settings_for
 from planner.dialects.base.script import from_file
-from planner.foreign.export import Exported, fields_of, targets, write_files
+from planner.foreign.export import Exported, export_targets, fields_of, write_files
 from planner.spec.plan import Plan
 from tests.planner.dialects.drawn_plans import nearest, plans
 
@@ -42,7 +42,7 @@ NEVER = {
 
 
 def test_every_target_is_looked_at() -> None:
-    assert {*MODELS, "slurm"} == set(targets())
+    assert {*MODELS, "slurm"} == set(export_targets())
 
 
 def together(text: str, *words: str) -> bool:

@@ -19,8 +19,8 @@ from planner.evidence.step_times import (
     compare,
     far_off,
     left_out,
+    published_step_times,
     rank_correlation,
-    shipped,
     summary,
 )
 from planner.layout.pipeline import lay_out
@@ -29,7 +29,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from tests.covering import covering
 
-CELLS = shipped()
+CELLS = published_step_times()
 
 
 def cell(seconds, told, name="a", gpu="l40s", reason=None):

@@ -19,7 +19,7 @@ from planner.dialects.accelerate import settings as accelerate
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import VplanError
-from planner.foreign.export import able, export, fields_of, flags_of, plan_with, priced, targets, write_files
+from planner.foreign.export import able, export, export_targets, fields_of, flags_of, plan_with, priced, write_files
 from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan, write_plan
@@ -213,7 +213,7 @@ def test_what_is_only_tight_is_not_said_to_fit() -> None:
 def test_a_target_nobody_knows(name: str, tmp_path: Path) -> None:
     write_plan(plan(), tmp_path / "plan.toml")
     told = CliRunner().invoke(cli, ["export", str(tmp_path / "plan.toml"), "--to", name, "-o", str(tmp_path)])
-    assert told.exit_code == 1 and "accelerate" in told.stderr and "accelerate" in targets()
+    assert told.exit_code == 1 and "accelerate" in told.stderr and "accelerate" in export_targets()
 
 
 def test_our_own_flags_for_changed_fields() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from planner.catalog import lookup
-from planner.foreign.export import targets
+from planner.foreign.export import export_targets
 from tests.tools.exported_grid import FAULTS, STRATEGIES, ask
 
 MODELS_OF_EACH = 2
@@ -15,7 +15,7 @@ STRATEGIES_OF_EACH = (3, len(STRATEGIES))
 """As many are drawn for a model, then all: what a trainer of one model trains may not be among those at first."""
 
 
-@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("target", export_targets())
 def test_what_is_written_is_read_back_at_the_same_price(target: str) -> None:
     drawn = random.Random(target)
     for count in STRATEGIES_OF_EACH:

@@ -18,7 +18,7 @@ from planner.errors import VplanError
 from planner.foreign.case import Case, read_case
 from planner.foreign.change_words import move_words
 from planner.foreign.check import Checked, check_case
-from planner.foreign.export import export, targets
+from planner.foreign.export import export, export_targets
 from planner.foreign.other_ways import with_other_ways
 from planner.foreign.pricing import CheckedEstimate, Pricing
 from planner.foreign.smallest_change import WORTH, Fix, moves_of
@@ -184,7 +184,7 @@ def with_budget(case: Case, budget_bytes: int) -> Case:
     return replace(case, machine=case.machine.replace(reserve=case.gpu.allocatable_bytes - budget_bytes))
 
 
-READ = [name for name in targets() if name not in ("accelerate", "slurm")]
+READ = [name for name in export_targets() if name not in ("accelerate", "slurm")]
 
 
 @pytest.mark.parametrize("target", READ)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planner.commands import cli
 from planner.foreign.oom_cause import CONTEXT_BYTES, GAPS_SHARE, OTHERS_SHARE, UNLISTED_SHARE, explain, render
 from planner.foreign.oom_formats import ON_HOST, Cause
-from planner.foreign.oom_message import OomMessage, format_size, parse
+from planner.foreign.oom_message import OomMessage, format_size, parse_oom_message
 from planner.units import GIB, MIB
 
 OF = "GPU 0 has a total capacity of"
@@ -135,7 +135,7 @@ FORMATS: list[tuple[str, str, Cause, str]] = [
 @pytest.mark.parametrize(("text", "cause", "says"), [row[1:] for row in FORMATS], ids=[row[0] for row in FORMATS])
 def test_every_format_has_its_cause_and_its_fix(text: str, cause: str, says: str) -> None:
     for wrapped in (text, f"step 3\n[rank0]: {text}\n+ exit 1"):
-        found = explain(parse(wrapped))
+        found = explain(parse_oom_message(wrapped))
         assert (found.cause, says in found.why) == (cause, True), found.why
         assert found.advice and all(found.advice)
         lines = render(found)
@@ -146,15 +146,15 @@ def test_every_format_has_its_cause_and_its_fix(text: str, cause: str, says: str
 
 def test_the_allocators_own_numbers_come_before_what_a_launcher_says_after() -> None:
     numbers, killed = FORMATS[0][1], "failed (exitcode: -9) local_rank: 0"
-    assert explain(parse(f"{killed}\n{numbers}")).cause == "need"
-    assert explain(parse(f"x\n{FORMATS[17][1]}\n{killed}")).cause == "beside"
+    assert explain(parse_oom_message(f"{killed}\n{numbers}")).cause == "need"
+    assert explain(parse_oom_message(f"x\n{FORMATS[17][1]}\n{killed}")).cause == "beside"
 
 
 def test_bytes_of_host_requests_are_read() -> None:
-    sizes = {name: parse(text).requested_bytes for name, text, _, _ in FORMATS}
+    sizes = {name: parse_oom_message(text).requested_bytes for name, text, _, _ in FORMATS}
     assert sizes["host"] == 132426121216 and sizes["Windows"] == 26214400 and sizes["mmap"] == 23802932552
     assert sizes["NCCL size"] == 6291456 and sizes["Killed"] is None
-    assert parse({row[0]: row[1] for row in FORMATS}["HIP garbled"]).free_bytes is None
+    assert parse_oom_message({row[0]: row[1] for row in FORMATS}["HIP garbled"]).free_bytes is None
 
 
 def test_an_error_of_the_host_needs_no_card(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_cause_never_contradicts_the_numbers_of_its_message(
 ) -> None:
     tensors, gaps, free, others = (round((card - 400 * MIB) * part / sum(parts)) for part in parts)
     text = told(form, card, tensors, gaps, free, others, max(2 * MIB, round(card * wanted)), listed)
-    message = parse(text)
+    message = parse_oom_message(text)
     found = explain(message)
     assert contradictions(message, found.cause, others) == []
     known = others if listed else others - CONTEXT_BYTES + 400 * MIB  # what is left once a context is allowed for
@@ -233,6 +233,6 @@ def test_a_cause_never_contradicts_the_numbers_of_its_message(
 
 def test_a_cause_on_the_host_blames_no_card() -> None:
     for _, text, cause, _ in FORMATS:
-        words = " ".join(render(explain(parse(text))))
+        words = " ".join(render(explain(parse_oom_message(text))))
         if cause in ON_HOST:
             assert "gradient checkpointing" not in words and "other processes" not in words

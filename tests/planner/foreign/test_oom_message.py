@@ -17,7 +17,7 @@ from planner.commands import cli
 from planner.errors import VplanError
 from planner.estimate.stages import replay_stages
 from planner.foreign.oom_cause import explain, render
-from planner.foreign.oom_message import allocation_bytes, format_size, parse
+from planner.foreign.oom_message import allocation_bytes, format_size, parse_oom_message
 from planner.layout import recordings
 from planner.layout.pipeline import lay_out
 from planner.spec.configuration import Configuration
@@ -76,7 +76,7 @@ def gib(value: float) -> int:
     ],
 )
 def test_every_wording(text: str, wanted: tuple[int, ...]) -> None:
-    found = parse(text)
+    found = parse_oom_message(text)
     told = (found.requested_bytes, found.gpu, found.capacity_bytes, found.allocated_bytes, found.unallocated_bytes)
     assert (*told, found.others_bytes) == wanted
     assert found.free_bytes is not None
@@ -93,16 +93,16 @@ def test_every_wording(text: str, wanted: tuple[int, ...]) -> None:
     ],
 )
 def test_what_it_was(text: str, cause: str, says: str) -> None:
-    found = explain(parse(text))
+    found = explain(parse_oom_message(text))
     assert found.cause == cause and says in found.why
     assert ("expandable_segments:True" in " ".join(found.advice)) == (cause == "fragmentation")
     assert any(line.startswith("Fragmentation") for line in render(found)) == (cause == "fragmentation")
 
 
 def test_what_the_message_does_not_say_is_not_claimed() -> None:
-    bare = render(explain(parse("CUDA out of memory. Tried to allocate 2.00 GiB")))
+    bare = render(explain(parse_oom_message("CUDA out of memory. Tried to allocate 2.00 GiB")))
     assert not any("ragmentation" in line for line in bare) and any("does not say" in line for line in bare)
-    others = render(explain(parse(OTHERS)))
+    others = render(explain(parse_oom_message(OTHERS)))
     assert any("other processes held" in line and "ragmentation" not in line for line in others)
 
 
@@ -115,13 +115,13 @@ def test_log_lines_rank_marks_and_wraps_around_it() -> None:
         '[rank1]:     optimizer.step()\n[rank1]:   File "/v/site-packages/torch/optim/adamw.py", line 9, in step\n'
         f"[rank1]: {wrapped}\n[rank1]: more\n{TORCH_2_9}\n"
     )
-    found = parse(log)
+    found = parse_oom_message(log)
     assert (found.capacity_bytes, found.allocated_bytes) == (gib(39.56), gib(31.66))
     assert found.expandable_segments is True and found.messages == 2
     assert found.frame == "x/train.py:612 in main" and found.hint == "optimizer"
     told = explain(found)
     assert "empty the cache" in told.advice[0] and "expandable" not in " ".join(told.advice)
-    assert parse(TORCH_2_9).expandable_segments is None, "the message's own advice sets nothing"
+    assert parse_oom_message(TORCH_2_9).expandable_segments is None, "the message's own advice sets nothing"
 
 
 @pytest.mark.parametrize(
@@ -130,20 +130,20 @@ def test_log_lines_rank_marks_and_wraps_around_it() -> None:
 )
 def test_what_is_no_message(text: str, says: str) -> None:
     with pytest.raises(VplanError, match=says):
-        parse(text)
+        parse_oom_message(text)
 
 
 @pytest.mark.parametrize("message", [TORCH_2_0, TORCH_2_1, TORCH_2_9, OTHERS, CAPPED])
 def test_a_message_is_read_however_it_is_wrapped(message: str) -> None:
     """Terminals break lines in words, and what is pasted has lost the blank that stood there."""
-    numbers = parse(message)
+    numbers = parse_oom_message(message)
     for width in range(40, 72, 3):
         for wrapped in (
             "\n".join(message[at : at + width].strip() for at in range(0, len(message), width)),
             "".join(message[at : at + width].strip() for at in range(0, len(message), width)),
         ):
-            assert parse(wrapped) == numbers
-    assert parse(message.replace("capacity of", "capacityof").replace("GPU 0; ", "GPU 0;\n")) == numbers
+            assert parse_oom_message(wrapped) == numbers
+    assert parse_oom_message(message.replace("capacity of", "capacityof").replace("GPU 0; ", "GPU 0;\n")) == numbers
 
 
 def test_a_full_card_is_not_fragmented_alone() -> None:
@@ -153,21 +153,24 @@ def test_a_full_card_is_not_fragmented_alone() -> None:
     )
     text = f"CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacityof 23.64 GiB of which {gaps}"
     text += ", and 1.36 GiB is reserved by PyTorch but unallocated."
-    full, half = explain(parse(text.format("20.50 GiB"))), explain(parse(text.format("9.50 GiB")))
+    full, half = (
+        explain(parse_oom_message(text.format("20.50 GiB"))),
+        explain(parse_oom_message(text.format("9.50 GiB"))),
+    )
     assert full.cause == "fragmentation" and "20.5 GiB of 23.6 GiB" in full.why
     assert [any("checkpointing" in advice for advice in each.advice) for each in (full, half)] == [True, False]
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_nothing_around_it_breaks_it(before: str, behind: str) -> None:
-    found = parse(f"{before}\n{OTHERS}\n{behind}")
+    found = parse_oom_message(f"{before}\n{OTHERS}\n{behind}")
     assert found.requested_bytes == 876 * MIB
 
 
 @given(st.integers(1, 1 << 40))
 def test_what_is_printed_is_read_back(nbytes: int) -> None:
     text = format_size(nbytes)
-    found = parse(f"CUDA out of memory. Tried to allocate {text}.")
+    found = parse_oom_message(f"CUDA out of memory. Tried to allocate {text}.")
     assert abs(found.requested_bytes - nbytes) <= max(1, nbytes * 0.005)
     assert allocation_bytes(nbytes) >= nbytes
 
@@ -186,14 +189,14 @@ def test_the_tensor_and_the_moment_are_found_in_the_job() -> None:
     told = TORCH_2_0.replace("1024.00 MiB", format_size(2 * X))
     before = LOADED + LAST_FORWARD - 2 * X
     near = told.replace("22.68 GiB already", f"{before / MIB:.2f} MiB already")
-    found = explain(parse(near), stages)
+    found = explain(parse_oom_message(near), stages)
     assert found.asked
     assert found.asked[0].nbytes == 2 * X and "temporary" in found.asked[0].tensor
     assert abs(found.asked[0].allocated_bytes - before) < X
     assert found.asked[0].phase in ("first_step", "train") and "blocks." in found.asked[0].moment
     assert any("In this job" in line for line in render(found))
     assert not any("checkpointing" in advice for advice in found.advice), "it checkpoints already"
-    strange = explain(parse(told.replace(format_size(2 * X), "777.00 MiB")), stages)
+    strange = explain(parse_oom_message(told.replace(format_size(2 * X), "777.00 MiB")), stages)
     assert strange.asked == () and any("No tensor of this job" in line for line in render(strange))
 
 
@@ -201,7 +204,7 @@ def test_a_request_is_found_with_what_was_allocated_before_it() -> None:
     """Every request of a run, told as torch would tell it, is found at its own moment."""
     run = laid_out()
     (stage,) = [entry for entry in replay_stages(run) if entry.phase == "optimizer"]
-    message = dataclasses.replace(parse(TORCH_2_0), requested_text="2.00 MiB", allocated_bytes=0)
+    message = dataclasses.replace(parse_oom_message(TORCH_2_0), requested_text="2.00 MiB", allocated_bytes=0)
     found = explain(message, [stage]).asked
     assert found and all(one.phase == "optimizer" for one in found)
 
@@ -249,7 +252,7 @@ def test_the_request_that_ended_latentsync_is_the_decoded_frames_in_fp32() -> No
     configuration = Configuration.of(job, strategy, machine)
     known = recordings.load_facts(configuration, model, card_lookup.gpu("rtx4090"))
     run = lay_out(configuration, known, grid(model, job), "latentsync")
-    message = dataclasses.replace(parse(TORCH_2_0), allocated_bytes=None)
+    message = dataclasses.replace(parse_oom_message(TORCH_2_0), allocated_bytes=None)
     found = explain(message, replay_stages(run))
     assert found.asked and found.asked[0].phase == "decode" and found.asked[0].nbytes == 16 * 256 * 256 * 256 * 4
     assert "slicing" in " ".join(found.advice)
@@ -267,7 +270,7 @@ def test_a_process_that_the_kernel_ended_lacked_host_ram(text: str) -> None:
 
 def test_a_message_that_was_cut_says_what_its_end_would() -> None:
     text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    lines = render(explain(parse(text)))
+    lines = render(explain(parse_oom_message(text)))
     assert "The card was full: it had no 2.00 GiB left, and the message does not say what held the rest." in lines
     assert any("paste the message to its end" in line and "add the command" in line for line in lines)
     assert not any("unknown" in line for line in lines)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.foreign.public_threads import PublicThread, ThreadScore, answer, left_out, score, shipped, summary
+from planner.foreign.public_threads import PublicThread, ThreadScore, answer, bundled_threads, left_out, score, summary
 
-ROWS = shipped()
+ROWS = bundled_threads()
 
 URL = r"https://github\.com/[\w.-]+/[\w.-]+/(issues/\d+|blob/[\w.-]+/.+\.(md|json|toml|yaml))"
 

@@ -17,7 +17,7 @@ from planner.dialects.base.script import from_file, from_words
 from planner.dialects.simpletuner.models import CONFIG, model_of
 from planner.dialects.simpletuner.settings import DIALECT
 from planner.errors import VplanError
-from planner.foreign.export import export, fields_of, targets, write_files
+from planner.foreign.export import export, export_targets, fields_of, write_files
 from planner.spec.job import Machine, Strategy
 from planner.spec.plan import Plan
 from planner.spec.rules import resolve
@@ -65,7 +65,7 @@ def test_dora_is_peft_s_where_it_is_on_the_layers_that_are_recorded(tmp_path: Pa
 
 
 def test_a_config_as_its_quickstart_has_it(tmp_path: Path) -> None:
-    assert "simpletuner" in targets()
+    assert "simpletuner" in export_targets()
     config, data = written(tmp_path, plan("flux.1-dev", {"lora_rank": 32}, {"expandable_segments": True}))
     assert config == {
         "model_family": "flux",

@@ -25,7 +25,7 @@ from planner.errors import VplanError
 from planner.launch import recorders
 from planner.launch.recorders import Recorders, TapeTask
 from planner.tape.packed_json import pack
-from planner.tape.packs import read_json
+from planner.tape.packs import read_recording
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -120,7 +120,7 @@ def test_two_workers_record_what_is_shipped() -> None:
     words = [word for name in names for word in ("--variant", name)]
     done = CliRunner().invoke(cli, ["record", MODEL, *words, "--check", "--jobs", "2", "--json"], prog_name="vplan")
     assert done.exit_code == 0, done.output
-    shipped = [(name, len(pack(read_json(profiles.TAPES / MODEL / f"{name}.json.gz")))) for name in names]
+    shipped = [(name, len(pack(read_recording(profiles.TAPES / MODEL / f"{name}.json.gz")))) for name in names]
     assert [(tape["variant"], tape["bytes"]) for tape in json.loads(done.stdout)["tapes"]] == shipped
 
 

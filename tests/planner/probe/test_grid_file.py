@@ -29,7 +29,7 @@ from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 from planner.probe import grid_file
 from planner.probe.grid_file import GridEntry, read_grid
-from planner.probe.grid_schedule import START_SECONDS, Candidate, candidate, in_order
+from planner.probe.grid_schedule import START_SECONDS, Candidate, candidate, measuring_order
 from planner.probe.probe import RealRunner
 from planner.probe.simulated import SimulatedRunner
 from planner.spec.configuration import Configuration
@@ -110,7 +110,7 @@ def test_the_shipped_grid_has_shapes_and_caps() -> None:
 
 
 def test_ten_minutes_cover_the_families_and_half_an_hour_25_plans(priced: list[Candidate]) -> None:
-    ordered, ends, now = in_order(priced), [], 0.0
+    ordered, ends, now = measuring_order(priced), [], 0.0
     for each in ordered:
         now += each.seconds
         ends.append(now)
@@ -119,7 +119,7 @@ def test_ten_minutes_cover_the_families_and_half_an_hour_25_plans(priced: list[C
     assert len(early) >= len({lookup.model(entry.job.model).family for entry in SHIPPED}) - 1
     assert sum(end < 1800 for end in ends) >= 25
     assert ordered[-1].seconds == max(each.seconds for each in priced)  # the long Wan 14B
-    again = in_order(priced[1:], [priced[0].entry])  # what was measured already tells little more
+    again = measuring_order(priced[1:], [priced[0].entry])  # what was measured already tells little more
     assert again[0].entry.job.model != priced[0].entry.job.model
 
 

@@ -23,7 +23,7 @@ from planner.tape import packed_json
 from planner.tape.codec import parse_tape, read_tape, tape_json, write_tape
 from planner.tape.format import FORMAT, Monomial, Tape, Template
 from planner.tape.packed_json import pack
-from planner.tape.packs import read_json, stored_below
+from planner.tape.packs import read_recording, stored_below
 from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.program import Program
 from planner.tape.templates import sections_of, template_of
@@ -275,7 +275,7 @@ SAMPLE = [path for path in stored_below(TAPES) if path.name != PARAMETERS][::160
 @pytest.mark.parametrize("path", SAMPLE, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_a_shipped_tape_is_written_back_as_it_is(path: Path, tmp_path: Path) -> None:
     tape = read_tape(path)
-    assert write_tape(tape, tmp_path / path.name).read_bytes() == pack(read_json(path))
+    assert write_tape(tape, tmp_path / path.name).read_bytes() == pack(read_recording(path))
     for piece in tape.pieces:
         for section in sections_of(tape, piece):
             for template in section.templates:

@@ -81,7 +81,7 @@ def test_a_table_of_parameters_comes_back_as_it_was_without_a_variant(tmp_path: 
     table = {"format": 1, "model": "tiny", "rows": {"proj.weight": 8}, "fp32": []}
     path = write_packed(table, tmp_path / "tiny" / "parameters.gz")
     packs.pack_folders({path.parent: "tiny"})
-    assert packs.read_json(path) == table
+    assert packs.read_recording(path) == table
 
 
 def test_recordings_are_found_under_the_paths_they_had(folder: Path) -> None:
@@ -90,30 +90,30 @@ def test_recordings_are_found_under_the_paths_they_had(folder: Path) -> None:
     assert packs.stored_below(folder.parent) == packs.stored(folder)
     path = folder / f"{VARIANTS[1]}.json.gz"
     assert packs.is_stored(path) and not packs.is_stored(folder / "step-nothing.json.gz")
-    assert packs.read_json(path) == recording(VARIANTS[1], 1)
+    assert packs.read_recording(path) == recording(VARIANTS[1], 1)
     with pytest.raises(FileNotFoundError):
-        packs.read_json(folder / "step-nothing.json.gz")
+        packs.read_recording(folder / "step-nothing.json.gz")
     assert not packs.is_stored(folder.with_name("nothing") / path.name)
 
 
 def test_what_is_recorded_anew_answers_at_once_and_takes_its_place_in_the_pack(folder: Path) -> None:
     path = put(folder, VARIANTS[0], 77)
-    assert packs.read_json(path) == recording(VARIANTS[0], 77)
+    assert packs.read_recording(path) == recording(VARIANTS[0], 77)
     assert len(packs.stored(folder)) == len(VARIANTS)
     packs.pack_folders({folder: "elsewhere"})  # where it is
     os.utime(folder.with_name("small.zip"), ns=(1, 1))  # a clock that two writes share would hide the second
     assert not folder.exists()
-    assert [_event(packs.read_json(each)) for each in packs.stored(folder)] == [[2], [3], [1], [77]]
+    assert [_event(packs.read_recording(each)) for each in packs.stored(folder)] == [[2], [3], [1], [77]]
     assert packs.pack_folders({folder: "small"}) == []
 
 
 def test_a_pack_takes_further_models_and_keeps_those_that_it_has(folder: Path) -> None:
-    before = {path: packs.read_json(path) for path in packs.stored(folder)}
+    before = {path: packs.read_recording(path) for path in packs.stored(folder)}
     other = put(folder.with_name("large"), VARIANTS[0], 5, 6)
     assert packs.pack_folders({other.parent: "small"}) == [folder.with_name("small.zip")]
     os.utime(folder.with_name("small.zip"), ns=(1, 1))
-    assert packs.read_json(other) == recording(VARIANTS[0], 5, 6, model="large")
-    assert {path: packs.read_json(path) for path in packs.stored(folder)} == before
+    assert packs.read_recording(other) == recording(VARIANTS[0], 5, 6, model="large")
+    assert {path: packs.read_recording(path) for path in packs.stored(folder)} == before
     assert packs.stored_below(folder.parent) == [other, *before]
 
 
@@ -138,7 +138,7 @@ def test_a_digest_is_of_the_recording_not_of_the_versions(tmp_path: Path, folder
 
 def test_what_is_read_without_templates_has_all_else(folder: Path) -> None:
     path = folder / f"{VARIANTS[1]}.json.gz"
-    whole, bare = packs.read_json(path), packs.read_without_templates(path)
+    whole, bare = packs.read_recording(path), packs.read_without_templates(path)
     assert bare["format"] == whole["format"]
     assert bare["tape"]["pieces"]["step"][0] == {"pass": "forward", "run": None, "templates": [3]}
 
@@ -190,4 +190,4 @@ def test_a_damaged_table_is_refused_or_read_as_rows(changes: list[tuple[int, int
 def test_files_keep_their_form(tmp_path: Path) -> None:
     """What a user records stays a file."""
     path = put(tmp_path / "mine", VARIANTS[0], 1)
-    assert packs.read_json(path) == json.loads(unpack(path))
+    assert packs.read_recording(path) == json.loads(unpack(path))

@@ -19,7 +19,7 @@ from planner.catalog.components import COMPONENTS, SPLIT_OVER, SPLIT_SHARE, Comp
 from planner.catalog.profiles import TextEncoder
 from planner.tape.codec import read_tape, tape_json
 from planner.tape.format import Tape
-from planner.tape.packs import is_stored, read_json
+from planner.tape.packs import is_stored, read_recording
 from planner.tape.program import Part, Program
 from tests.benchmarks.held_out_around import Held, compared, directly, from_tape
 from trainers.recording import components as vaes
@@ -138,7 +138,7 @@ def test_a_shipped_tape_is_what_the_code_records_now(model: str, text: str, vari
     profile = lookup.model(model)
     component = next(part for part in components(profile) if text in part.name and part.variant == variant)
     path = profiles.TAPES / COMPONENTS / component.name / f"{variant}.json.gz"
-    there = read_json(path)
+    there = read_recording(path)
     now = tape_json(tapes.component_tape(profile, component))
     for key in NOT_COMPARED:
         del there[key], now[key]

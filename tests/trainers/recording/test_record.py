@@ -20,7 +20,7 @@ from planner.spec.job import QUANTISED as QUANTISED_BASES
 from planner.spec.job import Job, Strategy
 from planner.tape.codec import parse_tape, read_tape, tape_json
 from planner.tape.format import ATOMS, Monomial, Tape
-from planner.tape.packs import is_stored, read_json, stored_below
+from planner.tape.packs import is_stored, read_recording, stored_below
 from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.parameter_table import read_parameters
 from planner.tape.program import Program
@@ -224,7 +224,7 @@ def test_two_recordings_are_identical(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*STEPS, *OPTIMIZERS])
 def test_a_shipped_tape_is_what_the_code_records_now(name: str) -> None:
-    there = read_json(profiles.TAPES / MODEL / f"{name}.json.gz")
+    there = read_recording(profiles.TAPES / MODEL / f"{name}.json.gz")
     now = dict(recorded(name))
     for key in NOT_COMPARED:
         del there[key], now[key]
@@ -235,7 +235,7 @@ def test_a_tape_with_a_mask_is_what_the_code_records_now() -> None:
     """Where text is masked, attention makes numbers of a boolean mask first."""
     name, profile = "step-lora-half-fp32-autocast-none-one", lookup.model("hunyuan-video-1.5")
     (variant,) = (variant for variant in step_variants(profile) if variant.name == name)
-    there = read_json(profiles.TAPES / profile.name / f"{name}.json.gz")
+    there = read_recording(profiles.TAPES / profile.name / f"{name}.json.gz")
     now = tape_json(tapes.step_tape(profile, variant))
     for key in NOT_COMPARED:
         del there[key], now[key]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from planner.catalog.forward_inputs import BLOCKS, SAMPLES, parse
+from planner.catalog.forward_inputs import BLOCKS, SAMPLES, parse_argument
 from trainers.recording.any_class import candidates
 from trainers.recording.any_class.candidates import IGNORED, MAIN, ClassFacts
 from trainers.recording.any_class.dry_run import (
@@ -252,7 +252,7 @@ class ArgumentSearch:
         """Whether the model's output has the shape of its latents."""
         latents = found.forward[self.main] if self.main else None
         shape = tuple(next(tensors_in(found.output)).shape)
-        return isinstance(latents, str) and parse(latents, "latents").shape(self.grid) == shape
+        return isinstance(latents, str) and parse_argument(latents, "latents").shape(self.grid) == shape
 
     def _note(self, missing: list[MissingArgument], complaint: str = "") -> None:
         """Keeps what the combination that came furthest ended with."""

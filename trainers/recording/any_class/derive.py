@@ -415,9 +415,9 @@ def _stack(entry: BlockList, config: Config) -> Stack:
 
 
 def _sizes(text: str, grid: Mapping[str, int]) -> Iterator[int]:
-    from planner.catalog.forward_inputs import parse
+    from planner.catalog.forward_inputs import parse_argument
 
-    yield from parse(text, "latents").shape(grid)
+    yield from parse_argument(text, "latents").shape(grid)
 
 
 def _except(sizes: Sequence[int], axis: int) -> list[int]:

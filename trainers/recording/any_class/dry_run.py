@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from planner.catalog.forward_inputs import BLOCKS, SAMPLES, Argument, parse
+from planner.catalog.forward_inputs import BLOCKS, SAMPLES, Argument, parse_argument
 from planner.garbage_collection import without_garbage_collection
 from trainers.recording import cuda_ops
 from trainers.recording.own import REFUSALS
@@ -144,7 +144,7 @@ def value_of(tree: Any, grid: Mapping[str, int]) -> Any:
     if isinstance(tree, list):
         values = [value_of(inner, grid) for inner in tree]
         return values if any(isinstance(inner, list) for inner in tree) else tuple(values)
-    argument = parse(tree, "an argument")
+    argument = parse_argument(tree, "an argument")
     return argument.shape(grid)[0] if argument.kind == "number" else tensor_of(argument, grid)
 
 

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from planner.commands._shared.verb import show, table
 from planner.evidence.accuracy import Predict
-from planner.evidence.step_times import FITTED, JUDGING, TimedCell, answer, compare, far_off, left_out, shipped
+from planner.evidence.step_times import (
+    FITTED,
+    JUDGING,
+    TimedCell,
+    answer,
+    compare,
+    far_off,
+    left_out,
+    published_step_times,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +26,7 @@ HALVES = {FITTED: "half that launches were fitted in", JUDGING: "other half"}
 
 def compare_seconds(text: str | None, predict: Predict, as_json: bool) -> None:
     """Shows the bundled step times, those with ``text`` in their id or model, beside the estimates."""
-    cells = compare((cell for cell in shipped() if text is None or cell.is_of(text)), predict)
+    cells = compare((cell for cell in published_step_times() if text is None or cell.is_of(text)), predict)
     found = answer(cells)
 
     def render(console: Console) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner.commands._shared.verb import show, table
-from planner.foreign.public_threads import ThreadScore, answer, score, shipped
+from planner.foreign.public_threads import ThreadScore, answer, bundled_threads, score
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def compare_threads(text: str | None, as_json: bool) -> None:
     """Shows the score of the bundled threads, those with ``text`` in their id or trainer."""
-    rows = [each for each in shipped() if text is None or text.lower() in f"{each.trainer} {each.id}".lower()]
+    rows = [each for each in bundled_threads() if text is None or text.lower() in f"{each.trainer} {each.id}".lower()]
     with click.progressbar(rows, label="checking", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         scores = [score(each) for each in progress]
     found = answer(scores)

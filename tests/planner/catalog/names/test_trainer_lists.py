@@ -11,7 +11,7 @@ from planner.catalog import diffusers_folder, lookup
 from planner.catalog.names import other_models
 from planner.catalog.names.model_names import model_key
 from planner.catalog.names.other_models import OtherModel
-from planner.catalog.names.trainer_lists import ListedModel, NameVerdict, TrainerList, answer, trainer_lists
+from planner.catalog.names.trainer_lists import ListedModel, NameVerdict, TrainerList, name_verdict, trainer_lists
 from planner.errors import VplanError
 
 CLASSES_PAGE = Path(__file__).parents[4] / "docs" / "your-own-model.md"
@@ -45,7 +45,7 @@ def test_the_eight_trainers_are_listed() -> None:
 
 @pytest.mark.parametrize(("each", "listed"), LISTED, ids=[f"{each.trainer}: {row.name}" for each, row in LISTED])
 def test_a_listed_name_means_what_the_list_says(each: TrainerList, listed: ListedModel) -> None:
-    kind, models = answer(listed.name)
+    kind, models = name_verdict(listed.name)
     assert models == listed.ours
     assert set(models) <= set(profiles.model_names())
     if kind is NameVerdict.NUMBERS:
