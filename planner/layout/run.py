@@ -61,7 +61,7 @@ class OwnRecording(NamedTuple):
 
     step: Tape
     optimizer: Tape | None = None
-    """where it trains more than is recorded of diffusers' model"""
+    """if it trains more than the recording of diffusers' model does"""
 
 
 class Facts(NamedTuple):
@@ -70,11 +70,11 @@ class Facts(NamedTuple):
     model: ModelProfile
     gpu: GpuProfile
     step: Tape
-    """one training step; of a job that only samples, one forward without gradients"""
+    """one training step; if the job only samples, one forward without gradients"""
 
     optimizer: Tape
     parameters: ParameterTable = ParameterTable()
-    """needed where something is split between GPUs, or copied in another format"""
+    """needed if something is split between GPUs, or copied in another format"""
 
     around: Mapping[str, Tape] = MappingProxyType({})
     """tapes of the text encoders and the VAE: "component/encode", "component/decode-image" """
@@ -83,16 +83,16 @@ class Facts(NamedTuple):
     """a forward without gradients, for validation"""
 
     checkpointed: Tape | None = None
-    """beside a step without checkpointing, the one with it, where only some blocks are checkpointed"""
+    """for partial checkpointing: the step with checkpointing, in addition to the one without"""
 
     measurements: ModelMeasurements = NO_MEASUREMENTS
     """what measurements of this model on this card say"""
 
     own_code: Mapping[str, Callable[[], OwnRecording]] = MappingProxyType({})
-    """what reads the recordings of trainers whose model is their own, by the trainer's name, or that of its version"""
+    """trainer, or a version of it -> a function that reads the recordings of its own model"""
 
     zero: ZeroSettings | None = None
-    """DeepSpeed's sizes where a launch sets them"""
+    """DeepSpeed's sizes, if a launch sets them"""
 
     def trained_by(self, trainer: str) -> Facts:
         """These facts with the step of a trainer's own model, if that is recorded. ``trainer`` may include a version,
@@ -112,41 +112,41 @@ class Run:
     """
 
     configuration: Configuration
-    """job, resolved strategy and machine; also to be had as attributes of their own"""
+    """job, resolved strategy and machine; also available as attributes"""
 
     facts: Facts
     grid: dict[str, int] = field(default_factory=dict)
     """the shape: atoms B, F, H, W, T, R"""
 
     trainer: str = "vplan"
-    """whose terms it is laid out by, once it is transformed"""
+    """the trainer whose terms are applied"""
 
     program: Program = field(default_factory=Program)
     sizes: list[int] = field(default_factory=list)
     """per buffer of the program: bytes at the run's shape"""
 
     side_streams: dict[int, int] = field(default_factory=dict)
-    """buffer -> CUDA stream, where it is not the default one (0): no other takes its memory, not even freed"""
+    """buffer -> CUDA stream, if it is not the default one (0). Other streams never reuse its memory, even freed"""
 
     load: Stage = field(default_factory=lambda: Stage("load", []))
     step: Stage = field(default_factory=lambda: Stage("step", []))
-    """forward and backward of one micro-batch as it lasts; of a job that only samples, one call of the model"""
+    """forward and backward of one micro-batch in a later step; if the job only samples, one call of the model"""
 
     first_step: Stage | None = None
-    """the first one, where it differs: the optimizer steps inside it, or cuBLAS takes its workspaces"""
+    """the first one, if it differs: the optimizer steps inside it, or cuBLAS allocates its workspaces"""
 
     accumulate: Stage | None = None
-    """a further one before the optimizer steps, its gradients added to those that are there"""
+    """a further micro-batch before the optimizer steps; its gradients are added to the existing ones"""
 
     optimizer_first: Stage = field(default_factory=lambda: Stage("optimizer_first", []))
-    """the first optimizer step, which makes the states"""
+    """the first optimizer step, which creates the states"""
 
     optimizer: Stage = field(default_factory=lambda: Stage("optimizer", []))
     checkpointed: frozenset[Block] = frozenset()
-    """the blocks that are checkpointed, where only some are"""
+    """for partial checkpointing: the blocks that are checkpointed"""
 
     ranks: tuple[int, ...] = ()
-    """ranks that do not allocate alike, this run's among them, where an engine has such; see `Configuration.rank`"""
+    """ranks that allocate differently, including this run's, if an engine has such; see `Configuration.rank`"""
 
     phases: PhaseStages = field(default_factory=PhaseStages)
     empty_cache: EmptyCache = field(default_factory=EmptyCache)
@@ -156,14 +156,13 @@ class Run:
     handover: Handover = field(default_factory=Handover)
     encoding_only: EncodingOnly = field(default_factory=EncodingOnly)
     base: Run | None = None
-    """the same recordings before any transformation, where a search laid them out: what takes long to work out of the
-    step is worked out once"""
+    """the same recordings before any transformation, if a search laid them out: expensive results are shared there"""
 
     resized: bool = field(init=False, default=False)
-    """whether a recorded buffer takes other than what was recorded"""
+    """whether a recorded buffer was given another size"""
 
     sums: dict[Callable[[Run], int], int] | None = field(init=False, default=None)
-    """of `summed`, where a search keeps them for this shape and nothing was transformed yet"""
+    """results of `summed`, if a search keeps them for this shape and nothing was transformed yet"""
 
     _shared: dict[object, Any] = field(init=False, default_factory=dict)
 

@@ -1,7 +1,7 @@
-"""What a Run carries beside its training stages, one record per reader.
+"""What a Run carries besides its training stages, one record per reader.
 
-Transformations set their attributes; who reads them is said at each. The defaults are those of our own trainer: class
-attributes that nothing can change, so that no `__init__` is needed.
+Transformations set the attributes; each record's docstring names its reader. The defaults are those of our own trainer.
+They are immutable class attributes, so no `__init__` is needed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ class PhaseStages:
     """The stages of the phases around training. `Run.stages` puts them in order."""
 
     before_load: tuple[Stage, ...] = ()
-    """what is on the GPU for a while before the model's weights come, the allocator's cache emptied behind each"""
+    """what is on the GPU for a while before the model is loaded; the allocator's cache is emptied after each"""
 
     encode_once: Stage | None = None
-    """text encoders and VAE work on the data set beside the model that is loaded"""
+    """text encoders and VAE encode the data set while the model is loaded already"""
 
     unload: Stage | None = None
-    """what was loaded beside the model goes, before the first step"""
+    """what was loaded beside the model is freed, before the first step"""
 
     encode: Stage | None = None
-    """text encoders and VAE work on each batch before the model does; of a run that only encodes, all it does"""
+    """text encoders and VAE encode each batch before its step; in a run that only encodes, everything"""
 
     validation: tuple[tuple[PhaseName, Stage], ...] = ()
-    """denoising and decoding of a sample; where a job only samples, what comes behind its denoising"""
+    """denoising and decoding of a sample; if the job only samples, what follows its denoising"""
 
     one_step: bool = False
-    """the run validates and ends behind its first step; no later one follows"""
+    """the run validates and ends after its first step"""
 
     reload: Stage | None = None
-    """the model comes back for the next samples, where it made room for the VAE"""
+    """the model returns to the GPU for the next samples, if it made room for the VAE"""
 
     save: Stage | None = None
 
@@ -48,10 +48,10 @@ class EmptyCache:
     around_encode: bool = False
     before_validation: bool = True
     around_decode: bool = True
-    """before the VAE comes to decode a validation sample, and once the sample is done"""
+    """before the VAE is loaded to decode a validation sample, and after the sample"""
 
     after: tuple[Stage, ...] = ()
-    """stages behind which it is called as well"""
+    """further stages after which it is called"""
 
 
 class ZeroSettings(NamedTuple):
@@ -62,9 +62,9 @@ class ZeroSettings(NamedTuple):
     prefetch: int = 50_000_000
     """``stage3_prefetch_bucket_size``"""
     max_live: int = 1_000_000_000
-    """``stage3_max_live_parameters``: no more are fetched ahead"""
+    """``stage3_max_live_parameters``: the limit of fetching ahead"""
     max_reuse: int = 1_000_000_000
-    """``stage3_max_reuse_distance``: what is used again within it is not let go"""
+    """``stage3_max_reuse_distance``: what is reused within this distance is not released"""
     sub_group: int = 1_000_000_000
     """``sub_group_size``: how much of its share stage 3 steps at a time"""
     persistent: int = 100_000
@@ -77,10 +77,10 @@ class DeviceTerms:
     """Device memory that is on no tape. Read by `planner.estimate.estimate`."""
 
     outside_bytes: int = 0
-    """what a trainer takes outside torch's allocator, beside the context"""
+    """what a trainer takes outside torch's allocator, besides the CUDA context"""
 
     split_bytes: Mapping[PhaseName, int] = MappingProxyType({})
-    """the most that a VAE's convolutions which work in parts take beyond what is counted, by phase"""
+    """the most that a VAE's split convolutions take beyond what is counted, by phase"""
 
     encoders_together: bool = False
     """whether a trainer holds all encoders on the GPU while it caches"""
@@ -92,45 +92,45 @@ class DeviceTerms:
     """the text encoders that a trainer never quantises"""
 
     encoder_bits: float = 0.0
-    """of a number of a quantised text encoder's weights, where its format alone does not say"""
+    """bits per number of a quantised text encoder's weights, if the format does not determine them"""
 
     encoder_cast: str = ""
-    """the text encoder that comes in another format of 16 bits and is cast on the GPU"""
+    """the text encoder that is loaded in another 16-bit format and cast on the GPU"""
 
     encoders_whole: bool = False
-    """whether a trainer puts a text encoder on the GPU whole, where ours brings one that is larger layer by layer"""
+    """whether a trainer loads even a text encoder larger than the card whole, where ours goes layer by layer"""
 
     encoders_by_layer: bool = False
-    """whether text encoders that are cached wait in host RAM, of which a layer comes to the GPU for its turn"""
+    """whether text encoders wait in host RAM while they cache prompts, and each layer comes to the GPU for its turn"""
 
     prompts_cached_apart: bool = False
-    """whether a command of its own caches prompts, so that this one needs no room for the text encoders"""
+    """whether a separate command caches prompts, so this one needs no room for the text encoders"""
 
     vae_tile: tuple[int, ...] = ()
-    """rows and columns of a tile of the VAE and of the stride between tiles, pixels, of a trainer whose tiles are not
-    those of the recording"""
+    """rows and columns, in pixels, of a VAE tile and of the stride between tiles, if a trainer's tiles are not those of
+    the recording"""
 
     encoders_on_cpu: bool = False
-    """whether text encoders that are cached encode on the CPU"""
+    """whether text encoders cache prompts on the CPU"""
 
     kept_for_adapters: tuple[int, int] = (0, 0)
-    """(the most that a step keeps in its recording for adapters that are not there, for those that it lacks)"""
+    """the most that a step keeps (for recorded adapters that the job does not have, for those it has in addition)"""
 
 
 class HostTerms:
-    """How a trainer uses host RAM, where the strategy does not say. Read by `planner.estimate.host_ram`."""
+    """How a trainer uses host RAM, as far as the strategy does not say. Read by `planner.estimate.host_ram`."""
 
     extra_bytes: int = 0
     """what each process keeps beyond what its strategy says"""
 
     copies_shared_inputs: bool = False
-    """whether offloaded checkpoints hold copies of what all blocks are given alike"""
+    """whether offloaded checkpoints hold copies of the inputs that all blocks share"""
 
     swap_pins: Literal["exact", "rounded", "staging"] = "exact"
-    """what block swap pins: its blocks as they lie, copies in torch's pinned memory, or two blocks on their way"""
+    """what block swap pins: its blocks in place, copies in torch's pinned memory, or two blocks in transit"""
 
     checkpoints_pin: Literal["exact", "rounded", "none"] = "exact"
-    """the same of checkpoints in host RAM"""
+    """the same for checkpoints in host RAM"""
 
     pinned_bytes: int = 0
     """what each process pins beyond what its strategy says"""
@@ -139,7 +139,7 @@ class HostTerms:
     """whether the whole model is made in host RAM before it goes to the GPU"""
 
     quantises_loaded: bool = False
-    """whether it is in 16 bits there, and quantised behind that"""
+    """whether it is loaded in 16 bits there, and quantised afterwards"""
 
     loader_workers: int = 0
     """processes that load data, per GPU"""
@@ -149,34 +149,34 @@ class WorkTerms:
     """Work of a step that no tape counts, for its seconds. Read by `planner.estimate.work` and `.traffic`."""
 
     exchanged_bytes: int = 0
-    """what a micro-batch's attentions exchange between the GPUs that share its tokens, as if all were sent"""
+    """what the attentions of a micro-batch exchange between the GPUs that share its tokens, as if all were sent"""
 
     optimizer_launches: int = 0
     """operators that a trainer's own optimizer launches beyond those recorded"""
 
     optimizer_bytes: int = 0
-    """what these read and write"""
+    """bytes that these read and write"""
 
     forward_bytes: int = 0
-    """what a trainer's own blocks read and write in one forward beyond those recorded; negative where it is less"""
+    """what a trainer's own blocks read and write in one forward beyond what is recorded; negative if it is less"""
 
     backward_bytes: int = 0
-    """the same of a backward, without what it recomputes"""
+    """the same for a backward, without what it recomputes"""
 
     forward_launches: int = 0
     """operators that a trainer's own blocks launch in one forward beyond those recorded"""
 
     backward_launches: int = 0
-    """the same of a backward, without what it recomputes"""
+    """the same for a backward, without what it recomputes"""
 
     attention_masked: bool = False
-    """whether a trainer gives attention a mask where none is recorded"""
+    """whether a trainer passes attention a mask that the recording does not have"""
 
     attention_kernel: str = ""
     """the kernel that a trainer calls itself, as `planner.layout.attention_kernel.kernel` names it"""
 
     mask_bytes: int = 0
-    """what all heads read of that mask in one forward, where it is a matrix of all pairs of tokens"""
+    """what all heads read of that mask in one forward, if it is a matrix over all pairs of tokens"""
 
     captured: bool = False
     """whether a trainer replays its whole step as one CUDA graph"""
@@ -186,20 +186,20 @@ class Handover:
     """Values that one transformation leaves for a later one."""
 
     gathered_bytes: int = 0
-    """the most that an engine that splits weights gathers in a forward, with its buffers: validation takes it too"""
+    """the most that a sharding engine gathers in a forward, with its buffers; validation needs it too"""
 
     workspaces: tuple[int, ...] = ()
-    """buffers of cuBLAS's workspaces, of the thread that runs forward and of autograd's, put in last of all"""
+    """buffers of cuBLAS's workspaces, for the thread that runs forward and autograd's; inserted last"""
 
 
 class EncodingOnly(NamedTuple):
-    """Of a run that only encodes (`planner.layout.phases.encoding_runs`): what it takes as a whole."""
+    """What a run that only encodes takes as a whole (`planner.layout.phases.encoding_runs`)."""
 
     peak_bytes: int = 0
-    """allocated; 0 of every other run"""
+    """allocated; 0 for every other run"""
 
     waiting_bytes: int = 0
-    """weights in host RAM, from which they come in turn"""
+    """weights that wait in host RAM for their turn"""
 
     by_layer: str = ""
     """the text encoder that is too large for the card as a whole"""
