@@ -1,8 +1,11 @@
-"""The best strategy for a job by estimate alone: lossless before lossy, then the fastest that fits.
+"""Finds the best strategy for a job by estimates alone: lossless before lossy, then the fastest that fits.
 
-A replay of the allocator says for certain whether a plan fits, and takes the longest. So strategies are taken in order
-of a lower bound of their seconds, which costs little; what a quick estimate lets through is replayed; and the first
-replay that fits is the answer, because nothing behind it in the queue can be faster. Pure, given a getter of facts.
+Only a replay of the allocator decides for certain whether a plan fits, and it takes the most time. So strategies are
+taken in the order of a cheap lower bound of their seconds; what a quick estimate lets through is replayed; and the
+first replay that fits is the answer, because nothing later in the queue can be faster. Pure, given a function that
+finds facts.
+
+Read `Search.best`, `Search.by_speed` and `Search.tightest`; the rest is what they are made of.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ RUNNERS_UP = 3
 
 
 class Search:
-    """One search: what was estimated and replayed is kept for the next question about the same job.
+    """One search. What was estimated and replayed is kept for the next question about the same job.
 
-    ``policy``: what is a candidate and what counts as fitting; by estimate alone when not given.
+    ``policy``: what is a candidate and what counts as fitting; by default estimates alone decide.
     """
 
     def __init__(self, question: Question, screen: Screen, policy: Policy | None = None) -> None:
@@ -60,7 +63,7 @@ class Search:
         self._tiled: dict[Job, bool] = {}
 
     def about(self, question: Question) -> Search:
-        """A search for another question, by the same policy."""
+        """A search for another question, with the same policy."""
         return Search(question, self.screen, self.policy.about(question))
 
     @property
@@ -69,7 +72,7 @@ class Search:
         return len(self.feasibility.considered)
 
     def best(self, job: Job, explain: bool = True) -> Suggestion | None:
-        """The best plan for a job of just this shape; None when nothing fits, not even tightly."""
+        """The best plan for a job of exactly this shape; None if nothing fits, not even tightly."""
         for verdict in ("fits", "tight"):
             for lossy in (None,) if self.question.allow_lossy else (False, True):
                 if plan := next(self.by_speed(job, lossy, verdict), None):
@@ -78,7 +81,7 @@ class Search:
         return None
 
     def suggestion(self, plan: Estimate, explain: bool = True) -> Suggestion:
-        """A plan as an answer, with the runners-up and what its switches did where that is to be explained."""
+        """A plan as an answer. If it is to be explained, with the runners-up and the effect of its switches."""
         if not explain:
             return Suggestion(plan, (), (), self.considered)
         others, switches = self.runners_up(plan), self.switches(plan)
@@ -101,8 +104,8 @@ class Search:
         return self._without_copies(list(self.policy.candidates(job, recorded)))
 
     def _without_copies(self, recorded: list[ResolvedStrategy]) -> list[ResolvedStrategy]:
-        """Strategies without those whose adapters copy their inputs and need not: the same step, with operators and
-        tensors that nobody needs."""
+        """Strategies without those whose adapters copy their inputs although they need not: the step is the same, with
+        operators and tensors that nobody needs."""
         shared = {one.replace(adapter_inputs="cast") for one in recorded if one.adapter_inputs == "shared"}
         return [one for one in recorded if one not in shared]
 
@@ -114,8 +117,8 @@ class Search:
         return bool(tapes) and all(where[name] == fixed for name, fixed in tapes[0].regime.items())
 
     def needs_tiles(self, job: Job) -> bool:
-        """Whether the VAE would need more than the card gives, to cache the clip whole or to decode a whole sample of
-        validation."""
+        """Whether the VAE needs more than the card has to cache the whole clip, or to decode a whole validation
+        sample."""
         question = self.question
         if job.method == "sample":  # its VAE decodes, with tiles or without: both are candidates
             return False
@@ -129,15 +132,16 @@ class Search:
         return self._tiled[job]
 
     def _above_budget(self, device_bytes: int) -> bool:
-        """Whether so much may be more than the card gives, at the upper end of the margin."""
+        """Whether so many bytes may exceed the card's budget, at the upper end of the margin."""
         return margin.interval(device_bytes, sides=self.question.sides)[1] > self.question.budget_bytes
 
     def by_speed(
         self, job: Job, lossy: bool | None, verdict: str = "fits", below: Callable[[], float] = lambda: math.inf
     ) -> Iterator[Estimate]:
-        """Plans with at least this verdict, the fastest first; among equally fast ones the least switched.
+        """Plans with at least this verdict, fastest first; of equally fast ones, the one with the fewest switches
+        first.
 
-        ``below``: device bytes that their quick estimates must stay below, which may change behind each plan.
+        ``below``: device bytes that quick estimates must stay below; the limit may change after each plan.
         """
         candidates = self.candidates(job, lossy)
         start = self.space.baseline(job)
@@ -202,8 +206,8 @@ class Search:
                 push(found, self.checkpoint_count.floor_seconds(job, found), None)
 
     def _fewest_replayed(self, job: Job, plan: Estimate, low: int | None, verdict: str) -> Estimate:
-        """The plan with as few swapped blocks, more than ``low``, as reach the verdict in a replay; the plan itself
-        where that is None."""
+        """The plan with the fewest swapped blocks, but more than ``low``, that reaches the verdict in a replay; the
+        plan itself if ``low`` is None."""
         latest = self._latest
         while low is not None and plan.configuration.strategy.swap_blocks - low > 1:
             middle = (plan.configuration.strategy.swap_blocks + low) // 2
@@ -221,11 +225,11 @@ class Search:
         return self.feasibility.quick_estimate(job, strategy)
 
     def most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy:
-        """The strategy with the most blocks swapped that it allows and the host's RAM holds."""
+        """The strategy with the most swapped blocks that it allows and the host RAM holds."""
         return self.swap_count.most_in_ram(job, strategy)
 
     def estimate(self, job: Job, strategy: ResolvedStrategy) -> Estimate:
-        """The full estimate, replayed once, from whose fragmentation later questions learn."""
+        """The full estimate, replayed once; later questions learn from its fragmentation."""
         key = (job, strategy)
         if key not in self._estimates:
             self._estimates[key] = self.fresh_estimate(job, strategy)
@@ -233,18 +237,18 @@ class Search:
         return self._estimates[key]
 
     def fresh_estimate(self, job: Job, strategy: ResolvedStrategy, cached: bool = True) -> Estimate:
-        """The full estimate, replayed each time, from which no later question learns. ``cached``: as for `assess`."""
+        """The full estimate, replayed each time; later questions learn nothing from it. ``cached``: as in `assess`."""
         self._latest = self._assess(job, strategy, cached)
         return self._latest.estimate
 
     def _assess(self, job: Job, strategy: ResolvedStrategy, cached: bool = True, flushes: bool = False) -> Assessment:
-        """`assess` of one candidate. Searches leave flushes out; only `tightest` asks for them."""
+        """`assess` of one candidate. Searches leave cache flushes out; only `tightest` asks for them."""
         screen, candidate = self.screen, self.question.candidate(job, strategy)
         lay_out = screen.run_cache.lay_out
         return assess(candidate, screen.facts(candidate), screen.trainer, lay_out, cached, flushes=flushes)
 
     def try_estimate(self, job: Job, strategy: ResolvedStrategy) -> Estimate | None:
-        """The full estimate, or None where there is no recording for it."""
+        """The full estimate; None if there is no recording for it."""
         try:
             return self.estimate(job, strategy)
         except NotEstimatedError as error:
@@ -255,8 +259,8 @@ class Search:
     # ---- what an answer says beside its plan
 
     def tightest(self, job: Job, lossy: bool | None = None, flushes: bool = True) -> Estimate | None:
-        """The plan that needs least of what is short, when nothing fits. Lossy only where that helps. It is `tight`
-        where it runs because PyTorch empties its cache, unless ``flushes`` is False."""
+        """The plan that needs least of what is short, when nothing fits. It is lossy only if that helps. It is `tight`
+        if it runs because PyTorch empties its cache, unless ``flushes`` is False."""
         tightest = self.tightest_first(job, lossy, 1)
         if lossy is None:
             least = tightest[0].device_bytes if tightest else 0
@@ -276,10 +280,10 @@ class Search:
     def tightest_first(
         self, job: Job, lossy: bool | None = None, count: int = TIGHTEST, smallest: Job | None = None
     ) -> list[QuickEstimate]:
-        """Quick estimates with all blocks swapped that may be, the one that needs least first.
+        """Quick estimates with as many blocks swapped as allowed; the one that needs least comes first.
 
-        Left out are ways of stepping where they change nothing, and what cannot be among the first ``count``; and,
-        where the job at its ``smallest`` shape is given, what lacks host RAM even there.
+        Left out are kinds of optimizer step if they change nothing, and what cannot be among the first ``count``. If
+        the job at its ``smallest`` shape is given, what lacks host RAM even there is left out too.
         """
         floors = {strategy: self.pruning.floor_bytes(job, strategy) for strategy in self.candidates(job, lossy)}
         place = {strategy: index for index, strategy in enumerate(floors)}
@@ -314,8 +318,8 @@ class Search:
         return sorted(places, key=tight)
 
     def runners_up(self, plan: Estimate) -> tuple[Estimate, ...]:
-        """The next plans by falling speed, each needing less memory than the one before; and when the plan is lossy,
-        the best one that is not."""
+        """The next plans by falling speed, each needing less memory than the one before; if the plan is lossy, also the
+        best lossless one."""
         others: list[Estimate] = []
         lowest = self._quick_estimate_of(plan).device_bytes
 
@@ -341,18 +345,18 @@ class Search:
         return tuple(others)
 
     def best_lossless(self, job: Job) -> Estimate | None:
-        """The fastest lossless plan that fits, else the fastest that is tight, else the one that needs least memory;
-        None when there is no lossless strategy."""
+        """The fastest lossless plan that fits, or else the fastest tight one, or else the one that needs least memory;
+        None if there is no lossless strategy."""
         for verdict in ("fits", "tight"):
             if plan := next(self.by_speed(job, False, verdict), None):
                 return plan
         return self.tightest(job, False)
 
     def switches(self, plan: Estimate) -> tuple[Switch, ...]:
-        """What each step from the baseline to the plan saved and cost, in an order in which each is allowed. What costs
-        time and saves nothing where it stands, because the peak is elsewhere still, comes last.
+        """What each step from the baseline to the plan saved and cost, in an order in which each step is allowed. Steps
+        that cost time and save nothing at their place, because the peak is still elsewhere, come last.
 
-        By quick estimates: what fragmentation takes or gives on the way is left out.
+        Based on quick estimates, so changes in fragmentation are left out.
         """
         order = switched(self.space.baseline(plan.job), plan.strategy)
         found = self._switches(plan, order)
@@ -387,8 +391,8 @@ class Search:
     def _try_quick_estimate(
         self, job: Job, strategy: ResolvedStrategy, recorded: Configuration | None = None
     ) -> QuickEstimate | None:
-        """The quick estimate of a strategy that nobody checked for recordings; None without one, or when refused.
-        ``recorded``: as for `Screen.facts`."""
+        """The quick estimate of a strategy that may have no recordings; None without them, or if it is refused.
+        ``recorded``: as in `Screen.facts`."""
         try:
             return self.feasibility.quick_estimate(job, strategy, recorded)
         except NotEstimatedError as error:

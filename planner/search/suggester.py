@@ -1,6 +1,7 @@
-"""From a question to the plan for it: what `vplan suggest` prints and `vplan train` trains.
+"""From a question to its plan: what `vplan suggest` prints and `vplan train` trains.
 
-One `Suggester` answers questions about several models and cards, and reads each tape and each measurement once.
+`Suggester.suggest` answers in full; `Suggester.fitting` finds the plan only. One `Suggester` answers questions about
+several models and cards, and reads each tape and each measurement once.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ OTHER_CARD = 0.02
 
 
 class Suggester:
-    """Suggests plans for questions of one trainer. ``prefer``: "speed", or a name in `objectives.PREFERRED`.
-    ``policy``: what of a question is a candidate, where not everything is. ``run_cache``: of another search."""
+    """Suggests plans for one trainer. ``prefer``: "speed", or a name in `objectives.PREFERRED`. ``policy``: what counts
+    as a candidate, if not everything does. ``run_cache``: that of another search."""
 
     def __init__(
         self,
@@ -54,10 +55,10 @@ class Suggester:
         self._measurements: dict[tuple[str, str], ModelMeasurements] = {}
 
     def suggest(self, question: Question, early: Callable[[Suggestion], object] | None = None) -> Suggestion:
-        """The plan for a question, explained: the best that fits; else the tightest, and what to relax where not even
-        that runs. ``early``: called with the plan alone as soon as it is known, about half-way.
+        """The plan for a question, explained: the best one that fits, or else the tightest one, with what to relax if
+        not even that runs. ``early``: called with the plan alone as soon as it is known, about half-way.
 
-        Raises a VplanError where there is nothing to search, or the question contradicts itself.
+        Raises a VplanError if there is nothing to search, or the question contradicts itself.
         """
         search, fitting = self.fitting(question)
         suggestion = fitting or Suggestion(_tightest(search), (), (), search.considered)
@@ -72,7 +73,8 @@ class Suggester:
         return _assumed(question, suggestion)._replace(considered=search.considered)
 
     def short(self, search: Search, suggestion: Suggestion) -> Suggestion:
-        """A suggestion that does not fit, with what would: one wish less, or else how far all together reach."""
+        """The suggestion for a question that does not fit, with what would: one option relaxed, or else how far
+        relaxing all of them reaches."""
         plan = suggestion.plan
         suggestion = suggestion._replace(unrecorded=unrecorded(search, plan))
         relax = relaxed(search, search.question.job)
@@ -84,8 +86,8 @@ class Suggester:
         return suggestion._replace(relaxed=(), least=reached, larger_card=self._on_a_larger_card(search, plan))
 
     def _on_a_larger_card(self, search: Search, plan: Estimate) -> Estimate | None:
-        """The plan on the smallest class of card that it fits, with as much host RAM, in whole GiB, as it needs. None
-        where the card is not what is short, or it fits none."""
+        """The plan on the smallest class of card that it fits, with as much host RAM as it needs, in whole GiB. None if
+        the card is not what is short, or no class fits."""
         machine = search.question.machine
         if plan.limit != "gpu" or machine.unified:
             return None
@@ -103,8 +105,8 @@ class Suggester:
         return None
 
     def _other_kind(self, search: Search, plan: Estimate) -> tuple[Relaxed, ...]:
-        """What plans of the other kind reach: on one GPU without loss; the most without loss where the plan is lossy,
-        or with loss where the most was asked for."""
+        """What plans of the other kind reach. On one GPU: without loss. If the plan is lossy: the most without loss. If
+        the most was asked for: the most with loss."""
         question, objective = search.question, chosen_objective(search.question, self.prefer)
         given_up = plan.lossy and not question.allow_lossy
         alone = tuple(one_gpu(search, plan.job)) if given_up else ()
@@ -113,8 +115,8 @@ class Suggester:
         return (*alone, *(other_kind(search, plan, objective) if objective else ()))
 
     def fitting(self, question: Question) -> tuple[Search, Suggestion | None]:
-        """The search that answers a question, and the plan alone that it finds: of full training where nothing fits one
-        that tries what is for such a case."""
+        """The search that answers a question, and the plan it finds. If nothing fits in full training, the search also
+        tries the values reserved for that case."""
         search = self.search(question)
         found = self.best(search, explain=False)
         if found is None and question.job.method == "full" and not question.last_resort:
@@ -131,7 +133,7 @@ class Suggester:
         return Search(question, self.screen, self.policy(question) if self.policy else None)
 
     def best(self, search: Search, explain: bool) -> Suggestion | None:
-        """The best plan by the chosen objective, or the fastest when there is none; None where nothing fits."""
+        """The best plan for the chosen objective, or the fastest if there is none; None if nothing fits."""
         objective = chosen_objective(search.question, self.prefer)
         if objective is None:
             return search.best(search.question.job, explain)
@@ -151,7 +153,7 @@ class Suggester:
         return self._measurements[key]
 
     def _on_smaller_cards(self, search: Search, plan: Estimate) -> tuple[Estimate, ...]:
-        """The plan on the cards sold under the same label that give less, where the verdict changes."""
+        """The plan on the smaller cards that are sold under the same label, if the verdict changes there."""
         question, assessment = search.question, search.chosen
         others = []
         for card in card_lookup.smaller_cards(question.gpu):
@@ -176,7 +178,7 @@ def _assumed(question: Question, suggestion: Suggestion) -> Suggestion:
 
 
 def assumptions(question: Question, plan: Estimate) -> tuple[str, ...]:
-    """The question's and the plan's, corrected where the search chose another shape."""
+    """The question's assumptions and the plan's, corrected if the search chose another shape."""
     if plan.job == question.job:
         return (*question.assumptions, *plan.assumptions)
     kept = [note for note in question.assumptions if " frames" not in note and " pixels" not in note]
@@ -224,7 +226,7 @@ def unrecorded(search: Search, plan: Estimate) -> Unrecorded | None:
 
 
 def shortage(search: Search, tightest: Estimate) -> str:
-    """What would fit with more RAM, else what the tightest plan needs, in words."""
+    """What would fit with more RAM, or else what the tightest plan needs, in words."""
     ram = tightest.machine.host_ram
     richer = min(more_ram(search, tightest.job), key=lambda wish: wish.plan.host_ram_bytes, default=None)
     if richer is not None and ram is not None:
