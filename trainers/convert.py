@@ -22,6 +22,9 @@ from trainers.worker import ResultFile, end_with_parent
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Formats of weights that can be trained from, as safetensors and torch call them."""
 
+PREFIX = "model.diffusion_model."
+"""How names begin in a checkpoint that once held encoders too."""
+
 
 def main(arguments: list[str]) -> int:
     """Converts what the request in the folder named by the only argument asks for."""
@@ -60,7 +63,8 @@ def convert(file: Path, profile: ModelProfile, folder: Path) -> None:
     try:
         (partial / "config.json").write_text(json.dumps(profile.config), encoding="utf-8")
         try:
-            model = kind.from_single_file(str(file), config=str(partial), torch_dtype=dtype, local_files_only=True)
+            source = _in_own_names(file, kind, profile) or str(file)
+            model = kind.from_single_file(source, config=str(partial), torch_dtype=dtype, local_files_only=True)
             missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
         except (ValueError, KeyError, RuntimeError, AttributeError, IndexError, OSError) as error:
             reason = " ".join(str(error).split())[:160]
@@ -74,6 +78,22 @@ def convert(file: Path, profile: ModelProfile, folder: Path) -> None:
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _in_own_names(file: Path, kind: Any, profile: ModelProfile) -> dict[str, Any] | None:
+    """The tensors of a file that has the model's own names behind a prefix; None for any other. diffusers looks for
+    those names as they are (Qwen-Image, loaders/single_file_model.py), and ComfyUI takes the prefix away."""
+    from accelerate import init_empty_weights
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    with safe_open(file, framework="pt") as opened:
+        names = set(opened.keys())
+    with init_empty_weights():
+        own = kind.from_config(profile.config).state_dict().keys()
+    if names != {PREFIX + name for name in own}:
+        return None
+    return {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
 
 
 def _dtype(file: Path) -> str:

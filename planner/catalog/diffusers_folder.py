@@ -280,20 +280,26 @@ def _leaves(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, An
         yield key, value, depth
 
 
-def check_kinds(config: Config, configs: Iterable[Config], where: str) -> None:
+def check_kinds(config: Config, configs: Iterable[Config], where: str, table: str = "") -> None:
     """Raises a VplanError for text where all `configs` of the class have numbers, and the like.
 
     Null is allowed everywhere, and lists where there are single values: diffusers takes both. A key that no known
-    config has is not judged here.
+    config has is not judged here, nor within a table (``vision_config``) whose other keys are known. ``table``: how the
+    names of keys begin in messages.
     """
-    kinds: dict[str, set[str]] = {}
+    known: dict[str, list[Any]] = {}
     for config_of_class in configs:
         for key, value in config_of_class.items():
-            kinds.setdefault(key, set()).update(_kinds(value))
+            if value is not None:
+                known.setdefault(key, []).append(value)
     for key, value in config.items():
-        allowed = kinds.get(key, set())
+        values = known.get(key, [])
+        if isinstance(value, dict) and values and all(isinstance(one, dict) for one in values):
+            check_kinds(value, values, where, f"{table}{key}.")
+            continue
+        allowed = set().union(*map(_kinds, values))
         if len(allowed) == 1 and not _kinds(_as_integer(value)) <= allowed | _ALSO_ALLOWED.get(min(allowed), set()):
-            raise VplanError(f"{where}: {key} {quoted(value)} is not {min(allowed)}", "correct the file")
+            raise VplanError(f"{where}: {table}{key} {quoted(value)} is not {min(allowed)}", "correct the file")
 
 
 _ALSO_ALLOWED = {"a number": {"a whole number"}, "a whole number": set(), "a text": set(), "true or false": {"a text"}}

@@ -59,9 +59,10 @@ if TYPE_CHECKING:
 FAILED = 4
 """Exit code: the processes we started failed for another reason than memory."""
 
-NO_GPU = (
-    "tune measures real runs and needs an NVIDIA GPU, but none responds: `vplan suggest` answers by estimate alone, "
-    "`vplan tune --runner rehearse` proves a plan on a virtual GPU, and --runner simulate shows a search"
+NO_GPU = "tune measures real runs and needs an NVIDIA GPU, but none responds"
+WITHOUT_GPU = (
+    "use `vplan suggest`, which answers by estimate alone, --runner rehearse, which proves a plan on a virtual GPU, or "
+    "--runner simulate, which shows a search"
 )
 
 
@@ -175,7 +176,7 @@ def _own_gpu() -> str:
 
     _, cards = visible()
     if not cards or not cards[0].get("name"):
-        raise VplanError(NO_GPU)
+        raise VplanError(NO_GPU, WITHOUT_GPU)
     for package in ("torch", "diffusers"):
         if importlib.util.find_spec(package) is None:
             raise VplanError(f"tune measures real runs and needs {package}", "install it: pip install 'vplan[train]'")

@@ -50,6 +50,8 @@ class Captions(NamedTuple):
     """by name and column: the other files that a row names"""
     faults: list[Fault]
     """what has no caption, and rows that cannot be used"""
+    unused: Sequence[str] = ()
+    """files with a caption and no clip of their name"""
 
 
 def read_captions(folder: Folder, names: Sequence[str], source: DataSource, tell: Callable[[int], None]) -> Captions:
@@ -103,7 +105,8 @@ def _from_texts(folder: Folder, names: Sequence[str], tell: Callable[[int], None
             found.texts[name] = _text_of(folder.inside(caption_file))
         except UnusableError as error:
             found.faults.append(Fault(printable(name), str(error)))
-    return found
+    stems = {os.path.splitext(name)[0] for name in names}
+    return found._replace(unused=[text for text in folder.texts if text.removesuffix(".txt") not in stems])
 
 
 def _text_of(file: Path) -> str:

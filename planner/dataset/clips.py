@@ -56,7 +56,7 @@ def frames(path: Path, indices: Sequence[int], height: int, width: int, threads:
         try:
             with Image.open(path) as image:
                 ImageOps.exif_transpose(image, in_place=True)  # loads it
-                picture = image if image.mode == "RGB" else image.convert("RGB")
+                picture = _in_colour(image)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UnusableError(f"broken image ({_short(error)})") from None
         return numpy.stack([numpy.asarray(_fit(picture, height, width))])
@@ -98,11 +98,26 @@ def _image_size(path: Path) -> Media:
         with Image.open(path) as image:
             turned = image.getexif().get(0x0112, 1) >= 5  # Orientation: 5 to 8 lie on their side
             width, height = image.size[::-1] if turned else image.size
+            _check_depth(image)
     except UnidentifiedImageError:
         raise UnusableError("not an image, or broken") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UnusableError(f"broken image ({_short(error)})") from None
     return Media(1, Fraction(0), height, width)
+
+
+def _check_depth(image: Image.Image) -> None:
+    """Raises an UnusableError for numbers of 32 bits: no file says which of them is white."""
+    if image.mode in ("I", "F") and image.format != "PNG":  # Pillow before 11 has a PNG's 16 bits in 32
+        raise UnusableError("its pixels have 32 bits, and 8 or 16 are read")
+
+
+def _in_colour(image: Image.Image) -> Image.Image:
+    """An image as RGB. Pillow's own conversion cuts 16 bits of grey off at 255: nearly all of them become white."""
+    _check_depth(image)
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        image = Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _video_size(path: Path) -> Media:

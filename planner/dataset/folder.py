@@ -25,10 +25,15 @@ class Folder:
         self._allowed = tuple(f"{str(root).rstrip('/')}/" for root in allowed_roots(self.root))
         self._real: dict[str, str] = {}
         """folders within it by where they really are: most files lie beside many others"""
+        self.texts: list[str] = []
+        """paths of the `.txt` files that `media` came by"""
+        self.links_outside: list[str] = []
+        """paths of the folders that it did not look into, because they are links to others"""
 
     def media(self) -> Iterator[str]:
         """Paths under the folder, with slashes, of what is called like a video or image. Hidden ones are passed
         over."""
+        self.texts, self.links_outside = [], []
 
         def refuse(error: OSError) -> None:
             raise error
@@ -38,11 +43,20 @@ class Folder:
                 folders[:] = sorted(name for name in folders if not name.startswith("."))
                 relative = Path(place).relative_to(self.root).as_posix()
                 opening = "" if relative == "." else f"{relative}/"
+                self.links_outside += [opening + name for name in folders if self._leads_outside(place, name)]
                 for name in sorted(files):
-                    if not name.startswith(".") and is_media(name):
+                    if name.startswith("."):
+                        continue
+                    if is_media(name):
                         yield opening + name
+                    elif name.endswith(".txt"):
+                        self.texts.append(opening + name)
         except OSError as error:
             raise _unreadable(self.root, error) from None
+
+    def _leads_outside(self, place: str, name: str) -> bool:
+        path = os.path.join(place, name)
+        return os.path.islink(path) and not f"{os.path.realpath(path)}/".startswith(self._allowed)
 
     def inside(self, name: str) -> Path:
         """The file of a name that lies in the folder and leads nowhere else; an UnusableError says what is wrong.

@@ -10,7 +10,7 @@ Everything that is wrong is found before anything is loaded, and named with its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from planner.dataset.folder import Folder, printable
 from planner.dataset.sources import DataSource
 from planner.errors import VplanError
 from planner.spec.job import Job
+from planner.units import plural
 
 __all__ = ["Clip", "Dataset", "Fault", "Sample", "Scan", "read", "scan"]
 
@@ -48,6 +49,8 @@ class Scan(NamedTuple):
 
     clips: tuple[Clip, ...]
     faults: tuple[Fault, ...]
+    unused: tuple[str, ...] = ()
+    """files with a caption and no clip of their name"""
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,17 @@ def in_buckets(
         opening = f"{Path(source.folder).name}/" if len(scans) > 1 else ""
         samples += [sample._replace(clip=sample.clip._replace(name=opening + sample.clip.name)) for sample in made]
         faults += [fault._replace(name=opening + fault.name) for fault in sorted((*found.faults, *unfit))]
-        notes += [f"{opening} {note}".lstrip() for note in words]
+        notes += [f"{opening} {note}".lstrip() for note in (*words, *_unused(found.unused))]
     if faults and not (skip_bad and samples):
         raise refused(faults, len(samples) + len(faults))
     return Dataset(tuple(samples), tuple(faults), tuple(notes))
+
+
+def _unused(texts: Sequence[str]) -> Iterator[str]:
+    """A caption that is alone may be misspelt, or beside a clip of a kind that is not read."""
+    if texts:
+        some = ", ".join(map(printable, texts[:MAX_NAMED])) + (", and others" if len(texts) > MAX_NAMED else "")
+        yield f"without a video or image of their name: {plural(len(texts), 'caption')} ({some})"
 
 
 def _with_companions(folder_scan: Scan, profile: ModelProfile, job: Job) -> Scan:
@@ -118,9 +128,8 @@ def _with_companions(folder_scan: Scan, profile: ModelProfile, job: Job) -> Scan
         Fault(printable(clip.name), f"no {column} in its row: {profile.title} {why}") for clip in folder_scan.clips
     ]
     faults = [fault for clip, fault in zip(folder_scan.clips, faults, strict=True) if clip.name not in has]
-    return Scan(
-        tuple(clip for clip in folder_scan.clips if clip.name in has), tuple(sorted((*folder_scan.faults, *faults)))
-    )
+    clips_with = tuple(clip for clip in folder_scan.clips if clip.name in has)
+    return folder_scan._replace(clips=clips_with, faults=tuple(sorted((*folder_scan.faults, *faults))))
 
 
 def _with_sound(folder_scan: Scan, profile: ModelProfile) -> Scan:
@@ -159,6 +168,8 @@ def scan(source: DataSource, *, captioned: bool = True, tell: Callable[..., None
         captions = Captions(dict.fromkeys(names, ""), {}, [])
     else:
         captions = read_captions(folder, names, source, partial(progress, "captions of"))
+    reason, fix = "a link to another folder, which is not followed", "list where it leads as a [[source]] of its own"
+    captions.faults.extend(Fault(f"{printable(name)}/", reason, fix) for name in folder.links_outside)
     if not names and not captions.texts and not captions.faults:
         suffixes = ", ".join((*clips.VIDEOS, *clips.IMAGES))
         fault = f"there are no videos or images in {source.folder}"
@@ -174,7 +185,7 @@ def scan(source: DataSource, *, captioned: bool = True, tell: Callable[..., None
                     usable.append(look)
                 else:
                     faults.append(look)
-    return Scan(tuple(usable), tuple(sorted(faults)))
+    return Scan(tuple(usable), tuple(sorted(faults)), tuple(captions.unused))
 
 
 class _Progress:

@@ -215,11 +215,17 @@ def run(request: RunRequest, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
 
 @contextlib.contextmanager
 def locked(output: Path, node: int = 0) -> Iterator[bool]:
-    """Keeps a second run out of an output folder, which the nodes of one run share; a VplanError when one is in it.
+    """Keeps a second run out of an output folder, which the nodes of one run share; a VplanError when one is in it, or
+    where nobody may write.
 
     The lock goes with the process, however it ends. Gives False where the file system has no locks.
     """
-    with (output / f".lock-{node}").open("w") as file:
+    try:
+        file = (output / f".lock-{node}").open("w")
+    except OSError as error:  # a folder of another user, or of a drive that is mounted read-only
+        fault = f"cannot write to {output}: {error.strerror}"
+        raise VplanError(fault, "make it writable, or choose another --output") from None
+    with file:
         try:
             has_lock = lock_file(file.fileno(), wait=False)
         except BlockingIOError:

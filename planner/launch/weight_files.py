@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
 
 def file_names(folder: Path) -> list[str]:
     """The safetensors files that make up a denoiser: as the index says, or the only one."""
-    single, index = f"{STEM}.safetensors", folder / f"{STEM}.safetensors.index.json"
+    single, index = stored(folder, STEM, variant(folder))
     if index.is_file():
         try:
             names = sorted(set(json.loads(read_bytes(index, MAX_INDEX_BYTES))["weight_map"].values()))
@@ -82,15 +83,30 @@ def file_names(folder: Path) -> list[str]:
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise VplanError(f"{folder} lacks the shard {missing[0]}", AGAIN)
         return names
-    if (folder / single).is_file():
-        return [single]
-    others = sorted(folder.glob(f"{STEM}.*.safetensors"))
-    if len(others) == 1:  # a variant: diffusion_pytorch_model.fp16.safetensors
-        return [others[0].name]
+    if single.is_file():
+        return [single.name]
     if any(path.suffix in PICKLES for path in folder.iterdir()):
         fault = f"{folder} has its weights only as pickles, which can run any code"
         raise VplanError(fault, "convert them: save_pretrained(..., safe_serialization=True)")
-    raise VplanError(f"{folder} has no {single}", AGAIN)
+    raise VplanError(f"{folder} has no {single.name}", AGAIN)
+
+
+def variant(folder: Path) -> str | None:
+    """The one variant that a part's weights are there in (``fp16``, of ``model.fp16.safetensors``); None where they
+    have the plain names, or several."""
+    if any(path.is_file() for stem in STEMS for path in stored(folder, stem, None)):
+        return None
+    name = re.compile(rf"(?:{'|'.join(STEMS)})\.(?:(\w+)\.safetensors|safetensors\.index\.(\w+)\.json)")
+    matches = [match for path in folder.iterdir() if (match := name.fullmatch(path.name))]
+    found = {match[1] or match[2] for match in matches}
+    return found.pop() if len(found) == 1 else None
+
+
+def stored(folder: Path, stem: str, named: str | None) -> tuple[Path, Path]:
+    """The file, and the index of shards, that weights in a variant may be in."""
+    if named is None:
+        return folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    return folder / f"{stem}.{named}.safetensors", folder / f"{stem}.safetensors.index.{named}.json"
 
 
 def check_architecture(folder: Path, profile: ModelProfile) -> None:
@@ -122,10 +138,11 @@ def _same(one: Any, other: Any) -> bool:
 def part_files(root: Path, part: str) -> Iterator[Path]:
     """The safetensors of an encoder or a VAE in a pipeline's folder, every shard of them, and their index."""
     folder = root / part
+    named = variant(folder)
     for stem in STEMS:
-        index = folder / f"{stem}.safetensors.index.json"
-        if (folder / f"{stem}.safetensors").is_file():
-            yield folder / f"{stem}.safetensors"
+        single, index = stored(folder, stem, named)
+        if single.is_file():
+            yield single
             return
         if index.is_file():
             yield index

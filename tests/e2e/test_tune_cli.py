@@ -66,11 +66,12 @@ def test_what_cannot_fit_is_not_measured(capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.skipif(bool(doctor.gpus()[1]), reason="there is a GPU")
-def test_without_a_gpu_one_line_says_what_works() -> None:
+def test_without_a_gpu_it_says_what_works() -> None:
     done = subprocess.run(vplan.command("tune", *ONE), capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert "needs an NVIDIA GPU" in line and "--runner simulate" in line and "vplan suggest" in line
+    error, fix = done.stderr.splitlines()
+    assert error.startswith("error: ") and "needs an NVIDIA GPU" in error
+    assert fix.startswith("fix: ") and "--runner simulate" in fix and "vplan suggest" in fix
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import diffusers  # noqa: E402
 from diffusers import WanTransformer3DModel  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -19,7 +20,7 @@ from planner.catalog import lookup  # noqa: E402
 from planner.errors import VplanError  # noqa: E402
 from planner.launch import single_file  # noqa: E402
 from planner.spec.plan import write_plan  # noqa: E402
-from tests.trainers import runs  # noqa: E402
+from tests.trainers import runs, tiny  # noqa: E402
 from trainers import convert  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
@@ -77,6 +78,19 @@ def test_one_file_is_the_model_of_the_folder(place: runs.Place, file: Path, tmp_
     wanted = WanTransformer3DModel.from_pretrained(place.root / "model" / "transformer").state_dict()
     assert made.keys() == wanted.keys()
     assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("name", ["qwen-image", "hidream-i1"])
+def test_a_file_in_diffusers_own_names_may_have_a_prefix(name: str, prefix: str, tmp_path: Path) -> None:
+    """Qwen-Image for ComfyUI is published with it too, and diffusers finds none of its tensors then."""
+    profile = tiny.profile(name)
+    kind = getattr(diffusers, profile.diffusers_class)
+    wanted = kind.from_config(profile.config).state_dict()
+    save_file({prefix + key: tensor.contiguous() for key, tensor in wanted.items()}, tmp_path / "one.safetensors")
+    convert.convert(tmp_path / "one.safetensors", profile, tmp_path / "model")
+    made = kind.from_pretrained(tmp_path / "model").state_dict()
+    assert made.keys() == wanted.keys() and all(torch.equal(made[key], tensor) for key, tensor in wanted.items())
 
 
 @pytest.mark.parametrize("fault", ["other model", "fp8", "damaged", "lacks one"])

@@ -98,7 +98,11 @@ def load(root: Path, part: str, class_name: str, dtype: torch.dtype) -> nn.Modul
 
     try:
         model: nn.Module = _class(class_name).from_pretrained(
-            str(root / part), torch_dtype=dtype, use_safetensors=True, local_files_only=True
+            str(root / part),
+            torch_dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            variant=weight_files.variant(root / part),
         )
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:160]

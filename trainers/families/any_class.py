@@ -182,7 +182,7 @@ class AnyClass(Family):
 
     def _recorded_depth(self, stack: Stack) -> int:
         few = HEAD + TAIL + 2  # as `trainers.recording.tapes.shallow_config`
-        return min(few, self.profile.depth(stack)) + self.profile.traits.last_block_apart
+        return min(few + self.profile.traits.last_block_apart, self.profile.depth(stack))
 
     def tokens_of(self, latents: Tensor) -> int:
         """Cells of one sample, however they lie in its tensor."""

@@ -127,18 +127,23 @@ def _is_prime(number: int) -> bool:
 
 
 def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict[str, Any]:
-    """The published config with few ``blocks`` in each stack; a UNet, whose levels all differ, keeps its depth."""
+    """The published config with few ``blocks`` in each stack; a UNet, whose levels all differ, keeps its depth.
+
+    Never with more than the model has: a tape of more blocks than are laid out cannot be read.
+    """
     config = dict(profile.config)
     dual = config.get("dual_attention_layers")
     if dual:  # SD3.5 medium: blocks with a second attention, then plain ones, then a last one without text output
         assert list(dual) == list(range(len(dual)))
-        return {**config, "dual_attention_layers": list(range(blocks)), "num_layers": 2 * blocks + 1}
+        two, plain = min(blocks, len(dual)), min(blocks, config["num_layers"] - len(dual) - 1)
+        return {**config, "dual_attention_layers": list(range(two)), "num_layers": two + plain + 1}
     shared = config["num_layers"] - config["mmdit_layers"] if "mmdit_layers" in config else 0
     if shared:  # EasyAnimate 7B: blocks with weights of their own for text, then blocks that share them
-        return {**config, "mmdit_layers": blocks, "num_layers": 2 * blocks}
+        own = min(blocks, config["mmdit_layers"])
+        return {**config, "mmdit_layers": own, "num_layers": own + min(blocks, shared)}
     for stack in profile.stacks:
         if stack.alike and isinstance(config.get(stack.depth_key), int):
-            config[stack.depth_key] = min(blocks, config[stack.depth_key]) + profile.traits.last_block_apart
+            config[stack.depth_key] = min(blocks + profile.traits.last_block_apart, config[stack.depth_key])
     return config
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,7 @@ from planner.hardware import doctor
 from planner.launch.recorders import Derivation, Recorders
 from planner.spec.job import Strategy
 from planner.spec.rules import resolve
-from planner.tape.format import READABLE
-from planner.tape.packed_json import DAMAGES, unpack
+from planner.tape.codec import read_tape
 from planner.tape.variants.choice import ONE_SAMPLE, optimizer_variant, sample_variant, step_variant
 from planner.tape.variants.torch_and_card import BOTH, TorchAndCard
 
@@ -111,8 +109,9 @@ def first_variants(profile: ModelProfile) -> Iterator[str]:
 
 
 def is_current(path: Path) -> bool:
-    """Whether a tape's file exists, is complete, and has a format that is read."""
+    """Whether a tape's file exists and can be read: what a plan would call damaged is recorded again."""
     try:
-        return bool(json.loads(unpack(path))["format"] in READABLE)
-    except (*DAMAGES, KeyError, TypeError):
+        read_tape(path)
+    except VplanError:
         return False
+    return True

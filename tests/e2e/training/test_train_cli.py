@@ -243,6 +243,13 @@ def test_a_second_run_in_the_same_folder_is_refused(place: runs.Place, tmp_path:
     assert done.returncode == 1 and "another run is writing" in done.stderr
 
 
+def test_a_folder_that_nobody_may_write_to_is_named(place: runs.Place, tmp_path: Path) -> None:
+    (tmp_path / ".lock-0").mkdir()  # what even root cannot write
+    done = run(place, tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"cannot write to {tmp_path}: " in done.stderr and "choose another --output" in done.stderr
+
+
 def test_the_printed_command_trains(place: runs.Place, tmp_path: Path) -> None:
     done = run(place, tmp_path, "--steps", "2", "--print-command", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -210,6 +210,9 @@ def test_every_bundled_config_passes_its_own_limits() -> None:
         (8, "silu", "is not a text"),
         (1, True, "is not true or false"),
         ("rms_norm", False, ""),
+        # Qwen2.5-VL's own config.json says more of its vision tower than the profiles do.
+        ({"depth": 32, "hidden_act": "silu", "initializer_range": 0.02}, {"depth": 32}, ""),
+        ({"depth": "two", "hidden_act": "silu"}, {"depth": 32}, r"key.depth 'two' is not a whole number"),
     ],
 )
 def test_text_where_a_number_belongs(value: object, known: object, message: str) -> None:

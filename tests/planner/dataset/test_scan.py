@@ -180,6 +180,29 @@ def test_a_dataset_in_a_hugging_face_cache_is_links(tmp_path: Path) -> None:
     assert len(read(snapshot).samples) == 2
 
 
+def test_a_link_to_another_folder_is_named_and_one_within_is_not(tmp_path: Path) -> None:
+    """What it leads to was left out of the training without a word."""
+    tiny.write_clips(tmp_path / "elsewhere", 1)
+    tiny.write_clips(tmp_path / "data" / "own", 2)
+    os.symlink("own", tmp_path / "data" / "same")
+    assert len(read(tmp_path / "data").samples) == 2
+    os.symlink(tmp_path / "elsewhere", tmp_path / "data" / "more")
+    with pytest.raises(VplanError, match=r"1 of 3 .* more/: a link to another folder, which is not followed") as caught:
+        read(tmp_path / "data")
+    assert "[[source]]" in caught.value.fix
+    assert len(read(tmp_path / "data", skip_bad=True).samples) == 2
+
+
+def test_captions_without_a_clip_are_noted(tmp_path: Path) -> None:
+    """A misspelt name, or a clip of a kind that is not read, was left out without a word."""
+    tiny.write_clips(tmp_path, 2)
+    assert "without" not in " ".join(read(tmp_path).notes)
+    (tmp_path / "photo.avif").touch()
+    (tmp_path / "photo.txt").write_text("a cat")
+    assert "without a video or image of their name: 1 caption (photo.txt)" in read(tmp_path).notes
+    assert "photo" not in " ".join(read(tmp_path, caption="a cat").notes)
+
+
 def test_folders_that_are_none(tmp_path: Path) -> None:
     assert "no videos or images" in refusal(tmp_path)
     assert "cannot read" in refusal(tmp_path / "nowhere")

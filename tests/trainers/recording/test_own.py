@@ -99,6 +99,24 @@ def test_a_folder_becomes_a_model(tmp_path: Path, own_home: Path) -> None:
     assert "vplan record my-wan --variant step-lora-half-fp32-autocast-none-one" in missing.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mochi-1", {"num_layers": 2}),
+        ("sd3-medium", {"num_layers": 5}),
+        ("sd3.5-medium", {"num_layers": 5, "dual_attention_layers": [0, 1]}),
+        ("easyanimate-v5.1-7b", {"num_layers": 5, "mmdit_layers": 2}),
+        ("flux.1-dev", {"num_layers": 1, "num_single_layers": 3}),
+    ],
+)
+def test_a_model_of_few_blocks_is_recorded_as_it_is(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Where the last block is of another kind, more blocks were recorded than there are, and no tape could be read."""
+    place = wrote(tmp_path / "few", "transformer", published(name, **changes))
+    answer("record", place, "--variant", LORA, "--variant", ADAMW)
+    words = ("--gpu", "80GB", "--gradient-checkpointing", "full", "--text-encoder", "cached", "--vae", "cached")
+    assert answer("estimate", "few", *words)["peak"]["allocated_bytes"]
+
+
 def test_what_is_there_is_not_recorded_again_and_what_changed_is(tmp_path: Path, own_home: Path) -> None:
     place = wrote(tmp_path / "mine", "transformer", published("wan2.1-t2v-1.3b", **SMALL))
     assert len(answer("record", place, "--variant", ADAMW)["tapes"]) == 1
@@ -107,7 +125,8 @@ def test_what_is_there_is_not_recorded_again_and_what_changed_is(tmp_path: Path,
     assert answer("record", place, "--variant", ADAMW)["tapes"] == []
     # Killed while it wrote: the part is passed over, a damaged or old tape is recorded again.
     path.with_suffix(".1.part").write_bytes(first[:100])
-    for damaged in (first[:100], b"", gzip.compress(b'{"format": 0}')):
+    no_tape = gzip.compress(json.dumps({**json.loads(gzip.decompress(first)), "tape": {}}).encode())
+    for damaged in (first[:100], b"", gzip.compress(b'{"format": 0}'), no_tape):
         path.write_bytes(damaged)
         assert len(answer("record", place, "--variant", ADAMW)["tapes"]) == 1
         assert path.read_bytes() == first
