@@ -44,8 +44,8 @@ INSTALLED = {
     ("simpletuner", "train"): ("accelerate", "simpletuner/train.py"),
     ("run-cmd.sh", "train"): ("python", "scripts/train.py"),
 }
-"""Commands of a trainer's own that start a script of its own, and by what (SimpleTuner bc8e6ab simpletuner/cli/train.py;
-OneTrainer 23df3832 run-cmd.sh)."""
+"""Commands of a trainer's own that start a script of its own, and by what (SimpleTuner bc8e6ab
+simpletuner/cli/train.py; OneTrainer 23df3832 run-cmd.sh)."""
 
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _DISTRIBUTED = ("torch.distributed.run", "torch.distributed.launch")
