@@ -253,6 +253,8 @@ def _checked(asked: PageQuestion, said: dict[str, Any]) -> Shown:
     if least := said["least"]:
         need = format_gib(Estimate.read(least["estimate"]).peak.device_bytes)
         shown["notes"].insert(0, f"no option of this trainer makes it fit; the least it reaches is {need}")
+    ways = said.get("not_priced", [])
+    shown["notes"] += [f"not priced, and may need less: {way['written']} ({way['why']})" for way in ways]
     remarks = [("has no effect here", said["ineffective"]), ("no longer exists", said["gone"])]
     shown["notes"] += [f"{what}: {each['flag']} ({each['why']})" for what, many in remarks for each in many]
     shown["notes"] += [f"unknown option of this script: {flag}" for flag in said["unknown"]]

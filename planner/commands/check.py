@@ -25,6 +25,7 @@ from planner.commands._shared.rendering.render_fixes import (
     print_helps,
     print_larger_card,
     print_least,
+    print_not_priced,
     print_smaller,
     print_unpriced,
     print_unrecorded,
@@ -261,7 +262,7 @@ def _print_fixes(console: Console, found: Checked) -> None:
     if estimate.verdict == "fits" or not found.searched:
         return
     if not found.fixes:
-        priced = "priced " if found.case.unpriced or found.unrecorded else ""
+        priced = "priced " if found.case.unpriced or found.unrecorded or found.not_priced else ""
         console.print(f"no {priced}option of this trainer makes it fit", style="bold", markup=False)
         print_least(console, found.least)
         print_unrecorded(console, found.unrecorded)
@@ -269,4 +270,5 @@ def _print_fixes(console: Console, found: Checked) -> None:
         print_as_lora(console, found.as_lora)
         print_larger_card(console, found.larger_card)
     print_fixes(console, estimate, found.fixes)
+    print_not_priced(console, found.not_priced)
     print_helps(console, found.helps)

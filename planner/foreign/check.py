@@ -12,6 +12,7 @@ from typing import Any
 from planner import dialects
 from planner.dialects.base.bindings import Remark
 from planner.dialects.base.dialect import nearest_fields, settings_for
+from planner.dialects.base.flag_effects import OtherWay, other_ways
 from planner.errors import NotRecordedError
 from planner.foreign.case import Case
 from planner.foreign.change_words import changed_words
@@ -53,6 +54,15 @@ class Checked:
         """How the command was understood, and what its estimate assumes; in words."""
         return (*self.case.notes, *self.outcome.estimate.assumptions)
 
+    @property
+    def not_priced(self) -> tuple[OtherWay, ...]:
+        """Where no option is enough: settings of the trainer that need less where it ends, and that are not priced."""
+        verdicts = {found.estimate.verdict for found in (self.outcome, *(fix.outcome for fix in self.fixes))}
+        if "fits" in verdicts or not self.searched:
+            return ()
+        case, phase = self.case, self.outcome.phase
+        return tuple(other_ways(case.dialect.name, case.given.settings, phase, case.machine.world))
+
     def to_json(self) -> dict[str, Any]:
         """The answer as `vplan check --json` prints it."""
         case, estimate = self.case, self.outcome.estimate
@@ -73,6 +83,7 @@ class Checked:
             "fixes": [_fix_json(fix) for fix in self.fixes],
             "least": _fix_json(self.least) if self.least else None,
             **({"unrecorded": list(self.unrecorded)} if self.unrecorded else {}),
+            **({"not_priced": [each._asdict() for each in self.not_priced]} if self.not_priced else {}),
             "smaller": [_fix_json(fix) for fix in self.smaller],
             **({"larger_card": self.larger_card.estimate.machine.gpu} if self.larger_card else {}),
             **({"as_lora": self.as_lora[1].to_json()} if self.as_lora else {}),

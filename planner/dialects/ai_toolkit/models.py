@@ -35,6 +35,9 @@ ARCHES: dict[str, tuple[str, str]] = {
     "flex.1-alpha": ("flux", "ostris/Flex.1-alpha"),
     "flux.1-kontext-dev": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
     "flux.2-dev": ("flux2", "black-forest-labs/FLUX.2-dev"),
+    "flux.2-klein-4b": ("flux2_klein_4b", "black-forest-labs/FLUX.2-klein-base-4B"),
+    "flux.2-klein-9b": ("flux2_klein_9b", "black-forest-labs/FLUX.2-klein-base-9B"),
+    "krea-2": ("krea2", "krea/Krea-2-Raw"),
     "z-image": ("zimage", "Tongyi-MAI/Z-Image"),
     "z-image-turbo": ("zimage:turbo", "Tongyi-MAI/Z-Image-Turbo"),
     "ernie-image": ("ernie_image", "baidu/ERNIE-Image"),
@@ -51,15 +54,6 @@ ARCHES: dict[str, tuple[str, str]] = {
     "sdxl": ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
 }
 """Model -> ``arch`` and what ``name_or_path`` is in its examples."""
-
-READ_ALONE: dict[str, tuple[str, str]] = {
-    "flux.2-klein-4b": ("flux2_klein_4b", "black-forest-labs/FLUX.2-klein-base-4B"),
-    "flux.2-klein-9b": ("flux2_klein_9b", "black-forest-labs/FLUX.2-klein-base-9B"),
-    "krea-2": ("krea2", "krea/Krea-2-Raw"),
-}
-"""The same of models that are not recorded without autocast, as it trains: read and priced under it, not written."""
-
-KNOWN = ARCHES | READ_ALONE
 
 ALIASES = {"flex1": "flux"}
 """Architectures that are another's (toolkit/config_modules.py ``ModelConfig``)."""
@@ -86,14 +80,14 @@ def model_of(settings: Settings) -> Fields:
     versioned = str(settings.get(f"{MODEL}arch") or "")
     arch = ALIASES.get(versioned.partition(":")[0], versioned.partition(":")[0])
     path = settings.get(f"{MODEL}name_or_path")
-    candidates = [name for known in (versioned, arch) for name, (one, _) in KNOWN.items() if one == known]
-    by_path = next((name for name, (_, known) in KNOWN.items() if known == path), None)
+    candidates = [name for known in (versioned, arch) for name, (one, _) in ARCHES.items() if one == known]
+    by_path = next((name for name, (_, known) in ARCHES.items() if known == path), None)
     name_given = settings.get("model") or by_path or find_model(path)
-    of_arch = name_given in KNOWN and KNOWN[name_given][0].partition(":")[0] == arch  # of any version
-    model = name_given if of_arch or name_given in (candidates or KNOWN) else next(iter(candidates), None)
+    of_arch = name_given in ARCHES and ARCHES[name_given][0].partition(":")[0] == arch  # of any version
+    model = name_given if of_arch or name_given in (candidates or ARCHES) else next(iter(candidates), None)
     if model is None:
         label = f"model.arch {quoted(arch)}" if arch else f"model.name_or_path {quoted(path)}, without an arch we know,"
-        arches = sorted({known for known, _ in KNOWN.values()})
+        arches = sorted({known for known, _ in ARCHES.values()})
         raise VplanError(f"{label} is not supported here", f"model.arch can be {', '.join(arches)}")
     return {"model": model, **_experts_of(settings, model)}
 
@@ -167,8 +161,6 @@ def write_model(fields: Fields) -> Settings:
     model = fields["model"]
     if model not in ARCHES:
         why = f"of the known models it trains {', '.join(ARCHES)}"
-        if model in READ_ALONE:
-            why = "it is not recorded as it trains there, without autocast: its configs are read alone"
         raise InexpressibleError(UnsupportedValue("model", model, next(iter(ARCHES)), why))
     arch, path = ARCHES[model]
     settings: Settings = {f"{MODEL}arch": arch, f"{MODEL}name_or_path": path}

@@ -9,7 +9,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import profiles
 from planner.dialects.base.bindings import Settings
@@ -51,6 +51,13 @@ class Unpriced(Record):
     """the ends of the names of the scripts that have them do so; none: of all"""
     models: tuple[Text, ...] = ()
     """the models whose code reads them; none: of all"""
+    lowers: tuple[Text, ...] = ()
+    """of settings that need less, the phases in which they do: said where one of these has the peak and no option that
+    is priced is enough"""
+    written: Text = ""
+    """how the trainer takes it for that; "{gpus}" stands for the number of GPUs"""
+    several_gpus: bool = False
+    """whether it does something on several GPUs alone"""
 
     def acts(self, value: object, script: str, model: str) -> bool:
         """Whether a setting's value does what is said here, in a script and for a model."""
@@ -81,6 +88,22 @@ class FlagEffects(Record):
             row = by_name.get(name)
             if row is not None and row.acts(value, script, model):
                 yield name, row
+
+
+class OtherWay(NamedTuple):
+    """A setting that the trainer has against a shortage of memory and that is not priced."""
+
+    written: str
+    why: str
+
+
+def other_ways(trainer: str, settings: Settings, phase: str, gpus: int) -> Iterator[OtherWay]:
+    """Those of a trainer that lower the memory of a phase and are not in use."""
+    said = effects(trainer)
+    used = {id(row) for _, row in said.acting(settings)}
+    for row in said.unpriced:
+        if phase in row.lowers and id(row) not in used and (gpus > 1 or not row.several_gpus):
+            yield OtherWay(row.written.replace("{gpus}", str(gpus)), row.why)
 
 
 @functools.cache

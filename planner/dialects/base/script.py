@@ -41,9 +41,12 @@ LAUNCHERS = {
     "torchrun": (),
     "deepspeed": (),
 }
-INSTALLED = {("simpletuner", "train"): "simpletuner/train.py"}
-"""Commands that a trainer installs and that start a script of its own by `accelerate launch` (SimpleTuner bc8e6ab
-simpletuner/cli/train.py)."""
+INSTALLED = {
+    ("simpletuner", "train"): ("accelerate", "simpletuner/train.py"),
+    ("run-cmd.sh", "train"): ("python", "scripts/train.py"),
+}
+"""Commands of a trainer's own that start a script of its own, and by what (SimpleTuner bc8e6ab
+simpletuner/cli/train.py; OneTrainer 23df3832 run-cmd.sh)."""
 
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _DISTRIBUTED = ("torch.distributed.run", "torch.distributed.launch")
@@ -307,7 +310,8 @@ def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonComma
             return None
         return _launched(name, rest[len(verb) :], environment)
     if (name, *rest[:1]) in INSTALLED:
-        return PythonCommand("accelerate", {}, INSTALLED[name, rest[0]], tuple(rest[1:]), environment)
+        launcher, script = INSTALLED[name, rest[0]]
+        return PythonCommand(launcher, {}, script, tuple(rest[1:]), environment)
     if not _PYTHON.fullmatch(name):
         return None if not name.endswith(".py") else PythonCommand("python", {}, name, tuple(rest), environment)
     return _launched("python", rest, environment)

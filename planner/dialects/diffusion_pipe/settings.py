@@ -198,8 +198,8 @@ def _write_steps(fields: Fields) -> Settings:
 def _spread_of(settings: Settings) -> Fields:
     stages = integer(settings.get("config:pipeline_stages", 1), "pipeline_stages")
     if stages > 1:
-        fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not supported here"
-        raise VplanError(fault, "write pipeline_stages = 1")
+        fault = f"pipeline_stages {stages}: a model cut over GPUs layer by layer is not priced"
+        raise VplanError(fault, "it may well train so; priced is pipeline_stages = 1, the whole model on each GPU")
     world = settings.get("gpus", 1) * settings.get("nodes", 1)
     with_all_blocks = settings.get("config:disable_block_swap_for_eval") and evaluation.is_given(settings)
     if settings.get("config:blocks_to_swap") and with_all_blocks:

@@ -13,6 +13,8 @@ from planner.dialects.base.dialect import translate
 from planner.dialects.base.flag_effects import FlagEffects
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
+from planner.foreign.case import settle
+from planner.foreign.check import check_case
 
 WITH_EFFECTS = sorted(path.stem for path in profiles.FLAG_EFFECTS.glob("*.toml"))
 READERS = Path(planner.dialects.__file__).parent
@@ -279,3 +281,39 @@ def test_megatron_of_an_accelerate_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "megatron.yaml").write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n", encoding="utf-8")
     with pytest.raises(VplanError, match="--use_megatron_lm is not priced"):
         read_command(tmp_path, f"--config_file megatron.yaml {QWEN}")
+
+
+FULL_OF_FLUX = """
+dataset = "set.toml"
+micro_batch_size_per_gpu = 1
+activation_checkpointing = true
+[model]
+type = "flux"
+diffusers_path = "FLUX.1-dev"
+dtype = "bfloat16"
+[optimizer]
+type = "adamw_optimi"
+"""
+
+
+@pytest.mark.parametrize(("gpus", "ways"), [(1, []), (5, ["pipeline_stages = 5"])])
+def test_what_a_trainer_has_and_nothing_prices_is_named_where_no_option_is_enough(
+    tmp_path: Path, gpus: int, ways: list[str]
+) -> None:
+    """Who trains FLUX.1 in full on five cards of 48 GB cuts the model over them; on one nothing is cut."""
+    (tmp_path / "set.toml").write_text("resolutions = [512]\n[[directory]]\npath = 'images'\n")
+    (tmp_path / "full.toml").write_text(FULL_OF_FLUX)
+    (tmp_path / "train.sh").write_text(f"deepspeed --num_gpus={gpus} train.py --deepspeed --config full.toml\n")
+    dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+    found = check_case(settle(dialect, given, {}, {"gpu": "48GB"}))
+    assert found.outcome.estimate.verdict == "no"
+    assert [way.written for way in found.not_priced] == ways
+    assert [way["written"] for way in found.to_json().get("not_priced", [])] == ways
+
+
+def test_a_way_that_is_in_use_is_not_named_again() -> None:
+    ways = flag_effects.other_ways("simpletuner", {"config:model_family": "flux"}, "encode", 1)
+    assert [way.written for way in ways] == ["offload_during_startup: true"]
+    used = {"config:offload_during_startup": True}
+    assert not list(flag_effects.other_ways("simpletuner", used, "encode", 1))
+    assert not list(flag_effects.other_ways("simpletuner", {}, "train", 1))

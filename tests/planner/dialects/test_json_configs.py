@@ -93,8 +93,12 @@ def test_stable_diffusion_3_of_onetrainer(tmp_path: Path) -> None:
     assert (found["model"], found["batch_size"], found["height"]) == ("sd3-medium", 4, 1024)
 
 
-def test_a_command_of_onetrainer_names_its_config(tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_text("python scripts/train.py --config-path config.json\n")
+@pytest.mark.parametrize(
+    "start", ["python scripts/train.py", "./run-cmd.sh train", "/root/OneTrainer/run-cmd.sh train"]
+)
+def test_a_command_of_onetrainer_names_its_config(tmp_path: Path, start: str) -> None:
+    """By Python, or by the script that its README names for all tasks."""
+    (tmp_path / "train.sh").write_text(f"HF_HOME=/root/hf_cache {start} --config-path config.json\n")
     with pytest.raises(VplanError, match="is not here"):
         dialects.read_script(from_file(tmp_path / "train.sh"))
     (tmp_path / "config.json").write_text(json.dumps(ONETRAINER))

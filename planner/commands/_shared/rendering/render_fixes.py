@@ -11,6 +11,7 @@ from planner.units import format_gib, format_seconds, gib
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from planner.dialects.base.flag_effects import OtherWay
     from planner.foreign.case import Case
     from planner.foreign.pricing import CheckedEstimate
     from planner.foreign.rehearsed_command import CheckedRehearsal
@@ -69,6 +70,12 @@ def print_unrecorded(console: Console, unrecorded: Iterable[str]) -> None:
     """The options that were not tried, because nothing was recorded of them."""
     if words := _in_a_line(unrecorded):
         console.print(f"not recorded, so not tried: {words}", style="dim", markup=False)
+
+
+def print_not_priced(console: Console, ways: Iterable[OtherWay]) -> None:
+    """What the trainer has against such a shortage and no estimate counts."""
+    for way in ways:
+        console.print(f"not priced, and may need less: {way.written} ({way.why})", markup=False)
 
 
 def print_smaller(console: Console, smaller: Iterable[Fix]) -> None:

@@ -9,6 +9,8 @@ import pytest
 from planner import dialects
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
+from planner.foreign.case import settle
+from planner.foreign.check import check_case
 from planner.foreign.export import export, write_files
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
@@ -49,7 +51,11 @@ def test_a_version_of_an_architecture_is_a_model(words: str, model: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("model", "is_distilled"), [("z-image-turbo", True), ("z-image", False), ("flux.1-schnell", True)]
+    ("model", "is_distilled"),
+    [
+        *(("z-image-turbo", True), ("z-image", False), ("flux.1-schnell", True)),
+        *(("krea-2", False), ("flux.2-klein-4b", False), ("flux.2-klein-9b", False)),
+    ],
 )
 def test_a_written_config_of_a_distilled_model_names_its_training_adapter(
     model: str, is_distilled: bool, tmp_path: Path
@@ -61,6 +67,23 @@ def test_a_written_config_of_a_distilled_model_names_its_training_adapter(
     path = tmp_path / "config.yaml"
     assert translate(*dialects.read_script(from_file(path))).job["model"] == model
     assert ("assistant_lora_path" in path.read_text()) == is_distilled
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "name_or_path: krea/Krea-2-Raw, arch: krea2",
+        "name_or_path: black-forest-labs/FLUX.2-klein-base-4B, arch: flux2_klein_4b",
+        "name_or_path: black-forest-labs/FLUX.2-klein-base-9B, arch: flux2_klein_9b, quantize: true",
+    ],
+)
+def test_models_that_came_last_are_priced_without_autocast_too(words: str, tmp_path: Path) -> None:
+    """In 16 bits there was no answer of them: recorded were steps under autocast alone."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG % words)
+    found = check_case(settle(*dialects.read_script(from_file(file)), {}, {"gpu": "80GB"}), search=False)
+    assert found.case.strategy.autocast == "none"
+    assert found.outcome.estimate.verdict == "fits"
 
 
 @pytest.mark.parametrize(("path", "tokens"), [("FLUX.1-schnell", 512), ("FLUX.1-dev", None)])
