@@ -305,7 +305,7 @@ def test_what_a_trainer_has_and_nothing_prices_is_named_where_no_option_is_enoug
     (tmp_path / "full.toml").write_text(FULL_OF_FLUX)
     (tmp_path / "train.sh").write_text(f"deepspeed --num_gpus={gpus} train.py --deepspeed --config full.toml\n")
     dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
-    found = check_case(settle(dialect, given, {}, {"gpu": "48GB"}))
+    found = check_case(read_case(dialect, given, {}, {"gpu": "48GB"}))
     assert found.outcome.estimate.verdict == "no"
     assert [way.written for way in found.not_priced] == ways
     assert [way["written"] for way in found.to_json().get("not_priced", [])] == ways

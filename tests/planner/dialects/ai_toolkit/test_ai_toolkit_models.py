@@ -81,7 +81,7 @@ def test_models_that_came_last_are_priced_without_autocast_too(words: str, tmp_p
     """In 16 bits there was no answer of them: recorded were steps under autocast alone."""
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG % words)
-    found = check_case(settle(*dialects.read_script(from_file(file)), {}, {"gpu": "80GB"}), search=False)
+    found = check_case(read_case(*dialects.read_script(from_file(file)), {}, {"gpu": "80GB"}), search=False)
     assert found.case.strategy.autocast == "none"
     assert found.outcome.estimate.verdict == "fits"
 
