@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from planner.spec.job import WeightsDtype
 from planner.spec.plan import PhaseName
 from planner.tape.program import Stage
 
@@ -138,8 +139,17 @@ class HostTerms:
     loads_on_cpu: bool = False
     """whether the whole model is made in host RAM before it goes to the GPU"""
 
+    loaded_as: WeightsDtype = "bf16"
+    """in which format it is made there"""
+
     quantises_loaded: bool = False
     """whether it is in 16 bits there, and quantised behind that"""
+
+    encoders_wait: bool = False
+    """whether text encoders whose outputs are cached come back to host RAM, and wait there until training begins"""
+
+    waits_for_latents: bool = False
+    """whether the model and the text encoders are moved to host RAM while latents are cached"""
 
     loader_workers: int = 0
     """processes that load data, per GPU"""
