@@ -148,6 +148,7 @@ TrainerTrait = Literal[
     "loaded-as-trained",
     "loaded-as-published",
     "encoders-wait",
+    "read-for-swapped-blocks",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
@@ -173,6 +174,7 @@ sample too. joint-tensor-kept: of a block that gives text and image as parts of 
 fusion-checkpointed: blocks that fuse a prompt's states before the model's own, too.
 text-encoders-trained: always, beside the model.
 encoders-wait: in host RAM, from when their outputs are cached until training begins.
+read-for-swapped-blocks: into host RAM whole, where blocks are swapped.
 loaded-as-trained: its script loads it in the precision it trains in, loaded-as-published in that of its files, others
 in fp32.
 """

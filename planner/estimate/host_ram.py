@@ -17,7 +17,7 @@ from planner.layout.run import Run
 from planner.layout.sharding import nvme
 from planner.layout.sharding.host_memory import EngineHostBytes, bytes_per_parameter, engine_host_bytes
 from planner.spec.configuration import Configuration
-from planner.spec.job import QUANTISED, SPLIT, Machine, Strategy
+from planner.spec.job import SPLIT, Machine, Strategy
 from planner.spec.plan import PhaseName
 from planner.tape.variants import UNPAGED, trained_storage
 from planner.units import GIB
@@ -180,6 +180,8 @@ def _training(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
     if share.waiting:  # the model was made before they encoded, and goes to the GPU behind them
         by_phase["encode"] = {"weights": share.waiting, "loading": loading}
         loading = run.summed(_largest_weight)
+    if run.host.loaded_bytes:  # what stays there was loaded there
+        loading = max(0, loading - share.blocks)
     by_phase["load"] = {"weights": held["weights"] + share.waiting, "ema": held["ema"], "loading": loading}
     by_phase["train"] = held
     if run.strategy.validation_mode != "off":
@@ -295,12 +297,10 @@ def _loading(run: Run) -> int:
     """What the weights pass through on their way to the GPU.
 
     Ours are read one by one out of mapped files (trainers/step/step.py ``materialise``), so it is the largest in the
-    GPU's format. Others may make the whole model on the CPU first (``HostTerms.loads_on_cpu``); a quantised one goes to
-    the GPU as it is made, unless a trainer quantises what is loaded (``HostTerms.quantises_loaded``).
+    GPU's format. Others may have the whole model in host RAM first (``HostTerms.loaded_bytes``).
     """
-    host, weights = run.host, run.strategy.weights(run.job.method)
-    if host.loads_on_cpu and (host.quantises_loaded or weights == host.loaded_as or weights not in QUANTISED):
-        return int(BYTES_PER_PARAMETER[host.loaded_as] * run.facts.model.parameters)
+    if run.host.loaded_bytes:
+        return int(run.host.loaded_bytes * run.facts.model.parameters)
     if run.strategy.sharding in SPLIT and run.elements:  # whole, before it is split
         return 2 * max(run.elements.values())
     return run.summed(_largest_weight)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from planner.spec.job import WeightsDtype
 from planner.spec.plan import PhaseName
 from planner.tape.program import Stage
 
@@ -136,14 +135,9 @@ class HostTerms:
     pinned_bytes: int = 0
     """what each process pins beyond what its strategy says"""
 
-    loads_on_cpu: bool = False
-    """whether the whole model is made in host RAM before it goes to the GPU"""
-
-    loaded_as: WeightsDtype = "bf16"
-    """in which format it is made there"""
-
-    quantises_loaded: bool = False
-    """whether it is in 16 bits there, and quantised behind that"""
+    loaded_bytes: float = 0
+    """of each parameter in host RAM before the model goes to the GPU; 0: its files are mapped, and read weight by
+    weight"""
 
     encoders_wait: bool = False
     """whether text encoders whose outputs are cached come back to host RAM, and wait there until training begins"""

@@ -64,7 +64,6 @@ def loaded_on_the_cpu(run: Run) -> None:
     ``quantize_model``)."""
     weights = run.strategy.weights(run.job.method)
     from_pretrained(run, "bf16" if weights in QUANTISED else weights)
-    run.host.quantises_loaded = True
 
 
 def moved_for_latents(run: Run) -> None:

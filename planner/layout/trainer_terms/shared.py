@@ -83,8 +83,8 @@ def from_pretrained(run: Run, dtype: WeightsDtype) -> None:
     """The model is loaded on the CPU in a format. What the files have in that format stays mapped, and takes no RAM of
     its own; else all of it is cast, shard by shard (diffusers model_loading_utils.py ``load_model_dict_into_meta``). A
     quantised one goes to the GPU as it is made."""
-    run.host.loads_on_cpu = dtype not in QUANTISED and dtype != run.facts.model.traits.published_dtype
-    run.host.loaded_as = dtype
+    if dtype not in QUANTISED and dtype != run.facts.model.traits.published_dtype:
+        run.host.loaded_bytes = BYTES_PER_PARAMETER[dtype]
 
 
 def swap_in_place(run: Run) -> None:

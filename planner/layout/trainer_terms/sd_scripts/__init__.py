@@ -46,7 +46,7 @@ def cast_on_the_cpu(run: Run) -> None:
     """A model's file is mapped on the CPU; ``--fp8_base`` casts all of it there (``load_target_model`` of
     flux_train_network.py and sd3_train_network.py)."""
     if run.strategy.weights_dtype == "fp8":
-        run.host.loads_on_cpu, run.host.loaded_as = True, "fp8"
+        run.host.loaded_bytes = 1
 
 
 def encoders_wait(run: Run) -> None:
