@@ -27,6 +27,7 @@ from planner.layout.run import Facts
 from planner.search import capacity_axes, ladder
 from planner.search.capacity_map import Capacity, Forms, Mapper, Shape
 from planner.search.longest_clip import Longest, longest
+from planner.search.policy import EstimatePolicy, Policy
 from planner.search.question import Question, Switch
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
@@ -169,11 +170,17 @@ class Builder:
         self.gpu = card_lookup.parse_gpus(plan.machine.gpu)[1]
         self.cards[plan.machine.gpu] = self.gpu
         self.screen = Screen(self._facts, plan.trainer)
-        self.suggester = Suggester(plan.trainer, run_cache=self.screen.run_cache)
-        """of what other cards take"""
         # What a search sets is open again: the page is about all ways, not the plan's alone.
         typed = typed_only(plan.job.method, plan.strategy, ())
-        self.search = Search(Question(plan.job, typed, plan.machine, self.model, self.gpu), self.screen)
+        question = Question(plan.job, typed, plan.machine, self.model, self.gpu)
+        policy: Callable[[Question], Policy] = EstimatePolicy
+        if plan.trainer != "vplan":
+            from planner.foreign.trainer_policy import other_ways_of  # which reads all trainers' tables
+
+            question, policy = other_ways_of(plan, question)
+        self.search = Search(question, self.screen, policy(question))
+        self.suggester = Suggester(plan.trainer, policy=policy, run_cache=self.screen.run_cache)
+        """of what other cards take"""
 
     def _facts(self, configuration: Configuration) -> Facts:
         profile = self.model if configuration.job.model == self.plan.job.model else None

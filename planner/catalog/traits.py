@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from planner.schema import Count, Flag, Record, Text
+from planner.spec.job import FloatDtype
 
 
 class ChunkedClip(Record):
@@ -144,6 +145,10 @@ TrainerTrait = Literal[
     "fusion-checkpointed",
     "sampled-without-encoders",
     "text-encoders-trained",
+    "loaded-as-trained",
+    "loaded-as-published",
+    "encoders-wait",
+    "read-for-swapped-blocks",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
@@ -168,6 +173,10 @@ makes a mask over all pairs of tokens for every head. masks-one-sample: prompts 
 sample too. joint-tensor-kept: of a block that gives text and image as parts of one tensor, only the image is offloaded.
 fusion-checkpointed: blocks that fuse a prompt's states before the model's own, too.
 text-encoders-trained: always, beside the model.
+encoders-wait: in host RAM, from when their outputs are cached until training begins.
+read-for-swapped-blocks: into host RAM whole, where blocks are swapped.
+loaded-as-trained: its script loads it in the precision it trains in, loaded-as-published in that of its files, others
+in fp32.
 """
 
 
@@ -224,6 +233,8 @@ class Traits(Record):
     called twice, or was distilled to need it once"""
     denoising_steps: Count = 50
     """of one sample, when nobody says: ``num_inference_steps`` of its pipeline's call (diffusers pipelines)"""
+    published_dtype: FloatDtype = "bf16"
+    """of its weights in the repository that diffusers reads. What is loaded so stays in the files, which are mapped"""
     stored_positions: str = ""
     """buffer with the table of sine positions for the shape in the config, from which any other shape's is made anew"""
     trained_share: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.99

@@ -56,10 +56,11 @@ def all_dialects() -> dict[str, Dialect]:
 
 
 def dialect(name: str) -> Dialect:
-    """The dialect of a trainer by name; `trainer@version` gives the trainer's. Raises a VplanError that lists the
-    supported ones."""
+    """The dialect of a trainer by name; of `trainer@scripts@version` that of the scripts, or else the trainer's. Raises
+    a VplanError that lists the supported ones."""
     table = all_dialects()
-    name = name if name in table else name.partition("@")[0]
+    while name not in table and "@" in name:
+        name = name.rpartition("@")[0]
     if name not in table:
         listed = "supported trainers: " + ", ".join(table)
         raise VplanError(f"trainer {name} is not supported", did_you_mean(name, table, listed))

@@ -83,6 +83,10 @@ class HostShare(NamedTuple):
     """text encoders and the VAE that come to the GPU for each batch"""
     encoding: int
     """the most while a text encoder encodes, before the model is there"""
+    waiting: int
+    """text encoders that wait for training to begin, once their outputs are cached"""
+    beside_latents: int
+    """the model and its text encoders, while latents are cached"""
     groups: int
     """the model under group offload"""
     grouping: int
@@ -112,6 +116,8 @@ def host_share(run: Run) -> HostShare:
         ema=single_gpu.ema_bytes(run) if run.strategy.ema == "cpu" else 0,
         components=components_host_bytes(run),
         encoding=encoding,
+        waiting=phases.waiting_encoders_bytes(run),
+        beside_latents=run.summed(_weights) + phases.encoders_bytes(run) if run.host.waits_for_latents else 0,
         groups=groups,
         grouping=grouping,
         moved=moved,
@@ -170,9 +176,15 @@ def ram_bytes(run: Run, machine: Machine) -> int:
 def _training(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
     held = _held(run, share)
     by_phase: dict[PhaseName, Parts] = {}
-    if share.encoding:
-        by_phase["encode"] = {"weights": share.encoding}
-    by_phase["load"] = {"weights": held["weights"], "ema": held["ema"], "loading": _loading(run)}
+    loading = _loading(run)
+    if before := max(share.encoding, share.beside_latents):
+        by_phase["encode"] = {"weights": before}
+    if share.waiting:  # the model was made before they encoded, and goes to the GPU behind them
+        by_phase["encode"] = {"weights": share.waiting, "loading": loading}
+        loading = run.summed(_largest_weight)
+    if run.host.loaded_bytes:  # what stays there was loaded there
+        loading = max(0, loading - share.blocks)
+    by_phase["load"] = {"weights": held["weights"] + share.waiting, "ema": held["ema"], "loading": loading}
     by_phase["train"] = held
     if run.strategy.validation_mode != "off":
         by_phase["denoise"] = {**held, "weights": held["weights"] + max(share.groups, share.grouping)}
@@ -287,14 +299,10 @@ def _loading(run: Run) -> int:
     """What the weights pass through on their way to the GPU.
 
     Ours are read one by one from mapped files (trainers/step/placement.py ``materialise``), so it is the largest in the
-    GPU's format. ``from_pretrained`` makes the whole model on the CPU first (``HostTerms.loads_on_cpu``), cast shard
-    by shard (diffusers model_loading_utils.py ``load_model_dict_into_meta``); a quantised one goes to the GPU as it is
-    made, unless a trainer quantises what is loaded (``HostTerms.quantises_loaded``).
+    GPU's format. Others may have the whole model in host RAM first (``HostTerms.loaded_bytes``).
     """
-    if run.host.loads_on_cpu and run.strategy.weights(run.job.method) in ("fp32", "bf16", "fp16"):
-        return run.summed(_weights)
-    if run.host.quantises_loaded:
-        return 2 * run.facts.model.parameters
+    if run.host.loaded_bytes:
+        return int(run.host.loaded_bytes * run.facts.model.parameters)
     if run.strategy.sharding in SPLIT and run.elements:  # whole, before it is split
         return 2 * max(run.elements.values())
     return run.summed(_largest_weight)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 from planner import dialects
 from planner.catalog.card_limits import BF16_ATTENTION_FROM
 from planner.catalog.shapes import check_job
-from planner.catalog.swapped_stacks import splits
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
-from planner.errors import ContradictionError, VplanError
+from planner.errors import VplanError
 from planner.foreign.export import (
     SLURM,
     able,
@@ -27,113 +24,19 @@ from planner.foreign.export import (
     priced,
     settings_and_fields,
 )
+from planner.foreign.trainer_policy import OURS, PRECISION, TrainerPolicy, plan_for, typed
 from planner.layout.experts import expert_assumption
 from planner.search.cost import WORTH_LOSS
-from planner.search.policy import EstimatePolicy
 from planner.search.question import Question, Suggestion, Switch
-from planner.search.space import Space, searched
+from planner.search.space import searched
 from planner.search.suggester import Suggester
-from planner.spec.combinations.contradictions import contradictions
-from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Plan
-from planner.spec.rules import ResolvedStrategy, resolve
+from planner.spec.rules import ResolvedStrategy
 from planner.units import format_gib
-
-OURS = "vplan"
 
 NO_TRAINERS = (SLURM, "accelerate", "diffusers-pipeline")
 """Targets of an export that train nothing by themselves."""
-
-PRECISION = ("adapter_dtype", "autocast")
-"""Fields that depend on each other in what a trainer does."""
-
-ITS_OWN = (*PRECISION, "optimizer_step")
-"""Fields of which a trainer has one value for each base and optimizer."""
-
-
-FEWEST_SWAPPED = (1, 2, 3)
-"""What the setting 1 swaps: a block, or of models with two kinds of blocks as many of the smaller kind
-(`planner.catalog.swapped_stacks`)."""
-
-
-class TrainerPolicy(EstimatePolicy):
-    """A search's answers are the strategies that a trainer has settings for; the margin decides what fits."""
-
-    def __init__(self, question: Question, dialect: Dialect) -> None:
-        super().__init__(question)
-        self.dialect = dialect
-        self.found = False
-        """whether any candidate could be said"""
-        self.unsaid: Counter[str] = Counter()
-        """why others could not, in words"""
-
-    def about(self, question: Question) -> TrainerPolicy:
-        """The same trainer, asked something else."""
-        return TrainerPolicy(question, self.dialect)
-
-    def strategies(self, job: Job, listed: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
-        """Those listed; and of those that the trainer cannot say what it does in their place, where that is another in
-        `ITS_OWN` alone: our trainer does not do so, and they are not listed."""
-        return list(dict.fromkeys(chain(listed, filter(None, (self._as_it_does(job, each) for each in listed)))))
-
-    def _as_it_does(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
-        """A strategy as the trainer does it, where it does not do it as it is."""
-        machine = self.question.machine
-        before = fields_of(_plan(self.question, job, strategy))
-        after = nearest_fields(self.dialect, before)
-        changes = {field: after[field] for field in ITS_OWN if after[field] != before[field]}
-        if not changes or changes.keys() & self.question.fixed:
-            return None
-        other = resolve(job, strategy.replace(**changes), machine)
-        if not (self._says(job, other, False) or self._swaps(job, other, False)):
-            return None
-        return None if any(contradictions(Configuration(job, other, machine))) else other
-
-    def candidates(self, job: Job, recorded: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
-        """Those that the trainer can express without swapped blocks, or with some."""
-        said = [one for one in recorded if self._says(job, one) or self._swaps(job, one, False)]
-        self.found = self.found or bool(said)
-        return said
-
-    def loss(self, job: Job, strategy: Strategy) -> int:
-        """Every lossy field, but for 16 bits of adapters where the trainer has no others."""
-        given_up = super().loss(job, strategy)
-        if "adapter_dtype" not in strategy.lossy_fields(job):
-            return given_up
-        return given_up - (not self._says(job, strategy.replace(adapter_dtype="fp32"), False))
-
-    def may_swap(self, strategy: Strategy) -> bool:
-        """Whether the trainer swaps blocks at all under such a strategy."""
-        return self._swaps(self.question.job, strategy)
-
-    def swap_count(self, blocks: int, up: bool) -> int:
-        """As its setting counts: of models with two kinds of blocks not every number can be said."""
-        known = [sum(split) for split in splits(self.dialect.name, self.question.model).values()]
-        if not known or not blocks:
-            return blocks
-        fitting = (count for count in known if (count >= blocks if up else count <= blocks))
-        return min(fitting, default=0) if up else max(fitting, default=0)
-
-    def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
-        """Whether the trainer can checkpoint a part of the blocks."""
-        return self._says(job, strategy.replace(gradient_checkpointing="partial", checkpointed_blocks=1))
-
-    def is_open(self, job: Job, strategy: Strategy) -> bool:
-        """Whether the trainer can express the very plan."""
-        return self._says(job, strategy)
-
-    def _swaps(self, job: Job, strategy: Strategy, counts: bool = True) -> bool:
-        return any(self._says(job, strategy.replace(swap_blocks=blocks), counts) for blocks in FEWEST_SWAPPED)
-
-    def _says(self, job: Job, strategy: Strategy, counts: bool = True) -> bool:
-        try:
-            settings_and_fields(self.dialect, _plan(self.question, job, strategy))
-        except InexpressibleError as error:
-            if counts:
-                self.unsaid.update(each.message for each in error.values)
-            return False
-        return True
 
 
 def trainer_of(target: str, model: str) -> str:
@@ -205,25 +108,20 @@ def _otherwise(question: Question, dialect: Dialect) -> Iterator[Question]:
         return
     for dtype in QUANTISED:
         for asked in (question, *elsewhere):
-            yield _typed(asked, {"weights_dtype": dtype})
+            yield typed(asked, {"weights_dtype": dtype})
 
 
 def _encoders_elsewhere(question: Question, dialect: Dialect) -> Iterator[Question]:
     """The question with the encoders where changes of the trainer's flags put them, as `check` offers them: each change
     by itself, and all together."""
-    now = nearest_fields(dialect, fields_of(_plan(question, question.job, question.strategy)))
+    now = nearest_fields(dialect, fields_of(plan_for(question, question.job, question.strategy)))
     moves = [move for move in dialect.moves if move.changes.keys() <= PLACES and move.when(now)]
     steps = [dict(step) for move in moves for step in move.steps(now)]
     together = dict(chain.from_iterable(step.items() for step in steps))
     for number, step in enumerate([*steps, together]):
         changes = {field: place for field, place in step.items() if now[field] != place}
         if changes and not changes.keys() & question.fixed and step not in steps[:number]:
-            yield _typed(question, step)
-
-
-def _typed(question: Question, changes: Mapping[str, Any]) -> Question:
-    """The question with these values as if they were typed: what else a trainer does may follow from them."""
-    return question._replace(strategy=question.strategy.replace(**changes), fixed=question.fixed | changes.keys())
+            yield typed(question, step)
 
 
 def _told(question: Question, other: Question) -> Iterator[Switch]:
@@ -317,13 +215,9 @@ def _said(dialect: Dialect, plan: Plan) -> Plan:
     return plan
 
 
-def _plan(question: Question, job: Job, strategy: Strategy) -> Plan:
-    return Plan.under(Configuration(job, resolve(job, strategy, question.machine), question.machine))
-
-
 def _as_trained(question: Question, dialect: Dialect) -> Question:
     """The question with what the trainer does otherwise in place of our defaults, said among the assumptions."""
-    plan = _plan(question, question.job, question.strategy)
+    plan = plan_for(question, question.job, question.strategy)
     before = after = fields_of(plan)
     try:
         settings_and_fields(dialect, plan)
@@ -353,14 +247,10 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
     # Where nothing that a search tries can be said, more and more of what the trainer does instead is taken for typed.
     own = {field: value for field, value in after.items() if field in Strategy.model_fields and value is not None}
     for held in ((), strategy_changes, {*strategy_changes, *PRECISION}, own):
-        only = {field: own[field] for field in held if field in own}
-        narrowed = asked._replace(strategy=asked.strategy.replace(**only), fixed=asked.fixed | only.keys())
-        with contextlib.suppress(ContradictionError):
-            policy = TrainerPolicy(narrowed, dialect)
-            listed = policy.strategies(job, list(Space(narrowed).strategies(job, False)))
-            if candidates := policy.candidates(job, listed):
-                _check_card(narrowed, dialect, candidates)
-                return narrowed
+        narrowed = typed(asked, {field: own[field] for field in held if field in own})
+        if candidates := TrainerPolicy(narrowed, dialect).all_candidates():
+            _check_card(narrowed, dialect, candidates)
+            return narrowed
     if question.machine.world > 1:
         _as_trained(question._replace(machine=question.machine.replace(gpus=1, nodes=1)), dialect)
         raise VplanError(f"{dialect.title} trains on one GPU here", f"ask for one: --gpu {question.machine.gpu}")
@@ -390,7 +280,7 @@ def _check_possible(question: Question, dialect: Dialect, error: InexpressibleEr
     """A VplanError where the trainer does not train the model, or not by this method."""
     for each in error.values:
         if each.field in ("model", "method"):
-            exact, near = able(_plan(question, question.job, question.strategy))
+            exact, near = able(plan_for(question, question.job, question.strategy))
             others = [name for name in (*exact, *near) if name not in NO_TRAINERS]
             fix = f"`vplan suggest {question.job.model} --gpu {question.machine.gpu}` plans for vplan's own trainer"
             fix += f"; --for {', '.join(others)} for others that do" if others else ""

@@ -135,6 +135,17 @@ def encoding_host_bytes(run: Run) -> int:
     return max((encoding.only.waiting_bytes for encoding in encodings(run, may_wait=True)), default=0)
 
 
+def waiting_encoders_bytes(run: Run) -> int:
+    """Host RAM, bytes, of the text encoders that come back from the GPU once their outputs are cached."""
+    return encoders_bytes(run) if run.host.encoders_wait and run.strategy.text_encoder == "cached" else 0
+
+
+def encoders_bytes(run: Run) -> int:
+    """The weights of the text encoders, bytes."""
+    vae, components = run.facts.model.vae.folder, encoders(run, run.strategy.text_encoder, 1)
+    return sum(component.weight_bytes for component in components if component.name != vae)
+
+
 # ---- on the step's allocator
 
 

@@ -135,11 +135,15 @@ class HostTerms:
     pinned_bytes: int = 0
     """what each process pins beyond what its strategy says"""
 
-    loads_on_cpu: bool = False
-    """whether the whole model is made in host RAM before it goes to the GPU"""
+    loaded_bytes: float = 0
+    """of each parameter in host RAM before the model goes to the GPU; 0: its files are mapped, and read weight by
+    weight"""
 
-    quantises_loaded: bool = False
-    """whether it is loaded in 16 bits there, and quantised afterwards"""
+    encoders_wait: bool = False
+    """whether text encoders whose outputs are cached come back to host RAM, and wait there until training begins"""
+
+    waits_for_latents: bool = False
+    """whether the model and the text encoders are moved to host RAM while latents are cached"""
 
     loader_workers: int = 0
     """processes that load data, per GPU"""

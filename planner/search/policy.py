@@ -90,8 +90,8 @@ class EstimatePolicy:
         return cost.loss(job, strategy)
 
     def may_swap(self, strategy: Strategy) -> bool:
-        """Always true: the search may set the swapped blocks of any strategy that allows it."""
-        return True
+        """Whether no second expert lies whole on the GPU: our trainer swaps blocks of the one that runs alone."""
+        return self.question.job.experts != "both" or strategy.inactive_expert != "gpu"
 
     def swap_count(self, blocks: int, up: bool) -> int:
         """``blocks``: our trainer swaps any number."""

@@ -26,9 +26,13 @@ class Pruning:
         self._short_of_ram: dict[tuple[Job, ResolvedStrategy], bool] = {}
         self._most: dict[tuple[Job, ResolvedStrategy], ResolvedStrategy | None] = {}
 
+    def most_swapped(self, job: Job, strategy: ResolvedStrategy) -> int:
+        """The most blocks that a search may swap under a strategy, whatever the host's RAM holds."""
+        return self.space.most_swapped(job, strategy) if self.feasibility.policy.may_swap(strategy) else 0
+
     def never_fits(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether this verdict is ruled out, however many blocks are swapped."""
-        if not self.space.most_swapped(job, strategy):
+        if not self.most_swapped(job, strategy):
             return self.above_budget(job, strategy, verdict) or self.short_of_ram(job, strategy)
         if self.question.learned.proofs:  # some number of swapped blocks may have been tried
             return False
@@ -37,7 +41,7 @@ class Pruning:
 
     def weights_force_swap(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether the weights alone rule this verdict out where no blocks are swapped, and some may be."""
-        if self._was_run(job, strategy) or not self.space.most_swapped(job, strategy):
+        if self._was_run(job, strategy) or not self.most_swapped(job, strategy):
             return False
         nbytes = self.screen.parameter_bytes(self.question.candidate(job, strategy))
         return self.feasibility.exceeds_gpu(nbytes, strategy, verdict)
@@ -45,7 +49,7 @@ class Pruning:
     def must_swap(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether blocks must be swapped to come to a verdict, and may be."""
         untried = not self.question.learned.proofs
-        return untried and bool(self.space.most_swapped(job, strategy)) and self.above_budget(job, strategy, verdict)
+        return untried and bool(self.most_swapped(job, strategy)) and self.above_budget(job, strategy, verdict)
 
     def above_budget(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:
         """Whether the GPU's memory rules out this strategy, and with fewer swapped blocks."""
@@ -59,7 +63,7 @@ class Pruning:
 
     def floor_bytes(self, job: Job, strategy: ResolvedStrategy) -> int:
         """A lower bound of device bytes, with as many blocks swapped as the host's RAM holds."""
-        if self.space.most_swapped(job, strategy):
+        if self.most_swapped(job, strategy):
             strategy = self._most_in_ram(job, strategy) or strategy
         return self.screen.floor_bytes(self.question.candidate(job, strategy))
 
@@ -72,7 +76,7 @@ class Pruning:
 
     def short_of_ram(self, job: Job, strategy: ResolvedStrategy) -> bool:
         """Whether the host's RAM rules out a strategy whose blocks cannot be swapped."""
-        if self.question.machine.host_ram is None or self.space.most_swapped(job, strategy):
+        if self.question.machine.host_ram is None or self.most_swapped(job, strategy):
             return False
         if self._was_run(job, strategy):
             return False
@@ -94,7 +98,7 @@ class Pruning:
 
     def _find_most_in_ram(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
         floor = self.screen.floor_ram_by_swap(self.question.candidate(job, strategy))
-        most = self.space.most_swapped(job, strategy)
+        most = self.most_swapped(job, strategy)
         if not self.feasibility.exceeds_ram(floor(most)):
             return strategy.replace(swap_blocks=most)
         held = bisect.bisect_left(range(most), True, key=lambda blocks: self.feasibility.exceeds_ram(floor(blocks)))

@@ -148,8 +148,6 @@ def most_swapped(job: Job, strategy: Strategy, model: ModelProfile, fixed: Colle
         return 0
     if job.method == "sample" or (job.method == "full" and strategy.optimizer_step != "backward"):
         return 0
-    if job.experts == "both" and strategy.inactive_expert == "gpu":
-        return 0
     if strategy.sharding in ("zero-3", "fsdp") or strategy.compile == "cudagraphs" or model.traits.stages:
         return 0
     if strategy.gradient_checkpointing == "partial":  # blocks that a search checkpoints in part are not swapped

@@ -78,13 +78,13 @@ class SwapCount:
         too_large = feasibility.exceeds_gpu(quick.device_bytes, most, verdict)
         return None if quick.outcome is not None or too_large or not feasibility.has_ram(quick) else quick
 
-    def _last(self, job: Job, strategy: ResolvedStrategy) -> int:
-        """The most blocks that a search may swap, whatever the host's RAM holds."""
-        return self.pruning.space.most_swapped(job, strategy) if self.feasibility.policy.may_swap(strategy) else 0
-
     def _too_few(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> int:
         """How many swapped blocks are too few by a lower bound; less than the strategy has where that says nothing."""
-        nothing, feasibility, last = strategy.swap_blocks - 1, self.feasibility, self._last(job, strategy)
+        nothing, feasibility, last = (
+            strategy.swap_blocks - 1,
+            self.feasibility,
+            self.pruning.most_swapped(job, strategy),
+        )
         if last <= strategy.swap_blocks or not self.pruning.above_budget(job, strategy, verdict):
             return nothing
         if self.question.learned.proofs:  # some number of them may have been tried
@@ -105,7 +105,7 @@ class SwapCount:
         """The quick estimate with the fewest swapped blocks, more than ``low``, that reach the verdict, and their
         number; None where as many as the host's RAM holds do not. ``likely``: numbers to ask about first."""
         feasibility = self.feasibility
-        best, high = None, self._last(job, strategy) + 1
+        best, high = None, self.pruning.most_swapped(job, strategy) + 1
         bytes_below: int | None = None
         failed = fitted = 0  # times in a row; of numbers that fit, since half-way was asked about
         while high - low > 1:
@@ -160,7 +160,7 @@ class SwapCount:
             return strategy
         key = (job, strategy)
         if key not in self._most:
-            last = self._last(job, strategy)
+            last = self.pruning.most_swapped(job, strategy)
             held = self._most_held(job, strategy, last) if last else 0
             count = self.feasibility.policy.swap_count(held, up=False)
             self._most[key] = strategy.replace(swap_blocks=count) if last else strategy

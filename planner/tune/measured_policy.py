@@ -100,8 +100,8 @@ class MeasuredPolicy:
         return self._applied[job, strategy]
 
     def may_swap(self, strategy: Strategy) -> bool:
-        """Whether the strategy does not checkpoint in part: blocks are checkpointed in part or swapped, not both."""
-        return strategy.gradient_checkpointing != "partial"
+        """As by estimate; and only where it does not checkpoint in part: blocks are checkpointed so or swapped."""
+        return strategy.gradient_checkpointing != "partial" and self._estimate_policy.may_swap(strategy)
 
     def swap_count(self, blocks: int, up: bool) -> int:
         """``blocks``: our trainer swaps any number."""

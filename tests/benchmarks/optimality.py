@@ -90,7 +90,7 @@ class Exhaustive:
                     yield counted
 
     def _counts(self, job: Job, strategy: ResolvedStrategy) -> Iterator[ResolvedStrategy]:
-        for swapped in range(self.search.space.most_swapped(job, strategy) + 1):
+        for swapped in range(self.search.pruning.most_swapped(job, strategy) + 1):
             yield strategy.replace(swap_blocks=swapped)
         if strategy.gradient_checkpointing == "full":
             for count in range(1, self.question.model.blocks):

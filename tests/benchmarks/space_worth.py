@@ -50,7 +50,7 @@ class Without(EstimatePolicy):
         return [strategy for strategy in recorded if not left_out(strategy)] if left_out else recorded
 
     def may_swap(self, strategy: Strategy) -> bool:
-        return self.part != "block swap"
+        return self.part != "block swap" and super().may_swap(strategy)
 
     def may_checkpoint_partly(self, job: Job, strategy: Strategy) -> bool:
         return self.part != "partial checkpointing"

@@ -37,7 +37,7 @@ from planner.probe.simulated_truth import Hidden, true_seconds
 from planner.search.question import Question
 from planner.search.screening import Screen
 from planner.search.search import Search
-from planner.search.space import baseline, most_swapped
+from planner.search.space import baseline
 from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Machine, Strategy
@@ -161,7 +161,7 @@ class Case:
     def _least_swap(self, way: Strategy) -> Strategy | None:
         if self.fits(way):
             return way
-        last = most_swapped(self.question.job, way, self.question.model, self.question.fixed)
+        last = self.space.pruning.most_swapped(self.question.job, way)
         if way.gradient_checkpointing == "partial" or not last:
             return None
         low, high = 0, last

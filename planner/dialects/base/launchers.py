@@ -130,9 +130,8 @@ def engine(
         return _engine_fields(launch, plain(launch), fsdp)
 
     def to_settings(fields: Fields) -> Settings:
-        sharding = str(fields["sharding"])
+        sharding, expected = str(fields["sharding"]), "ddp" if several_gpus(fields) else "none"
         if sharding not in SPLIT:
-            expected = "ddp" if several_gpus(fields) else "none"
             if sharding != expected:
                 why = "accelerate wraps the model in DDP on several GPUs, and only there"
                 raise InexpressibleError(UnsupportedValue("sharding", sharding, expected, why))
@@ -146,7 +145,10 @@ def engine(
         else:
             settings = _deepspeed_settings(fields, with_deepspeed or {})
         world = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
-        result = to_fields(settings | world | context(fields))
+        try:
+            result = to_fields(settings | world | context(fields))
+        except VplanError as refused:  # this launcher cannot do it
+            raise InexpressibleError(UnsupportedValue("sharding", sharding, expected, refused.message)) from None
         wrong = [name for name in ENGINE if result[name] != fields[name]]
         if wrong:
             how = f"accelerate with {sharding}" if sharding in SPLIT else "without an engine this trainer"

@@ -230,9 +230,9 @@ def _version(settings: Settings, fields: Fields) -> str:
 
 
 def _is_cast_whole(settings: Settings, fields: Fields) -> bool:
-    """Whether Wan's file lies on the GPU in 16 bits until all of it is cast to 8: not where blocks are swapped, and it
-    is read to host RAM, nor where it has 8 bits itself, as far as its name says."""
-    plain = settings.get("--fp8_base") and not settings.get("--fp8_scaled") and not fields["swap_blocks"]
+    """Whether Wan's file lies in 16 bits, on the GPU or with swapped blocks in host RAM, until all of it is cast to 8:
+    not where it has 8 bits itself, as far as its name says."""
+    plain = settings.get("--fp8_base") and not settings.get("--fp8_scaled")
     return bool(plain) and family_of(fields["model"]) == "wan" and "fp8" not in str(settings.get("--dit")).lower()
 
 

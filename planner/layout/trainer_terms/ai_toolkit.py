@@ -24,6 +24,7 @@ from planner.layout.trainer_terms.shared import (
     cache_emptied,
     cache_kept_while_sampling,
     encoder_in_model,
+    from_pretrained,
     last_encoder_in_model,
     layers_of_encoders_offloaded,
     modulation_in_8_bits,
@@ -60,9 +61,16 @@ FIRST: tuple[Transform, ...] = (encoders_as_quantised,)
 
 
 def loaded_on_the_cpu(run: Run) -> None:
-    """Counts the weights in host RAM whole in 16 bits while loading; they are then quantised a block at a time on the
-    GPU (toolkit/util/quantize.py ``quantize_model``)."""
-    run.host.loads_on_cpu = run.host.quantises_loaded = True
+    """The model is loaded in 16 bits, and quantised behind that, a block at a time on the GPU (toolkit/util/quantize.py
+    ``quantize_model``)."""
+    weights = run.strategy.weights(run.job.method)
+    from_pretrained(run, "bf16" if weights in QUANTISED else weights)
+
+
+def moved_for_latents(run: Run) -> None:
+    """While latents are cached all but the VAE is moved to the CPU, where it came from the GPU (27a03a9
+    toolkit/stable_diffusion_model.py ``set_device_state_preset``, toolkit/dataloader_mixins.py ``cache_latents``)."""
+    run.host.waits_for_latents = run.strategy.vae == "cached"
 
 
 def moved_whole(run: Run) -> None:
@@ -167,7 +175,14 @@ def _swaps(run: Run) -> bool:
 
 
 TERMS: tuple[Transform, ...] = (
-    *(loaded_on_the_cpu, modulation_in_8_bits("ai-toolkit"), wider_adapters, adapters_on_blocks, moved_whole),
+    *(
+        loaded_on_the_cpu,
+        moved_for_latents,
+        modulation_in_8_bits("ai-toolkit"),
+        wider_adapters,
+        adapters_on_blocks,
+        moved_whole,
+    ),
     *(average_as_trained, encoders_at_start, layers_of_encoders_offloaded, masks_by_head("ai-toolkit")),
     *(swap_in_place, layers_in_turn, cache_emptied, cache_kept_while_sampling, last_encoder_in_model("ai-toolkit")),
 )

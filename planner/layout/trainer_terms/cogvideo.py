@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins, share_comes_back_in_fp32
-from planner.layout.trainer_terms.diffusers import cache_emptied, encoders_together, loaded_on_the_cpu
-from planner.layout.trainer_terms.shared import cache_kept_while_sampling
+from planner.layout.trainer_terms.diffusers import cache_emptied, encoders_together
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling, from_pretrained
 from planner.spec.job import SPLIT
 from planner.tape.program import Block, Stage
 
@@ -30,6 +30,11 @@ def base_in_fp32(run: Run) -> None:
         _copies_of_blocks(run, stage, blocks)
 
 
+def loaded_in_fp32(run: Run) -> None:
+    """``from_pretrained`` is called without a type (finetune/models/*/lora_trainer.py ``load_components``)."""
+    from_pretrained(run, "fp32")
+
+
 def _copies_of_blocks(run: Run, stage: Stage, blocks: dict[Block, int]) -> None:
     """Copies of a block's weights from where its backward begins, with its recomputation, to where it ends."""
     turns: dict[Block, list[int]] = {}
@@ -50,6 +55,6 @@ def _copies_of_blocks(run: Run, stage: Stage, blocks: dict[Block, int]) -> None:
 
 
 TERMS: tuple[Transform, ...] = (
-    *(loaded_on_the_cpu, cache_emptied, encoders_together, cache_kept_while_sampling, base_in_fp32),
+    *(loaded_in_fp32, cache_emptied, encoders_together, cache_kept_while_sampling, base_in_fp32),
     *(share_comes_back_in_fp32, bucket_as_backward_begins),
 )

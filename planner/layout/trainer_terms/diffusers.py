@@ -14,7 +14,7 @@ from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins
 from planner.layout.stored_positions import table_in_half
 from planner.layout.trainer_terms.frozen_experts import experts_without_gradients
-from planner.layout.trainer_terms.shared import cache_kept_while_sampling, clip_pixels
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling, clip_pixels, from_pretrained
 from planner.layout.trainer_terms.trained_text_encoders import text_encoders_whole
 from planner.spec.plan import PhaseName
 from planner.tape.program import Moment, Stage
@@ -67,8 +67,17 @@ def tables_cast(run: Run) -> None:
 
 
 def loaded_on_the_cpu(run: Run) -> None:
-    """The scripts call ``from_pretrained``, which makes the model in host RAM, then ``to(device)``."""
-    run.host.loads_on_cpu = True
+    """The scripts call ``from_pretrained``, then ``to(device)``: in fp32 where they pass no ``torch_dtype`` (58eb52c
+    examples/dreambooth/train_dreambooth_lora_flux.py, train_dreambooth_lora_sd3.py, text_to_image/), in the precision
+    of the run (train_dreambooth_lora_qwen_image.py ``weight_dtype``), or in that of the files (examples/cogvideo
+    ``load_dtype``)."""
+    model = run.facts.model
+    if model.trained_with("diffusers", "loaded-as-published"):
+        from_pretrained(run, model.traits.published_dtype)
+    elif model.trained_with("diffusers", "loaded-as-trained"):
+        from_pretrained(run, run.strategy.weights(run.job.method))
+    else:
+        from_pretrained(run, "fp32")
 
 
 def cache_emptied(run: Run) -> None:

@@ -83,6 +83,22 @@ def _of_events(these: _List) -> _Events:
     return _Events(frees, leaving, [at for at, event in enumerate(events) if event in these.copies])
 
 
+class _Shape:
+    """The bytes of a run's buffers, told from others by the recording and its shape, or by being itself where a
+    strategy changed some."""
+
+    def __init__(self, run: Run) -> None:
+        self.sizes = run.sizes
+        self._of = run if run.resized else run.recording
+        self._grid = tuple(run.grid.values())
+
+    def __hash__(self) -> int:
+        return hash((id(self._of), self._grid))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shape) and self._of is other._of and self._grid == other._grid
+
+
 class _Freed:
     """Where the buffers of a stage go."""
 
@@ -103,17 +119,19 @@ def _copies(run: Run) -> frozenset[int]:
 
 def _uncast(run: Run, stage: Stage) -> None:
     stretches = stage.stretches
-    copies = run.shared(_copies)
-    lists = [_of_events(_List(events, copies)) for _, events in stretches]
+    copies, shape = run.shared(_copies), _Shape(run)
+    these = [_List(events, copies) for _, events in stretches]
+    lists = list(map(_of_events, these))
     freed = _Freed(lists)
     gone: dict[int, int] = {}
     """copy -> the stretch that makes it"""
     stays: dict[int, tuple[int, int]] = {}
     """input -> the stretch that makes it, and the copy with whose free it goes now"""
     for at, (moment, events) in enumerate(stretches):
-        casts = [place for place in lists[at].casts if freed.of(at, events[place])] if moment.block >= 0 else []
-        for pair in _pairs(run, events, casts):
+        for pair in _pairs(these[at], shape) if moment.block >= 0 else ():
             half = freed.of(at, pair.half)
+            if half is None or freed.of(at, pair.wide) is None:  # a gradient, which stays
+                continue
             if _is_gradient(run, events, pair):
                 gone[pair.wide] = at
             elif (again := _cast_again(run, events, pair, freed, at)) is not None:
@@ -121,7 +139,7 @@ def _uncast(run: Run, stage: Stage) -> None:
             else:
                 gone[pair.wide] = at
                 source = _input(run, events, pair, gone)
-                if source is None or half is None or (last := freed.of(at, source)) is None:
+                if source is None or (last := freed.of(at, source)) is None:
                     continue
                 gone[pair.half] = at
                 if source in stays:
@@ -157,16 +175,16 @@ def _without(stretches: Stretches, freed: _Freed, gone: dict[int, int], stays: d
     return changed
 
 
-def _pairs(run: Run, events: list[int], casts: list[int]) -> list[_Pair]:
-    """Every fp32 copy whose next large neighbour is its own copy in 16 bits; a gradient, which stays, is none.
-    ``casts``: the positions of copies that are freed."""
-    sizes, freed = run.sizes, {events[position] for position in casts}
+@recording_cache(maxsize=4096)
+def _pairs(these: _List, shape: _Shape) -> list[_Pair]:
+    """Every fp32 copy whose next large neighbour is its own copy in 16 bits."""
+    events, sizes = these.events, shape.sizes
     found = []
-    for position in casts:
+    for position in _of_events(these).casts:
         event = events[position]
         for behind, other in enumerate(events[position + 1 : position + 5], start=position + 1):
             if other >= 0 and 2 * sizes[other] >= sizes[event]:
-                if other in freed and 2 * sizes[other] == sizes[event]:
+                if other in these.copies and 2 * sizes[other] == sizes[event]:
                     found.append(_Pair(event, other, position, behind + 1))
                 break
     return found

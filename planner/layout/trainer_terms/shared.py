@@ -10,7 +10,7 @@ from planner.catalog.profiles import TextEncoder
 from planner.layout.checkpoints.offload import fetched_when_needed
 from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
-from planner.spec.job import SPLIT
+from planner.spec.job import QUANTISED, SPLIT, WeightsDtype
 from planner.tape.program import Block, Stage
 
 
@@ -77,6 +77,14 @@ def prompts_cached_apart(run: Run) -> None:
     reason why that command does not fit. Prompts of samples are encoded where it trains (musubi-tuner
     wan_train_network.py ``process_sample_prompts``)."""
     run.device.prompts_cached_apart = run.strategy.validation_mode == "off"
+
+
+def from_pretrained(run: Run, dtype: WeightsDtype) -> None:
+    """The model is loaded on the CPU in a format. What the files have in that format stays mapped, and takes no RAM of
+    its own; else all of it is cast, shard by shard (diffusers model_loading_utils.py ``load_model_dict_into_meta``). A
+    quantised one goes to the GPU as it is made."""
+    if dtype not in QUANTISED and dtype != run.facts.model.traits.published_dtype:
+        run.host.loaded_bytes = BYTES_PER_PARAMETER[dtype]
 
 
 def swap_in_place(run: Run) -> None:

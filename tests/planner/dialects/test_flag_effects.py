@@ -13,7 +13,7 @@ from planner.dialects.base.dialect import translate
 from planner.dialects.base.flag_effects import FlagEffects
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 
 WITH_EFFECTS = sorted(path.stem for path in profiles.FLAG_EFFECTS.glob("*.toml"))

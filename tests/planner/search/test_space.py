@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.catalog import lookup
+from planner.catalog import card_lookup, lookup
 from planner.errors import VplanError
+from planner.search.policy import EstimatePolicy
+from planner.search.question import Question
 from planner.search.space import SAMPLED, SEARCHED, baseline, effort, most_swapped, strategies, switched
 from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.combinations.search_exclusions import (
@@ -153,7 +155,8 @@ def test_of_two_experts_one_may_wait_and_then_blocks_may_swap_and_nothing_is_spl
         found = strategies(job, Strategy(), machine, ())
         assert {strategy.sharding for strategy in found} == {sharding}
         assert {strategy.inactive_expert for strategy in found} == {"gpu", "cpu"}
-        swaps = {s.inactive_expert for s in found if most_swapped(job, s, model, ())}
+        question = Question(job, Strategy(), machine, model, card_lookup.gpu("rtx4090"))
+        swaps = {s.inactive_expert for s in found if EstimatePolicy(question).may_swap(s)}
         assert swaps == {"cpu"}
     one = strategies(job.replace(experts="high"), Strategy(), ONE, ())
     assert {strategy.inactive_expert for strategy in one} == {"absent"}

@@ -42,6 +42,20 @@ def t5_cast(run: Run) -> None:
         run.device.encoder_cast = model.text_encoders[-1].name
 
 
+def cast_on_the_cpu(run: Run) -> None:
+    """A model's file is mapped on the CPU; ``--fp8_base`` casts all of it there (``load_target_model`` of
+    flux_train_network.py and sd3_train_network.py)."""
+    if run.strategy.weights_dtype == "fp8":
+        run.host.loaded_bytes = 1
+
+
+def encoders_wait(run: Run) -> None:
+    """Text encoders come back to the CPU once their outputs are cached, and are deleted when training begins
+    (``cache_text_encoder_outputs_if_needed``; train_network.py ``is_text_encoder_not_needed_for_training``). SDXL's and
+    HunyuanImage's do not."""
+    run.host.encoders_wait = run.facts.model.trained_with("sd-scripts", "encoders-wait")
+
+
 def conditioner_kept(run: Run) -> None:
     """With ``--gradient_checkpointing`` a prompt's states are made to require gradients, which pass through the
     conditioner then, though nothing of it is trained, and it checkpoints nothing (anima_train_network.py
@@ -56,6 +70,8 @@ TERMS: tuple[Transform, ...] = (
     *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling, swapped_to_pinned_memory),
     text_encoders_together,
     t5_cast,
+    cast_on_the_cpu,
+    encoders_wait,
     last_encoder_in_model("sd-scripts"),
     conditioner_kept,
 )

@@ -9,7 +9,7 @@ import pytest
 from planner import dialects
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
-from planner.foreign.case import settle
+from planner.foreign.case import read_case
 from planner.foreign.check import check_case
 from planner.foreign.export import export, write_files
 from planner.spec.job import Job, Machine, Strategy
