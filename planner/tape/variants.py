@@ -19,7 +19,7 @@ FUSED_RMS_NORM = (2, 9)
 """The torch from which on CUDA has a kernel for it. One before took several operators, which are not recorded."""
 
 NEWEST_TRIED = (2, 15)
-"""The newest torch whose training was compared with the tapes, which are of an earlier one (docs/accuracy.md)."""
+"""The newest torch whose training was compared with the tapes, of an earlier one (docs/accuracy/rehearsals.md)."""
 
 OLDER = "torch2.11"
 """What names a tape of the torch in between."""
