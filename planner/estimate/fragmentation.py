@@ -2,8 +2,8 @@
 
 Which hole a tensor falls into depends on everything that was allocated before it, and a recording does not know all of
 that: libraries' first calls, a logger, a sampler, a step at another size. So the run is replayed again with a few small
-segments free before its first step. Of 74 published peaks 67 lie within 0.6 % of what comes out, 53 of the one replay
-(docs/accuracy.md).
+segments free before its first step. Of 74 published peaks 66 lie within 0.6 % of what comes out, 52 of the one replay
+(docs/accuracy/reserved-memory.md).
 """
 
 from __future__ import annotations

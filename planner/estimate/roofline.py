@@ -28,7 +28,7 @@ GH100 = (9, 0)
 IN_A_STEP = {"matmul": 1 / 1.05, "attention": 1 / 1.02, "pointwise": 1 / 1.70}
 """The same on a GH100 by kind of kernel, in 16 bits; of convolutions too few were seen. Fitted to the kernels of 14
 steps of our trainer on an H200 under torch's profiler (profiles/measurements/own), no published step time among them:
-tests/tools/step_times/kernels.py; docs/accuracy.md has the errors."""
+tests/tools/step_times/kernels.py; docs/accuracy/seconds.md has the errors."""
 
 PER_KERNEL_SECONDS = 1.0e-6
 """What a GH100's kernel takes longer, whatever its size: 5.1 us a matrix product, which one kernel of five is (0.10 to
@@ -36,8 +36,8 @@ PER_KERNEL_SECONDS = 1.0e-6
 
 LAUNCH_SECONDS = 32e-6
 """CPU time of one operator of a model's forward or backward with all the Python around it. Fitted: to half of the
-published step times (profiles/measurements/step_times, by hash of their id; docs/accuracy.md has both halves). Ours at
-toy width on one core take 22 to 25 us (AMD EPYC) and 42 (2.5 GHz Xeon) (tests/benchmarks/launches.py)."""
+published step times (profiles/measurements/step_times, by hash of their id; docs/accuracy/seconds.md has both halves).
+Ours at toy width on one core take 22 to 25 us (AMD EPYC) and 42 (2.5 GHz Xeon) (tests/benchmarks/launches.py)."""
 
 RECOMPUTED_LAUNCHES = 1.7
 """The same of an operator that a checkpoint runs again, over one that it does not: backward's other operators come from

@@ -1,7 +1,11 @@
-"""The docs' pages of models, cards and trainers are what we know. `python tests/e2e/test_docs.py` writes them."""
+"""The docs' pages of models, cards and trainers are what we know. `python tests/e2e/test_docs.py` writes them.
+
+And links between pages lead somewhere: a page is split or renamed without its readers noticing otherwise.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +32,29 @@ def test_the_page_is_what_we_know(verb: str) -> None:
     starts = [index for index, line in enumerate(rows) if line.startswith("|---")]
     for start, end in zip(starts, [*starts[1:], len(rows) + 1], strict=True):
         assert len(set(columns[start - 1 : end - 1])) == 1  # every row of a table has its columns
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+DOCS = ROOT / "docs"
+WRITTEN = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "accuracy").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub names the headings of a page."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    titles = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not heading or heading in anchors(target), link
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ FUSED_RMS_NORM = (2, 9)
 """The first torch with a CUDA kernel for RMSNorm. Earlier ones took several operators, which are not recorded."""
 
 NEWEST_TRIED = (2, 15)
-"""The newest torch that the tapes, recorded with an earlier one, were compared with (docs/accuracy.md)."""
+"""The newest torch that the tapes, recorded with an earlier one, were compared with (docs/accuracy/rehearsals.md)."""
 
 BOTH = (False, True)
 

@@ -21,7 +21,7 @@ from planner.units import GIB, MIB
 
 KNOWN_MISSES = {
     "cvx-001": "the memory of the card is printed (16 GB, RTX 4080), see planner.evidence.published.CARD_SIZES",
-    "cvxf-114": "full fine-tune at batch 4: 33.38 GiB in a rehearsal, so most likely misprinted, see docs/accuracy.md",
+    "cvxf-114": "full fine-tune at batch 4: 33.38 GiB in a rehearsal: most likely misprinted (docs/accuracy)",
     "cvxf-031": "LoRA of rank 256 at batch 4: 20.99 GiB in a rehearsal, so holes of the process that was measured",
     "cvxf-061": "the same plan with another optimizer",
     "cvxf-091": "the same plan with its optimizer in host RAM",
@@ -57,7 +57,7 @@ REHEARSALS_MISSED = {
     "cvxt-2b-lora-r64-b1-cpu-validation": 2.3,
 }
 """Rehearsals of published rows that are off by more than 1.5 % -> by how many per cent at most. The causes are in
-docs/accuracy.md, "Rehearsals that are not met"."""
+docs/accuracy/published-runs.md, "Rehearsals that are not met"."""
 
 
 @pytest.fixture(scope="module")

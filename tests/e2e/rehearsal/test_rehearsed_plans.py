@@ -30,7 +30,7 @@ pytestmark = needs_cuda_wheel
 
 ALLOCATED, RESERVED = 0.015, 0.03
 """How far off an estimate may be, as a share of what was rehearsed. Most are
-within 0.5 % allocated; docs/accuracy.md names those that are not."""
+within 0.5 % allocated; docs/accuracy/rehearsals.md names those that are not."""
 
 MODELS = ("sd1.5", "wan2.1-t2v-1.3b", "ltx-video-2b")
 """The quickest first: where several plans have an option, it is tried with this one."""

@@ -65,7 +65,7 @@ def test_a_size_that_is_none(tmp_path: Path, size: str) -> None:
 
 def test_a_lora_lies_over_the_transformer_in_fp32(tmp_path: Path) -> None:
     """Its own code was rehearsed at 11.18 GiB allocated in training, the base in 16 bits at 7.79
-    (docs/accuracy.md, cvx-001)."""
+    (docs/accuracy/published-runs.md, cvx-001)."""
     dialect, given, _ = read(tmp_path)
     checked = check_case(read_case(dialect, given, {}, {"gpu": "a100-80gb"}), search=False)
     allocated = checked.outcome.estimate.phases["train"].allocated_bytes / 2**30

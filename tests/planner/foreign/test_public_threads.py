@@ -39,7 +39,7 @@ def test_every_row_says_where_it_stands_and_what_was_completed():
 
 
 def test_a_row_says_when_it_was_collected():
-    """The second and the third were priced before anything was mended for them (docs/accuracy.md)."""
+    """The second and the third were priced before anything was mended for them (docs/accuracy/threads.md)."""
     days = [row.collected for row in ROWS]
     assert {day: days.count(day) for day in sorted(set(days))} == {
         "2026-11-26": 122,
@@ -144,7 +144,7 @@ ANSWERS = {
     "simpletuner-seg-wan14-layer": True,
 }
 """id -> whether `check` agrees; None where it does not read the row. A change here is a change of the score in
-docs/accuracy.md."""
+docs/accuracy/threads.md."""
 
 
 def test_the_answers_to_a_fixed_sample():

@@ -8,7 +8,7 @@ row; what the settings of `vplan` cannot express is a row too, with the reason t
 A cell's own print says neither the shape nor the number of tokens. Shapes follow from the example's configuration and
 the trainer's rounding to 64 pixels (helpers/multiaspect/image.py ``calculate_new_size_by_pixel_area``). All clips are
 of one dataset, scenes of Steamboat Willie (CogVideo, finetune/README.md), a film of 1928: any aspect from 1.2 to 1.4
-gives 576x448. The printed *memory* says so too, see docs/accuracy.md.
+gives 576x448. The printed *memory* says so too, see docs/accuracy/seconds.md.
 """
 
 from __future__ import annotations
