@@ -186,6 +186,8 @@ def test_encoders_of_sd_scripts_wait_for_training_beside_the_model_that_is_cast(
     cast = needs(flux, {}, 1, "sd-scripts", weights_dtype="fp8", autocast="bf16", **cached)
     assert cast.phases["encode"] == pytest.approx(PROCESS_BYTES + encoders + flux.parameters, rel=0.01)
     assert cast.phase == "encode"
+    full = needs(flux, {"method": "full"}, 1, "sd-scripts", weights_dtype="bf16", autocast="bf16", **cached)
+    assert "encode" not in full.phases  # it deletes them first
 
 
 def test_ai_toolkit_moves_all_but_the_vae_to_host_ram_while_it_caches_latents() -> None:

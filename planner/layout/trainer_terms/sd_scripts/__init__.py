@@ -52,8 +52,10 @@ def cast_on_the_cpu(run: Run) -> None:
 def encoders_wait(run: Run) -> None:
     """Text encoders come back to the CPU once their outputs are cached, and are deleted when training begins
     (``cache_text_encoder_outputs_if_needed``; train_network.py ``is_text_encoder_not_needed_for_training``). SDXL's and
-    HunyuanImage's do not."""
-    run.host.encoders_wait = run.facts.model.trained_with("sd-scripts", "encoders-wait")
+    HunyuanImage's do not, and full training deletes them before it loads the model (flux_train.py:267,
+    sd3_train.py:315)."""
+    beside_adapters = run.job.method == "lora"
+    run.host.encoders_wait = beside_adapters and run.facts.model.trained_with("sd-scripts", "encoders-wait")
 
 
 def conditioner_kept(run: Run) -> None:
