@@ -182,7 +182,7 @@ def _training(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
     if share.waiting:  # the model was made before they encoded, and goes to the GPU behind them
         by_phase["encode"] = {"weights": share.waiting, "loading": loading}
         loading = run.summed(_largest_weight)
-    if run.host.loaded_bytes:  # what stays there was loaded there
+    if _loaded_bytes(run) is not None:  # what stays there was loaded there
         loading = max(0, loading - share.blocks)
     by_phase["load"] = {"weights": held["weights"] + share.waiting, "ema": held["ema"], "loading": loading}
     by_phase["train"] = held
@@ -301,11 +301,19 @@ def _loading(run: Run) -> int:
     Ours are read one by one from mapped files (trainers/step/placement.py ``materialise``), so it is the largest in the
     GPU's format. Others may have the whole model in host RAM first (``HostTerms.loaded_bytes``).
     """
-    if run.host.loaded_bytes:
-        return int(run.host.loaded_bytes * run.facts.model.parameters)
+    if (loaded := _loaded_bytes(run)) is not None:
+        return loaded
     if run.strategy.sharding in SPLIT and run.elements:  # whole, before it is split
         return 2 * max(run.elements.values())
     return run.summed(_largest_weight)
+
+
+def _loaded_bytes(run: Run) -> int | None:
+    """The whole model in host RAM, where that is how it is loaded."""
+    host = run.host
+    if not host.loaded_bytes or (host.loaded_for_swapping and not run.strategy.swap_blocks):
+        return None
+    return int(host.loaded_bytes * run.facts.model.parameters)
 
 
 def _largest_weight(run: Run) -> int:

@@ -139,6 +139,9 @@ class HostTerms:
     """of each parameter in host RAM before the model goes to the GPU; 0: its files are mapped, and read weight by
     weight"""
 
+    loaded_for_swapping: bool = False
+    """whether that is so only where blocks are swapped"""
+
     encoders_wait: bool = False
     """whether text encoders whose outputs are cached come back to host RAM, and wait there until training begins"""
 

@@ -93,16 +93,17 @@ def read_for_swapped_blocks(run: Run) -> None:
     to the GPU (utils/safetensors_utils.py ``MemoryEfficientSafeOpen``: ``np.fromfile`` for the CPU; ``loading_device``
     of wan_train_network.py and hv_train_network.py). Seen in rehearsals of Wan 1.3B: 2.5 GiB, with 5 blocks swapped and
     with 25."""
-    if run.strategy.swap_blocks and run.facts.model.trained_with("musubi-tuner", "read-for-swapped-blocks"):
+    if run.facts.model.trained_with("musubi-tuner", "read-for-swapped-blocks"):
         run.host.loaded_bytes = BYTES_PER_PARAMETER[run.strategy.weights(run.job.method)]
+        run.host.loaded_for_swapping = True
 
 
 def cast_whole(run: Run) -> None:
     """``--fp8_base`` without ``--fp8_scaled``: Wan's file in 16 bits lies on the GPU whole until all of it is cast
     (wan/modules/model.py:1072 ``model.to(dit_weight_dtype)``, while ``sd`` holds what was read). Seen in a rehearsal
     of 1.3B: 4.02 GiB, of which 2.64 are the file and 1.32 the cast."""
+    run.host.loaded_bytes = HALF + FP8
     if run.strategy.swap_blocks:  # on the CPU
-        run.host.loaded_bytes = HALF + FP8
         return
     passing(run, (HALF + FP8) * run.facts.model.parameters, "file in 16 bits and its cast")
     run.empty_cache.after = (*run.empty_cache.after, run.phases.before_load[-1])  # what stays has segments of its own

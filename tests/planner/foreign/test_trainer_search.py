@@ -14,6 +14,7 @@ from planner.catalog.shapes import job_for
 from planner.foreign.trainer_search import fitting_for, suggest_for
 from planner.search.question import Question
 from planner.spec.job import Machine, Strategy
+from planner.units import GIB
 from tests.command_line import typed
 
 
@@ -293,3 +294,12 @@ def test_what_simpletuner_trains_is_not_quantised_where_there_is_room(model: str
     plan = run("suggest", model, "--gpu", "192GB", "--for", "simpletuner")["plan"]
     assert plan["verdict"] == "fits"
     assert (plan["strategy"]["weights_dtype"], plan["strategy"]["adapter_dtype"]) == ("bf16", "bf16")
+
+
+def test_ram_that_swapped_blocks_need_is_not_asked_for_without_them() -> None:
+    """musubi-tuner reads Wan 14B into host RAM whole where a block is swapped, 26.6 GiB in 16 bits, and only there."""
+    job = job_for(lookup.model("wan2.1-t2v-14b"), {"frames": 17, "height": 256, "width": 256})
+    machine = Machine(gpu="48GB", host_ram=16 * GIB)
+    question = Question(job, Strategy(), machine, lookup.model("wan2.1-t2v-14b"), card_lookup.gpu("48GB"))
+    plan = suggest_for(question, "musubi-tuner")[1].plan
+    assert plan.verdict == "fits" and not plan.strategy.swap_blocks and not plan.lossy
