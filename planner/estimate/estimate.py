@@ -227,6 +227,7 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
             phases=ram.phases,
             breakdown=HostBreakdown(**ram.parts),
             pinned_bytes=ram.pinned_bytes,
+            mapped_bytes=host_ram.mapped_bytes(run, machine),
         ),
         disk_bytes=disk_bytes,
         step_seconds=usual,

@@ -153,6 +153,15 @@ def host_ram(run: Run, machine: Machine) -> HostRam:
     return HostRam(top, totals, by_phase[top], pinned)
 
 
+def mapped_bytes(run: Run, machine: Machine) -> int:
+    """The model's weight files, in 16 bits, that are mapped while it is loaded, by all processes of a node; 0 but on
+    Windows. Linux takes their pages back. Windows counts all of them against RAM and page file, as a copy may be
+    written to (``MapViewOfFile``, FILE_MAP_COPY; huggingface/transformers#48285)."""
+    if machine.os != "windows" or not run.host.maps_files:
+        return 0
+    return machine.gpus * HALF * run.facts.model.parameters
+
+
 def _pinned(run: Run, share: HostShare) -> int:
     held = _held(run, share)
     return share.engine.pinned + pinned_bytes(

@@ -142,6 +142,9 @@ class HostTerms:
     loaded_for_swapping: bool = False
     """whether that is so only where blocks are swapped"""
 
+    maps_files: bool = True
+    """whether weight files are mapped while the model is loaded, not read"""
+
     encoders_wait: bool = False
     """whether text encoders whose outputs are cached come back to host RAM, and wait there until training begins"""
 

@@ -105,6 +105,8 @@ class HostPeak(Record):
     """at that phase"""
     pinned_bytes: Bytes = 0
     """pinned memory of all processes, while they train"""
+    mapped_bytes: Bytes = 0
+    """weight files that are mapped while the model is loaded, on Windows: it promises RAM or page file for them"""
 
 
 Basis = Literal["recorded", "nearby", "rehearsed", "measured"]

@@ -95,7 +95,7 @@ def read_for_swapped_blocks(run: Run) -> None:
     with 25."""
     if run.facts.model.trained_with("musubi-tuner", "read-for-swapped-blocks"):
         run.host.loaded_bytes = BYTES_PER_PARAMETER[run.strategy.weights(run.job.method)]
-        run.host.loaded_for_swapping = True
+        run.host.loaded_for_swapping, run.host.maps_files = True, False
 
 
 def cast_whole(run: Run) -> None:

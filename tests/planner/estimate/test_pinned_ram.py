@@ -15,7 +15,8 @@ SWAPPED = "wan2.1-t2v-1.3b --gpu 24GB --frames 9 --gradient-checkpointing full -
 
 
 def answer(line: str, code: int = 0) -> dict[str, Any]:
-    done = CliRunner().invoke(cli, [*line.split(), "--json"])
+    verb, *words = line.split()
+    done = CliRunner().invoke(cli, [verb, "--json", *words])
     assert done.exit_code == code, done.output
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -40,6 +41,18 @@ def test_a_plan_that_pins_more_than_half_of_the_ram_is_refused_on_windows_alone(
         refused = answer(f"{question} --os {system}", 3)
         assert (refused["verdict"], refused["limit"]) == ("no", "host")
         assert 2 * refused["host"]["pinned_bytes"] > 32 * GIB
+
+
+def test_windows_promises_memory_for_mapped_weight_files_too() -> None:
+    """FLUX.1 over fp8 by sd-scripts ran out of 31.9 GiB of host RAM on Windows (cocktailpeanut/fluxgym#417)."""
+    line = "check --gpu rtx3090 --no-fixes --os {} -- accelerate launch flux_train_network.py --fp8_base --sdpa"
+    line += " --pretrained_model_name_or_path flux1-dev.safetensors --t5xxl t5.safetensors --gradient_checkpointing"
+    line += " --network_module networks.lora_flux --cache_text_encoder_outputs --cache_latents --mixed_precision bf16"
+    linux, windows = (answer(line.format(system))["estimate"] for system in ("linux", "windows"))
+    assert (linux["host"]["mapped_bytes"], windows["host"]["mapped_bytes"]) == (0, 2 * 11_901_408_320)
+    assert windows["host_ram_bytes"] < 31 * GIB < windows["host_ram_bytes"] + windows["host"]["mapped_bytes"]
+    told = CliRunner().invoke(cli, line.format("windows").split()).output
+    assert "Windows counts 22.2 GiB of mapped weight files too" in " ".join(told.split())
 
 
 def test_a_search_for_windows_pins_no_more_than_half() -> None:
