@@ -149,6 +149,7 @@ TrainerTrait = Literal[
     "loaded-as-published",
     "encoders-wait",
     "read-for-swapped-blocks",
+    "encoder-head-untied",
 ]
 """What a trainer does with some models and not with others; `planner.layout.trainer_terms` says in which of its lines.
 
@@ -174,6 +175,7 @@ sample too. joint-tensor-kept: of a block that gives text and image as parts of 
 fusion-checkpointed: blocks that fuse a prompt's states before the model's own, too.
 text-encoders-trained: always, beside the model.
 encoders-wait: in host RAM, from when their outputs are cached until training begins.
+encoder-head-untied: its text encoder's, once it is quantised.
 read-for-swapped-blocks: into host RAM whole, where blocks are swapped.
 loaded-as-trained: its script loads it in the precision it trains in, loaded-as-published in that of its files, others
 in fp32.

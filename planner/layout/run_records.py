@@ -91,6 +91,9 @@ class DeviceTerms:
     encoders_in_16_bits: tuple[str, ...] = ()
     """the text encoders that a trainer never quantises"""
 
+    encoder_head_untied: bool = False
+    """whether a text encoder's head is a weight of its own once it is quantised"""
+
     encoder_bits: float = 0.0
     """bits per number of a quantised text encoder's weights, if the format does not determine them"""
 

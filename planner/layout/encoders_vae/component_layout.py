@@ -13,6 +13,9 @@ from planner.layout.run import STRATEGY_MOMENT
 from planner.tape.format import Tape
 from planner.tape.program import Program, Stage
 
+UNPACKED_AT_ONCE = 2
+"""A weight in 16 bits before and behind its scale (optimum-quanto ``dequantize``: ``scale * data.to(dtype)``)."""
+
 
 def load_component(program: Program, component: ComponentPass) -> tuple[Stage, dict[tuple[str, int], list[int]]]:
     """(stage, blocks): the stage that loads a component's weights, and, by (module list, block), the buffers of weights
@@ -30,6 +33,9 @@ def load_component(program: Program, component: ComponentPass) -> tuple[Stage, d
         for buffer in range(first, len(program.buffers)):
             if buffer not in tables:
                 program.resize(buffer, int(program.plain_bytes(buffer) * component.bytes_per_parameter / 2))
+    if component.head_parameters:
+        nbytes = int(component.head_parameters * component.bytes_per_parameter)
+        stage.stretches.append((STRATEGY_MOMENT, [program.buffer(nbytes, "residents", "head")]))
     if component.dtype == "fp16" and component.kept_in_fp32:
         for name, buffer in _weights(program, component).items():
             if name.endswith(component.kept_in_fp32):
@@ -70,7 +76,9 @@ def run_component(program: Program, component: ComponentPass, blocks: dict[tuple
     if component.is_quantised:
         packed = set(_weights(program, component).values()) - set(_tables(program, component))
         largest = max(map(program.plain_bytes, packed))
-        unpacked = program.buffer(int(largest * 2 / component.bytes_per_parameter), "temporary", "dequantised weight")
+        whole = int(largest * 2 / component.bytes_per_parameter)
+        whole = max(whole, UNPACKED_AT_ONCE * 2 * component.head_parameters)
+        unpacked = program.buffer(whole, "temporary", "dequantised weight")
         stage.stretches.insert(0, (STRATEGY_MOMENT, [unpacked]))
         stage.stretches.append((STRATEGY_MOMENT, [~unpacked]))
     if component.is_repeated:

@@ -74,6 +74,9 @@ class ComponentPass(NamedTuple):
     table_parameters: int = 0
     """of its parameters, those of a table of words that stays in 16 bits where the rest is quantised"""
 
+    head_parameters: int = 0
+    """of a head that is the table of words in 16 bits, and is a weight of its own once it is quantised"""
+
     @property
     def is_repeated(self) -> bool:
         """Whether it runs more than once."""
@@ -93,7 +96,7 @@ class ComponentPass(NamedTuple):
     def weight_bytes(self) -> int:
         """The weights, as they are stored."""
         kept = self.table_parameters if self.is_quantised else 0
-        return int((self.parameters - kept) * self.bytes_per_parameter) + 2 * kept
+        return int((self.parameters + self.head_parameters - kept) * self.bytes_per_parameter) + 2 * kept
 
     @property
     def weights(self) -> str:
@@ -153,7 +156,8 @@ def _as_trained(run: Run, encoder: TextEncoder, component: ComponentPass) -> Com
     if encoder.name in run.device.encoders_in_16_bits:
         return component._replace(dtype="bf16")
     tables = _table_parameters(component.tape) if component.tape else 0
-    return component._replace(bits=run.device.encoder_bits, table_parameters=tables)
+    head = tables if run.device.encoder_head_untied else 0
+    return component._replace(bits=run.device.encoder_bits, table_parameters=tables, head_parameters=head)
 
 
 @recording_cache(maxsize=32)
