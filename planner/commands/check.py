@@ -25,6 +25,7 @@ from planner.commands._shared.rendering.render_fixes import (
     print_helps,
     print_larger_card,
     print_least,
+    print_more_ram,
     print_not_priced,
     print_smaller,
     print_unpriced,
@@ -269,6 +270,7 @@ def _print_fixes(console: Console, found: Checked) -> None:
         print_smaller(console, found.smaller)
         print_as_lora(console, found.as_lora)
         print_larger_card(console, found.larger_card)
+        print_more_ram(console, found.more_ram, estimate)
     print_fixes(console, estimate, found.fixes)
     print_not_priced(console, found.not_priced)
     print_helps(console, found.helps)

@@ -44,6 +44,8 @@ class Checked:
     """where no option is enough: a shorter clip and a smaller size that fit"""
     larger_card: CheckedEstimate | None = None
     """where no option is enough: the command as it is on the smallest class of card that it fits"""
+    more_ram: int | None = None
+    """where no option is enough: the host RAM in bytes, whole GiB, with which the command fits as it is"""
     as_lora: tuple[str, Estimate] | None = None
     """where no option is enough for full training: the question that answers with a LoRA, and what it needs"""
     together: LeastMemory | None = field(default=None, compare=False, repr=False)
@@ -86,6 +88,7 @@ class Checked:
             **({"not_priced": [each._asdict() for each in self.not_priced]} if self.not_priced else {}),
             "smaller": [_fix_json(fix) for fix in self.smaller],
             **({"larger_card": self.larger_card.estimate.machine.gpu} if self.larger_card else {}),
+            **({"more_ram_bytes": self.more_ram} if self.more_ram else {}),
             **({"as_lora": self.as_lora[1].to_json()} if self.as_lora else {}),
             "helps": [{"change": list(fix.change), "lossy": fix.lossy, "cost": fix.cost} for fix in self.helps],
             **({"today": self.today} if self.today else {}),

@@ -1,5 +1,5 @@
 """Other ways out, where no option of its trainer makes a command fit: shorter clips and smaller sizes
-(`planner.foreign.smaller_shapes`), a larger card, or a LoRA instead of full training."""
+(`planner.foreign.smaller_shapes`), a larger card, more host RAM, or a LoRA instead of full training."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from planner.search.question import Question
 from planner.search.suggester import Suggester
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate
+from planner.units import GIB
 
 
 def with_other_ways(found: Checked) -> Checked:
@@ -24,7 +25,8 @@ def with_other_ways(found: Checked) -> Checked:
     if found.fixes or found.outcome.estimate.verdict == "fits":
         return found
     smaller = tuple(shapes(found.together)) if found.together else ()
-    return replace(found, smaller=smaller, larger_card=larger_card(found), as_lora=as_lora(found))
+    larger, ram = larger_card(found), more_ram(found)
+    return replace(found, smaller=smaller, larger_card=larger, more_ram=ram, as_lora=as_lora(found))
 
 
 def as_lora(found: Checked) -> tuple[str, Estimate] | None:
@@ -53,6 +55,16 @@ def _fitting(question: Question) -> Estimate | None:
     suggester = Suggester()
     found = suggester.best(suggester.search(question), explain=False)
     return found.plan if found else None
+
+
+def more_ram(found: Checked) -> int | None:
+    """The host RAM, bytes, in whole GiB, with which the command fits as it is; None where that is not what is short."""
+    estimate = found.outcome.estimate
+    if estimate.limit != "host":
+        return None
+    needed = -(-estimate.host_ram_bytes // GIB) * GIB
+    case = replace(found.case, machine=found.case.machine.replace(host_ram=needed))
+    return needed if Pricing(case).outcome(case).estimate.verdict == "fits" else None
 
 
 def larger_card(found: Checked) -> CheckedEstimate | None:

@@ -85,3 +85,11 @@ def test_host_ram_is_what_the_trainers_own_code_took(command: str, rehearsed: fl
     rehearsed they were told as 25.2, 7.6, 19.5 and 3.2."""
     told = json.loads(typed("check", "--gpu", "80GB", "--no-fixes", "--json", "--", *shlex.split(command)).stdout)
     assert abs(told["estimate"]["host_ram_bytes"] / GIB - rehearsed) < 4
+
+
+def test_where_host_ram_alone_is_short_what_is_enough_is_said() -> None:
+    words = ["check", "--gpu", "80GB", "--host-ram", "32GiB", "--", *shlex.split(next(iter(COMMANDS)))]
+    told = typed(*words, code=3).stdout
+    assert "not enough host RAM (load: 47.3 GiB)" in told
+    assert "unchanged it fits --host-ram 48GiB; swap space will do" in told
+    assert json.loads(typed("check", "--json", *words[1:], code=3).stdout)["more_ram_bytes"] == 48 * GIB

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from planner.commands._shared.rendering.render import VERDICTS
-from planner.units import format_gib, format_seconds, gib
+from planner.units import GIB, format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,6 +95,14 @@ def print_larger_card(console: Console, larger: CheckedEstimate | None) -> None:
         found = larger.estimate
         need = f"{gib(found.peak.device_bytes):.1f} of {gib(found.budget_bytes):.1f} GiB"
         console.print(f"unchanged it fits --gpu {found.machine.gpu} ({need})", markup=False)
+
+
+def print_more_ram(console: Console, ram: int | None, found: Estimate) -> None:
+    """The host RAM with which a command fits as it is."""
+    if ram is not None:
+        early = found.host is not None and found.host.phase in ("encode", "load")
+        swap = "; swap space will do, as it is short only before training begins" if early else ""
+        console.print(f"unchanged it fits --host-ram {ram // GIB}GiB{swap}", markup=False)
 
 
 def print_as_lora(console: Console, lora: tuple[str, Estimate] | None) -> None:
