@@ -1,4 +1,4 @@
-"""What another trainer can do: the strategies that it has settings for, as a search asks about them."""
+"""Which strategies another trainer has settings for: the policy of a search about that trainer."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ FEWEST_SWAPPED = (1, 2, 3)
 
 
 class TrainerPolicy(EstimatePolicy):
-    """A search's answers are the strategies that a trainer has settings for; the margin decides what fits.
+    """Allows only strategies that a trainer has settings for; the margin decides what fits.
 
-    ``beside``: a plan beside whose settings others stand. What these cannot say of it need not be said of others
-    either: fields of the job whatever they are, fields of the strategy with this value.
+    ``beside``: the plan whose alternatives are searched. It may come from a command that can be read but not written.
+    Values of its strategy that no setting expresses are allowed in the alternatives too, and so is any value of such a
+    field of the job.
     """
 
     def __init__(self, question: Question, dialect: Dialect, beside: Plan | None = None) -> None:
@@ -63,8 +64,8 @@ class TrainerPolicy(EstimatePolicy):
         return TrainerPolicy(question, self.dialect, self.beside)
 
     def strategies(self, job: Job, listed: Sequence[ResolvedStrategy]) -> Sequence[ResolvedStrategy]:
-        """Those listed; and of those that the trainer cannot say what it does in their place, where that is another in
-        `ITS_OWN` alone: our trainer does not do so, and they are not listed."""
+        """The listed ones; and, for those that the trainer cannot express, what it does instead, if that differs in
+        `ITS_OWN` only. Our trainer does not do that, so it is not listed."""
         return list(dict.fromkeys(chain(listed, filter(None, (self._as_it_does(job, each) for each in listed)))))
 
     def _as_it_does(self, job: Job, strategy: ResolvedStrategy) -> ResolvedStrategy | None:
@@ -87,7 +88,7 @@ class TrainerPolicy(EstimatePolicy):
         return said
 
     def all_candidates(self) -> Sequence[ResolvedStrategy]:
-        """What a search may answer its question with, if everything is recorded."""
+        """All strategies that the search may answer with, assuming that everything is recorded."""
         job = self.question.job
         try:
             return self.candidates(job, self.strategies(job, list(Space(self.question).strategies(job, False))))
@@ -137,9 +138,11 @@ class TrainerPolicy(EstimatePolicy):
 
 
 def other_ways_of(plan: Plan, question: Question) -> tuple[Question, Callable[[Question], Policy]]:
-    """A question about all ways to train a plan's job, as the plan's trainer has them: what is not open there, and what
-    a search may answer with. That is what the trainer has settings for and what the plan itself has, which may come of
-    a command that is read and cannot be written."""
+    """(question, policy) for a search over all ways in which a plan's trainer can train the plan's job.
+
+    If nothing that is searched can be expressed, more and more of the plan's own strategy is kept fixed: its precision,
+    then everything but how blocks are checkpointed and swapped, then all of it.
+    """
     dialect = dialects.dialect(plan.trainer)
     own = dict(plan.configuration.strategy)
 
@@ -154,18 +157,18 @@ def other_ways_of(plan: Plan, question: Question) -> tuple[Question, Callable[[Q
 
 
 def typed(question: Question, changes: Mapping[str, Any]) -> Question:
-    """The question with these values as if they were typed: what else a trainer does may follow from them."""
+    """The question with these values as if they had been typed."""
     return question._replace(strategy=question.strategy.replace(**changes), fixed=question.fixed | changes.keys())
 
 
 def plan_for(question: Question, job: Job, strategy: Strategy, trainer: str = OURS) -> Plan:
-    """The plan for a strategy on the question's machine, everything open filled in."""
+    """The plan for a strategy on the question's machine, with everything open filled in."""
     return Plan.under(Configuration(job, resolve(job, strategy, question.machine), question.machine), trainer)
 
 
 def _unsaid(name: str, plan: Plan) -> tuple[UnsupportedValue, ...]:
-    """What a dialect, by name, cannot say of a plan and that matters."""
-    # Of the machine it depends on nothing but how many GPUs there are, and a search asks the same for every card.
+    """The values of a plan that matter and that a dialect, given by name, cannot express."""
+    # Of the machine only the number of GPUs matters, and a search asks the same for every card: so it is cached.
     machine = Machine(gpu="any", gpus=plan.machine.gpus, nodes=plan.machine.nodes)
     return _unsaid_of(name, replace(plan.configuration, machine=machine), plan.trainer)
 

@@ -90,7 +90,7 @@ class EstimatePolicy:
         return cost.loss(job, strategy)
 
     def may_swap(self, strategy: Strategy) -> bool:
-        """Whether no second expert lies whole on the GPU: our trainer swaps blocks of the one that runs alone."""
+        """Whether the idle expert is not kept whole on the GPU: our trainer swaps blocks of the running one only."""
         return self.question.job.experts != "both" or strategy.inactive_expert != "gpu"
 
     def swap_count(self, blocks: int, up: bool) -> int:

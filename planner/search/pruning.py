@@ -27,7 +27,7 @@ class Pruning:
         self._most: dict[tuple[Job, ResolvedStrategy], ResolvedStrategy | None] = {}
 
     def most_swapped(self, job: Job, strategy: ResolvedStrategy) -> int:
-        """The most blocks that a search may swap under a strategy, whatever the host's RAM holds."""
+        """The most blocks that a search may swap under a strategy, without looking at host RAM."""
         return self.space.most_swapped(job, strategy) if self.feasibility.policy.may_swap(strategy) else 0
 
     def never_fits(self, job: Job, strategy: ResolvedStrategy, verdict: str) -> bool:

@@ -60,7 +60,8 @@ class _Events(NamedTuple):
 
 
 class _List:
-    """A list of events, which stages share, told from others by being itself; and the buffers that are copies."""
+    """A list of events with the set of buffers that are copies, as a cache key: compared by identity, because stages
+    share their lists."""
 
     def __init__(self, events: list[int], copies: Container[int]) -> None:
         self.events = events
@@ -84,8 +85,8 @@ def _of_events(these: _List) -> _Events:
 
 
 class _Shape:
-    """The bytes of a run's buffers, told from others by the recording and its shape, or by being itself where a
-    strategy changed some."""
+    """The buffer sizes of a run, as a cache key: equal for the same recording and shape, unless a strategy resized
+    buffers."""
 
     def __init__(self, run: Run) -> None:
         self.sizes = run.sizes
