@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,7 @@ def test_formats_that_no_plan_says_are_told_of_where_nothing_fits() -> None:
     plan = run("suggest", *words, code=3)["plan"]
     assert plan["verdict"] == "no"
     (told,) = [note for note in plan["assumptions"] if "qtype" in note]
-    assert "uint3" in told and "`vplan check`" in told
+    assert re.search(r"uint\d", told) and "`vplan check`" in told
     fits = run("suggest", "flux.1-dev", "--gpu", "24GB", "--host-ram", "70GiB", "--for", "ai-toolkit")["plan"]
     assert not any("qtype" in note for note in fits["assumptions"])
 

@@ -134,6 +134,7 @@ def test_models_of_a_class_have_the_same_traits() -> None:
         "distilled",
         "few_steps",
         "not_encoded",
+        "published_dtype",  # its repository's
         "guidance_in_one_batch",  # a distilled model has no guidance
     )
     for pairs in (vaes, encoders):

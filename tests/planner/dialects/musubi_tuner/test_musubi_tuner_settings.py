@@ -98,12 +98,12 @@ def test_a_flag_that_ends_its_own_script_is_said_and_not_written(tmp_path: Path)
     [
         ("--fp8_base", "cast-whole"),
         ("--fp8_base --fp8_scaled", ""),
-        ("--fp8_base --blocks_to_swap 20 --gradient_checkpointing", ""),
+        ("--fp8_base --blocks_to_swap 20 --gradient_checkpointing", "cast-whole"),
         ("--fp8_base --dit wan2.1_t2v_14B_fp8_e4m3fn.safetensors", ""),
         ("", ""),
     ],
 )
-def test_a_file_that_is_cast_to_8_bits_lies_on_the_gpu_whole(words: str, version: str, tmp_path: Path) -> None:
+def test_a_file_that_is_cast_to_8_bits_is_read_whole(words: str, version: str, tmp_path: Path) -> None:
     command = COMMAND.format("wan").replace("--dit a.safetensors", "" if "--dit " in words else "--dit a.safetensors")
     told = translated(tmp_path, f"{command} --task t2v-14B --network_module networks.lora_wan {words}")
     assert told.version == version
