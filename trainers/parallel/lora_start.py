@@ -86,7 +86,8 @@ def _adapters(file: Path, layers: Mapping[str, Tensor], places: Mapping[str, Lay
     owners = _owners(layers, places)
     found = {}
     for name, pair in halves.items():
-        owned = owners.get(_PREFIX.sub("", name, count=1))
+        called = _PREFIX.sub("", name, count=1)
+        owned = owners.get(called)
         if owned is None or pair.keys() != {"down", "up"}:
             fault = f"{file} has an adapter of {quoted(name)}, which is not one of the plan's"
             raise VplanError(fault, "plan with the layers that it has: --lora-targets")
@@ -94,7 +95,8 @@ def _adapters(file: Path, layers: Mapping[str, Tensor], places: Mapping[str, Lay
         alpha = tensors.get(f"{name}.alpha")
         up = up * (default if alpha is None else float(alpha) / down.shape[0])
         for layer in owned:
-            found[layer] = _of_layer(down, up, layers[layer].shape[0], places.get(layer))
+            place = None if called in (layer, layer.replace(".", "_")) else places[layer]
+            found[layer] = _of_layer(down, up, layers[layer].shape[0], place)
     return found
 
 

@@ -319,9 +319,9 @@ def at_alpha(alpha: float) -> TrainingSettings:
     return TrainingSettings(lora_alpha=alpha)
 
 
-def with_alpha(profile: ModelProfile, alpha: float | None) -> nn.Module:
+def with_alpha(profile: ModelProfile, alpha: float | None, job: Job | None = None) -> nn.Module:
     torch.manual_seed(0)
-    model = step.build_model(profile, lora_job(profile), Strategy(weights_dtype="fp32"), lora_alpha=alpha)
+    model = step.build_model(profile, job or lora_job(profile), Strategy(weights_dtype="fp32"), lora_alpha=alpha)
     placement.materialise(model, torch.device("cpu"), lambda _, weight: nn.init.normal_(weight, std=0.1))
     return model.eval()
 
@@ -369,13 +369,25 @@ def test_a_pipeline_with_the_file_predicts_what_the_trained_model_does(tmp_path:
     torch.testing.assert_close(loaded, trained, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", "sd1.5", "flux.1-dev"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("wan2.1-t2v-1.3b", ()),
+        ("sd1.5", ()),
+        ("flux.1-dev", ()),
+        ("flux.1-dev", ("norm_out.linear",)),  # the halves of its rows change places in ComfyUI's model
+        ("mochi-1", ("ff.net.0.proj",)),
+    ],
+)
 @pytest.mark.parametrize("file", ["pytorch_lora_weights.safetensors", "comfyui_lora.safetensors"])
-def test_training_begins_as_a_file_of_either_form_ends(name: str, file: str, tmp_path: Path) -> None:
+def test_training_begins_as_a_file_of_either_form_ends(
+    name: str, more: tuple[str, ...], file: str, tmp_path: Path
+) -> None:
     profile = tiny.profile(name)
-    before = with_alpha(profile, 5.0)
-    LoraFiles(profile, lora_job(profile), at_alpha(5.0), 7, before).write(tmp_path, trained_weights(before), 3)
-    job = lora_job(profile).replace(lora_rank=RANK + 1)  # the rows that the file lacks begin as new ones
+    asked = lora_job(profile).replace(lora_targets=(*profile.lora.targets, *more))
+    before = with_alpha(profile, 5.0, asked)
+    LoraFiles(profile, asked, at_alpha(5.0), 7, before).write(tmp_path, trained_weights(before), 3)
+    job = asked.replace(lora_rank=RANK + 1)  # the rows that the file lacks begin as new ones
     after = step.build_model(profile, job, Strategy(weights_dtype="fp32"), lora_alpha=2.0)
     new = weights.fresh(0)
     begin = from_file(tmp_path / file, "", profile, job, at_alpha(2.0), after, new)
