@@ -38,10 +38,12 @@ class Average:
     def __init__(self, trainable: dict[str, nn.Parameter], where: str, decay: float = EMA_DECAY) -> None:
         self.trainable, self.decay = trainable, decay
         self.steps = 0
-        self.shadow = {
-            name: _local(parameter.detach()).to("cpu" if where == "cpu" else parameter.device, torch.float32, copy=True)
+        # FSDP2's stay DTensors as they are copied: `DTensor.from_local` would move a part in host RAM to the GPU.
+        self._kept = {
+            name: parameter.detach().to("cpu" if where == "cpu" else parameter.device, torch.float32, copy=True)
             for name, parameter in trainable.items()
         }
+        self.shadow = {name: _local(average) for name, average in self._kept.items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -75,7 +77,7 @@ class Average:
     def kept(self, name: str) -> Tensor:
         """The average of one parameter as a checkpoint keeps it and gives it back, in place: a DTensor where the
         parameter is one."""
-        return parallel.spread_like(self.shadow[name], self.trainable[name])
+        return self._kept[name]
 
     def full_tensor(self, name: str) -> Tensor:
         """The average of one parameter, unsplit; all ranks ask together."""
