@@ -56,7 +56,7 @@ def plans(name: str, card: GpuProfile | None) -> Iterator[Plan]:
 
 
 def _allowed(model: ModelProfile, frames: int) -> int:
-    """The nearest clip the model takes, no longer than it was trained on."""
+    """``frames`` adjusted to a clip length near it that the model takes; 1 for models that are not for video."""
     if model.kind != "video":
         return 1
     rules = model.shape
