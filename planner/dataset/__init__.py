@@ -1,1 +1,1 @@
-"""Folders of clips and captions, without torch: which files, at which shapes."""
+"""Datasets: folders of clips and captions, which files are used, and at which shapes. Imports no torch."""

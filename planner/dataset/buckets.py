@@ -1,10 +1,10 @@
-"""Which of a plan's shapes a clip is trained at, and which of its frames. Imports no torch.
+"""Assigns clips to a plan's shapes and selects their frames. Imports no torch.
 
-A plan's shapes are its buckets, or its one shape. A clip gets the shape that keeps most of it: the share of the picture
-that is left after cropping to the shape's aspect, times the share of its frames that is used; of equals the one that
-enlarges least, then the largest, then the first in the plan. Shapes longer than the clip are no choice, so a clip that
-is shorter than the plan goes to the longest of the plan's shapes that it fills; an image to one of a single frame.
-Where a source lists resolutions, this is so for each of them.
+A plan's shapes are its buckets, or its single shape. A clip gets the shape that keeps most of it: the share of the
+picture left after cropping to the shape's aspect ratio, times the share of its frames that is used. Ties go to the
+shape with the least upscaling, then to the largest, then to the first in the plan. Shapes longer than the clip are
+excluded, so a short clip gets a shape that it fills, and an image one with a single frame. If a source lists
+resolutions, a clip is assigned once for each of them.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from planner.units import plural
 
 
 class Clip(NamedTuple):
-    """A file that can be trained on, with its caption."""
+    """A usable file with its caption."""
 
     path: Path
     name: str
-    """relative to the folder, with slashes"""
+    """path relative to the folder, with forward slashes"""
     caption: str
     frames: int
     fps: Fraction
     height: int
     width: int
     reference: Path | None = None
-    """the image it was made from"""
+    """the image that it is an edit of, for models that edit images"""
     control: Path | None = None
-    """the video that steers it, frame by frame"""
+    """the control video, for models that take one"""
 
 
 class Sample(NamedTuple):
-    """A clip with the plan's shape that it is trained at, and the frames that are taken of it."""
+    """A clip with the shape that it is trained at and the frames that are used."""
 
     clip: Clip
     bucket: Bucket
     indices: tuple[int, ...]
-    """frames of the file, as many as the bucket has"""
+    """frame indices in the file, as many as the bucket has frames"""
     flip: bool = False
-    """whether it is mirrored"""
+    """whether it is mirrored, left to right"""
     repeats: int = 1
-    """times that it comes in an epoch"""
+    """occurrences per epoch"""
     weight: float = 1.0
-    """of its loss"""
+    """factor of its loss"""
 
 
 class TooShortError(VplanError):
-    """No shape of the plan is as short as a clip."""
+    """A clip is shorter than every shape of the plan."""
 
     def __init__(self, message: str, usable: int) -> None:
         super().__init__(message, "")
         self.usable = usable
-        """frames of the clip, at the rate at which it is sampled"""
+        """frames of the clip at its sampling rate"""
 
 
 def model_fps(profile: ModelProfile) -> Fraction | None:
-    """Frames per second a model was trained at; None for image models."""
+    """Frames per second that a model was trained at; None for image models."""
     if profile.kind == "image":
         return None
     rate = profile.inputs.get("frame_rate") or profile.traits.frames_per_second
@@ -78,8 +78,8 @@ def model_fps(profile: ModelProfile) -> Fraction | None:
 def assign(
     clips: Iterable[Clip], profile: ModelProfile, job: Job, source: DataSource
 ) -> tuple[tuple[Sample, ...], list[Fault], tuple[str, ...]]:
-    """(samples in the order of a source's clips, clips that no shape takes, what was not used, in words). A VplanError
-    for a resolution that the plan does not have."""
+    """(samples in the order of a source's clips, clips that fit no shape, notes for the user). Raises a VplanError for
+    a resolution that the plan does not have, or a way to choose frames that the model cannot use."""
     rate = model_fps(profile) if source.fps is None else Fraction(source.fps).limit_denominator(1001)
     if profile.shape.window and source.frames in ("even", "random"):
         fault = f"{profile.title} trains on all of a clip, window by window, not on {source.frames} frames"
@@ -114,8 +114,8 @@ def assign(
 
 
 def _shorter_shapes(lengths: set[int], profile: ModelProfile, job: Job) -> str:
-    """How to plan so that clips of so many frames, too short for all of the plan's shapes, are trained: one more shape
-    for images and one for videos, that of the shortest. Empty where the model takes none so short."""
+    """How to plan for clips of these frame counts, which are too short for every shape of the plan: add one shape for
+    the shortest video, and one for images. Empty if the model takes no such clips."""
     least = profile.shape.min_frames
     frames = {length: profile.shape.cut(length) for length in lengths}
     videos = [count for length, count in frames.items() if length > 1 and count >= least]
@@ -128,7 +128,7 @@ def _shorter_shapes(lengths: set[int], profile: ModelProfile, job: Job) -> str:
 
 
 def _shapes_of(size: tuple[int, int], job: Job) -> tuple[Bucket, ...]:
-    """The plan's shapes of a height and width."""
+    """The plan's shapes with a given (height, width). Raises a VplanError if there are none."""
     shapes = tuple(shape for shape in job.shapes if (shape.height, shape.width) == size)
     if not shapes:
         buckets = ",".join([*(shape.words for shape in job.shapes), f"{job.shapes[0].frames}x{size[0]}x{size[1]}"])
@@ -138,7 +138,7 @@ def _shapes_of(size: tuple[int, int], job: Job) -> tuple[Bucket, ...]:
 
 
 def _drawn(clip: Clip, bucket: Bucket, step: Fraction, usable: int, source: DataSource) -> dict[tuple[int, ...], int]:
-    """The frames that are taken of a clip, and how often each selection of them comes in an epoch."""
+    """Selections of a clip's frames -> occurrences of each per epoch."""
     if source.frames == "even":
         return {_even(clip.frames, bucket.frames): source.repeats}
     if source.frames == "windows":
@@ -146,15 +146,15 @@ def _drawn(clip: Clip, bucket: Bucket, step: Fraction, usable: int, source: Data
     first = _rising(bucket.frames, step)
     if source.frames == "first":
         return {first: source.repeats}
-    # Of the name and the number alone, so that a run that goes on finds what it encoded.
+    # Depends on nothing but file name and number, so that a resumed run finds what it encoded.
     last = clip.frames - 1 - first[-1]
     starts = [Random(f"{clip.path.name} {number}").randint(0, last) for number in range(source.repeats)]
     return {tuple(start + index for index in first): times for start, times in sorted(Counter(starts).items())}
 
 
 def _windows(clip: Clip, bucket: Bucket, step: Fraction, usable: int, least: int = 1) -> list[tuple[int, ...]]:
-    """The frames of a clip's windows, one behind the other; frames at its end may fill none. ``least``: how many a
-    model sees side by side."""
+    """The frames of a clip's consecutive windows; frames left over at its end are not used. ``least``: how many windows
+    the model needs. Raises a VplanError if there are fewer, or if it needs several and the clip has no frame rate."""
     count = usable // bucket.frames
     if least > 1 and not clip.fps:
         raise VplanError("has no frame rate")
@@ -165,23 +165,23 @@ def _windows(clip: Clip, bucket: Bucket, step: Fraction, usable: int, least: int
 
 
 def _step(clip: Clip, rate: Fraction | None) -> Fraction:
-    """Frames of the file per frame taken."""
+    """Frames in the file per frame used."""
     return max(Fraction(1), clip.fps / rate) if rate and clip.fps else Fraction(1)
 
 
 def _rising(count: int, step: Fraction) -> tuple[int, ...]:
-    """The frames nearest to so many even steps from the first one."""
+    """``count`` frame indices from 0 at even steps, rounded to the nearest."""
     return tuple(int(number * step + Fraction(1, 2)) for number in range(count))
 
 
 def _even(frames: int, count: int) -> tuple[int, ...]:
-    """So many of a clip's frames from the first to the last, evenly."""
+    """``count`` of a clip's frames, evenly spaced from the first to the last."""
     step = Fraction(frames - 1, count - 1) if count > 1 else Fraction(0)
     return _rising(count, step)
 
 
 def _best(clip: Clip, usable: int, of_plan: Sequence[Bucket]) -> Bucket:
-    """The one of the plan's shapes that keeps most of a clip, as the module says."""
+    """The shape that keeps most of a clip (see the module docstring). Raises a TooShortError if all are too long."""
     shapes = [shape for shape in of_plan if shape.frames <= usable]
     if not shapes:
         shortest = min(shape.frames for shape in of_plan)
@@ -196,30 +196,30 @@ def _best(clip: Clip, usable: int, of_plan: Sequence[Bucket]) -> Bucket:
 
 
 def kept_picture(height: int, width: int, shape: Bucket) -> float:
-    """Share of a picture that cropping to a shape's aspect leaves."""
+    """Share of a picture that is left after cropping to a shape's aspect ratio."""
     ratio = (width * shape.height) / (height * shape.width)
     return min(ratio, 1 / ratio)
 
 
 def sampling_step(clip: Clip, source: DataSource, rate: Fraction | None) -> Fraction:
-    """Frames of the file per frame taken. ``rate``: the model's, where the source sets none."""
+    """Frames in the file per frame used. ``rate``: the model's frame rate, used if the source sets none."""
     if source.frames == "even":
         return Fraction(1)
     return _step(clip, rate if source.fps is None else Fraction(source.fps).limit_denominator(1001))
 
 
 def _enlarged(clip: Clip, shape: Bucket) -> float:
-    """How many times larger, per side, the picture becomes; under 1 it shrinks."""
+    """Scale factor per side when the picture is resized; below 1 it shrinks."""
     return max(shape.height / clip.height, shape.width / clip.width)
 
 
 def _notes(samples: list[Sample], rate: Fraction | None, source: DataSource) -> tuple[str, ...]:
-    """What is worth knowing of how clips were fitted: samples by shape, and what of them is not used."""
+    """Notes on how clips were fitted: samples by shape, and what is cut, cropped, upscaled or sped up."""
     if not samples:
         return ()
     shapes = Counter(sample.bucket.words for sample in samples)
     notes = ["samples by shape (frames x height x width): " + ", ".join(f"{n} of {s}" for s, n in shapes.items())]
-    clips = {sample.clip: sample for sample in samples if not sample.flip}  # the last of each
+    clips = {sample.clip: sample for sample in samples if not sample.flip}  # the last sample of each clip
     if len(clips) < len(samples):
         made = [f"{source.frames} parts"] * (source.frames in ("random", "windows"))
         made += ["mirrored"] * source.flip + ["several resolutions"] * (len(source.resolutions) > 1)

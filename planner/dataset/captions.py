@@ -1,4 +1,4 @@
-"""The captions of a folder: in a table, in a `.txt` beside each file, or one for all."""
+"""Reads the captions of a folder: from a table, from a `.txt` beside each file, or one for all files."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from planner.errors import VplanError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 REFERENCE, CONTROL = "reference_file_name", "control_file_name"
-"""Columns with the image that a sample was made from, and with the video that steers it (Hugging Face's folders read
-columns called so as files)."""
+"""Columns with the image that a sample is an edit of, and with its control video (Hugging Face's folders read columns
+with such names as files)."""
 
 MAX_CAPTION = 10_000
-"""Characters. Encoders read a few hundred words; more is a file that is no caption."""
+"""Characters. Encoders read a few hundred words; a longer file is not a caption."""
 
 
 MAX_LINE = 1 << 20
-"""Characters of a line in a table. More is a file that is no table, and might not fit into RAM."""
+"""Characters of a line in a table. A file with longer lines is not a table, and a line might not fit into RAM."""
 
 ONE_FOR_ALL = "give all files one caption (--caption TEXT, or caption in a dataset.toml)"
 
 
 class Fault(NamedTuple):
-    """A file (or a row of the metadata) that cannot be trained on, and why."""
+    """A file (or a row of the metadata) that cannot be used for training, and why."""
 
     name: str
     reason: str
     fix: str = ""
-    """what would help, beside correcting or removing the file"""
+    """what would help, besides correcting or removing the file"""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
 
 
 class Captions(NamedTuple):
-    """What a folder says of its files."""
+    """The captions and companion files that a folder gives its files."""
 
     texts: dict[str, str]
-    """by name of the file"""
+    """by file name"""
     companions: dict[str, dict[str, str]]
-    """by name and column: the other files that a row names"""
+    """other files that a row names, by file name and column"""
     faults: list[Fault]
-    """what has no caption, and rows that cannot be used"""
+    """files without a caption, and unusable rows"""
     unused: Sequence[str] = ()
-    """files with a caption and no clip of their name"""
+    """`.txt` files without a clip of the same name"""
 
 
 def read_captions(folder: Folder, names: Sequence[str], source: DataSource, tell: Callable[[int], None]) -> Captions:
-    """The captions of the files of these names, with the source's trigger. ``tell`` is called with the number of files
-    that were looked at. A VplanError for a table that is not there, or cannot be read at all."""
+    """The captions of the given files, with the source's trigger. ``tell`` is called with the number of files that have
+    been read, if captions are in files of their own. Raises a VplanError for a table that is missing or unreadable."""
     table = _table(folder, source)
     if table is not None:
         found = _from_table(folder, table, source)
@@ -76,7 +76,7 @@ def read_captions(folder: Folder, names: Sequence[str], source: DataSource, tell
 
 
 def _table(folder: Folder, source: DataSource) -> str | None:
-    """The name of the table that holds the captions; None where none does."""
+    """The name of the table that holds the captions; None if they are not in a table."""
     if source.captions not in ("auto", "txt"):
         if source.caption is not None:
             raise VplanError("a source has both caption and captions", "keep one of them")
@@ -91,7 +91,7 @@ def _table(folder: Folder, source: DataSource) -> str | None:
 
 
 def _from_texts(folder: Folder, names: Sequence[str], tell: Callable[[int], None]) -> Captions:
-    """Captions of the `.txt` files beside the clips."""
+    """Reads captions from the `.txt` files beside the clips."""
     found = Captions({}, {}, [])
     for number, name in enumerate(names):
         tell(number)
@@ -110,7 +110,7 @@ def _from_texts(folder: Folder, names: Sequence[str], tell: Callable[[int], None
 
 
 def _text_of(file: Path) -> str:
-    """The caption in a file of its own."""
+    """The caption in a `.txt` file. Raises an UnusableError if there is none."""
     try:
         with file.open("rb") as opened:
             raw = opened.read(4 * MAX_CAPTION + 1)
@@ -122,7 +122,7 @@ def _text_of(file: Path) -> str:
 
 
 def _from_table(folder: Folder, table: str, source: DataSource) -> Captions:
-    """What the rows of a table say."""
+    """Reads captions and companion files from the rows of a table."""
     found = Captions({}, {}, [])
     twice: set[str] = set()
     for line, row in _rows(_table_file(folder, table), source.caption_column):
@@ -166,7 +166,7 @@ def _table_file(folder: Folder, table: str) -> Path:
 
 
 def _rows(table: Path, column: str) -> Iterator[tuple[int, object]]:
-    """(line, row) of a table, read row by row; a row that is not JSON comes as None."""
+    """Yields (line number, row) of a table without reading it whole; the row is None if it is not JSON."""
     try:
         with table.open(encoding="utf-8-sig", newline="" if table.suffix == ".csv" else "\n") as lines:
             if table.suffix == ".csv":
@@ -192,7 +192,7 @@ def _rows(table: Path, column: str) -> Iterator[tuple[int, object]]:
 
 
 def _short_lines(lines: TextIO, name: str) -> Iterator[str]:
-    """The lines of a table, none of them read beyond `MAX_LINE`."""
+    """Yields the lines of a table. Raises a VplanError for one longer than `MAX_LINE`."""
     number = 0
     while line := lines.readline(MAX_LINE + 1):
         number += 1
@@ -202,7 +202,7 @@ def _short_lines(lines: TextIO, name: str) -> Iterator[str]:
 
 
 def _caption(text: str) -> str:
-    """A caption without the blanks around it; an UnusableError for none, or for what cannot be one."""
+    """A caption without surrounding whitespace. Raises an UnusableError if it is empty, too long or not text."""
     if not text.strip():
         raise UnusableError("caption missing: its text is empty")
     if len(text) > MAX_CAPTION:

@@ -1,4 +1,4 @@
-"""One video or image file: what its header says, its frames at a size, its sound. PyAV reads videos, Pillow images."""
+"""Reads one video or image file: header, resized frames, sound. Uses PyAV for videos and Pillow for images."""
 
 from __future__ import annotations
 
@@ -24,33 +24,35 @@ Waves = numpy.ndarray[tuple[int, ...], numpy.dtype[Any]]
 
 
 class UnusableError(ValueError):
-    """Raised for a file that cannot be trained on; the message is worded to follow the file's name."""
+    """Raised for a file that cannot be used for training. The message is meant to follow the file's name."""
 
 
 class Media(NamedTuple):
-    """The frames, frame rate and size in pixels of a video or image, turned as it is shown."""
+    """Frame count, frame rate and size in pixels of a video or image, with its rotation applied."""
 
     frames: int
     """1 for an image"""
     fps: Fraction
-    """0 for an image, and for a video that does not say"""
+    """0 for an image, and for a video that does not state it"""
     height: int
     width: int
 
 
 def probe(path: Path) -> Media:
-    """Size, frames and rate of a file, from its header and, of a video, its first frame; an UnusableError otherwise.
+    """Size, frame count and rate of a file, from its header and, for a video, its first frame. Raises an UnusableError
+    for a broken file.
 
-    A container that does not say how many frames it holds (Matroska) is asked for its packets, which are not decoded.
+    If a container does not state its number of frames (Matroska), its packets are counted, without decoding them.
     """
     return _image_size(path) if path.suffix.lower() in IMAGES else _video_size(path)
 
 
 def frames(path: Path, indices: Sequence[int], height: int, width: int, threads: int = 0) -> Pixels:
-    """The frames of rising `indices`, resized and cropped to (F, height, width, 3); an UnusableError when it breaks.
+    """The frames at increasing `indices`, cropped and resized to (F, height, width, 3). Raises an UnusableError for a
+    broken file.
 
-    Videos are decoded from their start: the n-th frame is the n-th that comes out, whatever its time stamp says.
-    ``threads`` decode it; 0: as many as FFmpeg chooses.
+    Videos are decoded from their start: frame n is the n-th decoded one, whatever its time stamp. ``threads``: decoder
+    threads; 0: as many as FFmpeg chooses.
     """
     if path.suffix.lower() in IMAGES:
         try:
@@ -75,8 +77,8 @@ def has_sound(path: Path) -> bool:
 
 
 def sound(path: Path, rate: int) -> Waves:
-    """The sound of a file as mono samples in fp32 between -1 and 1, (n,), at `rate` samples a second. Raises an
-    UnusableError for a file without sound, or that breaks while it is decoded."""
+    """The sound of a file as mono fp32 samples between -1 and 1, (n,), at `rate` samples per second. Raises an
+    UnusableError for a file without sound or with a decoding error."""
     parts: list[Waves] = []
     try:
         with av.open(str(path)) as container:
@@ -96,7 +98,7 @@ def sound(path: Path, rate: int) -> Waves:
 def _image_size(path: Path) -> Media:
     try:
         with Image.open(path) as image:
-            turned = image.getexif().get(0x0112, 1) >= 5  # Orientation: 5 to 8 lie on their side
+            turned = image.getexif().get(0x0112, 1) >= 5  # Orientation: 5 to 8 are turned by 90 degrees
             width, height = image.size[::-1] if turned else image.size
             _check_depth(image)
     except UnidentifiedImageError:
@@ -107,13 +109,13 @@ def _image_size(path: Path) -> Media:
 
 
 def _check_depth(image: Image.Image) -> None:
-    """Raises an UnusableError for numbers of 32 bits: no file says which of them is white."""
-    if image.mode in ("I", "F") and image.format != "PNG":  # Pillow before 11 has a PNG's 16 bits in 32
+    """Raises an UnusableError for 32-bit pixels: files do not say which value is white."""
+    if image.mode in ("I", "F") and image.format != "PNG":  # Pillow before 11 reads a PNG's 16 bits into 32
         raise UnusableError("its pixels have 32 bits, and 8 or 16 are read")
 
 
 def _in_colour(image: Image.Image) -> Image.Image:
-    """An image as RGB. Pillow's own conversion cuts 16 bits of grey off at 255: nearly all of them become white."""
+    """An image as RGB. Pillow's own conversion clips 16-bit grey at 255, which turns nearly everything white."""
     _check_depth(image)
     if image.mode == "I" or image.mode.startswith("I;16"):
         image = Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
@@ -131,7 +133,7 @@ def _video_size(path: Path) -> Media:
                 raise UnusableError("zero frames")
             rate = stream.average_rate or stream.guessed_rate
             fps = Fraction(rate) if rate else Fraction(0)
-            # Counting packets may have read to the end.
+            # Counting packets may have read to the end of the file.
             container.seek(0)
             first = next(container.decode(stream), None)
     except (av.FFmpegError, OSError) as error:
@@ -145,7 +147,7 @@ def _video_size(path: Path) -> Media:
 
 def _video_frames(path: Path, indices: Sequence[int], size: tuple[int, int], threads: int) -> Pixels:
     numbers, pictures, last = frozenset(indices), [], max(indices)
-    reformatter = VideoReformatter()  # its tables are made once; a frame by itself makes them anew
+    reformatter = VideoReformatter()  # keeps its tables; frame.reformat would make them for each frame
     try:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
@@ -168,7 +170,7 @@ def _video_frames(path: Path, indices: Sequence[int], size: tuple[int, int], thr
 
 
 def _fit(picture: Image.Image, height: int, width: int) -> Image.Image:
-    """The largest centred part of the target's aspect, resized (bicubic over the whole area a pixel covers)."""
+    """Crops to the largest centred part with the target's aspect ratio and resizes it (antialiased bicubic)."""
     scale = min(picture.width / width, picture.height / height)
     left, top = (picture.width - width * scale) / 2, (picture.height - height * scale) / 2
     box = (max(0.0, left), max(0.0, top), min(picture.width, left + width * scale), 0.0)
@@ -177,6 +179,6 @@ def _fit(picture: Image.Image, height: int, width: int) -> Image.Image:
 
 
 def _short(error: Exception) -> str:
-    """A library's words on one line, without the path they end in."""
+    """A library's error message on one line, at most 80 characters; only the reason of an OS or FFmpeg error."""
     text = getattr(error, "strerror", None) or str(error)
     return " ".join(text.split())[:80] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The files of a dataset's folder: found by name, and never outside it."""
+"""The files in a dataset's folder: found by name, and never outside of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.errors import VplanError, quoted
 
 
 class Folder:
-    """A folder that exists. Raises a VplanError for one that does not, or that cannot be read."""
+    """An existing folder. Raises a VplanError for one that does not exist or cannot be read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -24,15 +24,15 @@ class Folder:
             raise _unreadable(path, error) from None
         self._allowed = tuple(f"{str(root).rstrip('/')}/" for root in allowed_roots(self.root))
         self._real: dict[str, str] = {}
-        """folders within it by where they really are: most files lie beside many others"""
+        """subfolder -> real path, a cache: most files share a folder with many others"""
         self.texts: list[str] = []
-        """paths of the `.txt` files that `media` came by"""
+        """paths of the `.txt` files that `media` found"""
         self.links_outside: list[str] = []
-        """paths of the folders that it did not look into, because they are links to others"""
+        """paths of folders that it skipped because they are links to folders elsewhere"""
 
     def media(self) -> Iterator[str]:
-        """Paths under the folder, with slashes, of what is called like a video or image. Hidden ones are passed
-        over."""
+        """Yields paths relative to the folder, with forward slashes, of files named like videos or images. Hidden ones
+        are skipped."""
         self.texts, self.links_outside = [], []
 
         def refuse(error: OSError) -> None:
@@ -59,9 +59,9 @@ class Folder:
         return os.path.islink(path) and not f"{os.path.realpath(path)}/".startswith(self._allowed)
 
     def inside(self, name: str) -> Path:
-        """The file of a name that lies in the folder and leads nowhere else; an UnusableError says what is wrong.
+        """The path of a file in the folder. Raises an UnusableError if it is missing or unreadable, or is outside.
 
-        A dataset in a Hugging Face cache is links to its blobs, which are as good as its own files.
+        Datasets in a Hugging Face cache consist of links to the cache's blobs; these are allowed.
         """
         if not name.isprintable() and any(unicodedata.category(letter) in ("Cc", "Cs") for letter in name):
             raise UnusableError("the name has line breaks, control characters or undecodable bytes")
@@ -91,12 +91,12 @@ class Folder:
 
 
 def is_media(name: str) -> bool:
-    """Whether a file is called like a video or image."""
+    """Whether a file is named like a video or image."""
     return name.lower().endswith((*clips.VIDEOS, *clips.IMAGES))
 
 
 def printable(name: str) -> str:
-    """A name as it may stand in a one-line message."""
+    """A name made safe for a one-line message: quoted if it is long or not printable."""
     return name if name.isprintable() and len(name) <= 80 else quoted(name, 80)
 
 

@@ -1,10 +1,10 @@
-"""Folders of videos and images with captions: found, checked, and put into the buckets of a plan. Imports no torch.
+"""Scans folders of videos and images with captions, and assigns them to the buckets of a plan. Imports no torch.
 
-Captions stand in `metadata.jsonl` or `metadata.csv` (`file_name`, `text`; one row per file, paths relative to the
+Captions are in `metadata.jsonl` or `metadata.csv` (`file_name`, `text`; one row per file, paths relative to the
 folder: the convention of Hugging Face's image and video folders) or, without either, in a `.txt` beside each file; a
-`dataset.toml` may say otherwise. A model that changes an image is given the one before the change in a third column,
-`reference_file_name`; one that a video steers is given that in `control_file_name`.
-Everything that is wrong is found before anything is loaded, and named with its reason.
+`dataset.toml` may specify otherwise. For models that edit images, a third column `reference_file_name` names the
+original image; for models that are controlled by a video, `control_file_name` names that video.
+All faults are found before anything is loaded, and are reported with a reason.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from planner.units import plural
 __all__ = ["Clip", "Dataset", "Fault", "Sample", "Scan", "read", "scan"]
 
 MAX_NAMED = 5
-"""Faults that a message names; it counts the others."""
+"""The most faults that a message names; the rest is only counted."""
 
 AT_ONCE = 256
-"""Files that are handed to the threads that look into them; what waits takes memory."""
+"""Files handed to the threads at a time; those that wait take memory."""
 
 TELL_SECONDS = 0.25
 
 
 def _silent(**_: object) -> None:
-    """Nobody is told."""
+    """Reports no progress."""
 
 
 class Scan(NamedTuple):
@@ -50,13 +50,12 @@ class Scan(NamedTuple):
     clips: tuple[Clip, ...]
     faults: tuple[Fault, ...]
     unused: tuple[str, ...] = ()
-    """files with a caption and no clip of their name"""
+    """`.txt` files without a clip of the same name"""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The samples of a plan, by source and name of their files; what was left out; and what is worth saying of the
-    rest."""
+    """The samples of a plan, ordered by source and file name; the files that were left out; and notes for the user."""
 
     samples: tuple[Sample, ...]
     skipped: tuple[Fault, ...]
@@ -71,10 +70,11 @@ def read(
     skip_bad: bool = False,
     tell: Callable[..., None] = _silent,
 ) -> Dataset:
-    """The samples of all sources for a plan's job. A VplanError names every fault (the first few) unless ``skip_bad``.
+    """The samples of all sources for a plan's job. Raises a VplanError that lists the faults (the first few by name)
+    unless ``skip_bad``, and always if no sample is usable.
 
-    Each sample has one of the plan's own shapes, so none can need more memory than was planned: longer clips are cut
-    and larger pictures shrunk. ``tell`` is called now and then with what is looked at (``scanning``), and how many
+    Each sample has one of the plan's shapes, so none can need more memory than was planned: longer clips are cut and
+    larger pictures shrunk. ``tell`` is called now and then with what is being scanned (``scanning``) and the number of
     files (``done`` of ``all``).
     """
     return in_buckets(usable(sources, profile, job, tell), profile, job, skip_bad=skip_bad)
@@ -83,7 +83,7 @@ def read(
 def usable(
     sources: Sequence[DataSource], profile: ModelProfile, job: Job, tell: Callable[..., None] = _silent
 ) -> list[tuple[DataSource, Scan]]:
-    """What a model can be trained on in each source, whatever the job's shapes, and the faults of the rest."""
+    """The usable files of each source, whatever the job's shapes, and the faults of the others."""
     needs_sound = bool(profile.inputs.get("sound"))
     found = []
     for source in sources:
@@ -95,7 +95,7 @@ def usable(
 def in_buckets(
     scans: Sequence[tuple[DataSource, Scan]], profile: ModelProfile, job: Job, *, skip_bad: bool = False
 ) -> Dataset:
-    """The samples of sources that were looked through; see `read`."""
+    """The samples of scanned sources; see `read`."""
     samples: list[Sample] = []
     faults: list[Fault] = []
     notes: list[str] = []
@@ -111,14 +111,14 @@ def in_buckets(
 
 
 def _unused(texts: Sequence[str]) -> Iterator[str]:
-    """A caption that is alone may be misspelt, or beside a clip of a kind that is not read."""
+    """A note about `.txt` files without a clip: their names may be misspelt, or the clip is of an unsupported type."""
     if texts:
         some = ", ".join(map(printable, texts[:MAX_NAMED])) + (", and others" if len(texts) > MAX_NAMED else "")
         yield f"without a video or image of their name: {plural(len(texts), 'caption')} ({some})"
 
 
 def _with_companions(folder_scan: Scan, profile: ModelProfile, job: Job) -> Scan:
-    """Clips that have the image that the model changes, or the video that steers it, where it takes one."""
+    """Keeps only clips with a reference image or control video, if the model needs one; the others become faults."""
     changes = bool(job.references or profile.shape.references)
     if not (changes or profile.inputs.get("control_channels")):
         return folder_scan
@@ -133,7 +133,7 @@ def _with_companions(folder_scan: Scan, profile: ModelProfile, job: Job) -> Scan
 
 
 def _with_sound(folder_scan: Scan, profile: ModelProfile) -> Scan:
-    """Clips that can be heard."""
+    """Keeps only clips with sound; the others become faults."""
     usable, faults = [], list(folder_scan.faults)
     for clip in folder_scan.clips:
         try:
@@ -146,7 +146,7 @@ def _with_sound(folder_scan: Scan, profile: ModelProfile) -> Scan:
 
 
 def refused(faults: list[Fault], total: int) -> VplanError:
-    """The VplanError that names the first faults and counts the others. ``total``: all samples; not raised here."""
+    """A VplanError, returned, that names the first faults and counts the others. ``total``: number of all samples."""
     first_faults = "; ".join(map(str, faults[:MAX_NAMED]))
     more = f"; and {len(faults) - MAX_NAMED} more" if len(faults) > MAX_NAMED else ""
     ways = [*dict.fromkeys(fault.fix for fault in faults if fault.fix), "correct or remove them"]
@@ -156,10 +156,10 @@ def refused(faults: list[Fault], total: int) -> VplanError:
 
 
 def scan(source: DataSource, *, captioned: bool = True, tell: Callable[..., None] = _silent) -> Scan:
-    """What is in a source's folder, reading captions, headers and first frames only. Deterministic: by name.
+    """Scans a source's folder, reading only captions, headers and first frames. The result is sorted by name.
 
-    Without ``captioned`` a clip needs no caption. A VplanError for a folder that is none, is empty, or whose metadata
-    cannot be read at all.
+    Without ``captioned``, clips need no caption. Raises a VplanError if the folder does not exist or is empty, or if
+    its metadata cannot be read at all.
     """
     folder = Folder(Path(source.folder))
     names = list(folder.media())
@@ -189,7 +189,7 @@ def scan(source: DataSource, *, captioned: bool = True, tell: Callable[..., None
 
 
 class _Progress:
-    """Tells how far a scan is, not too often."""
+    """Reports the progress of a scan, at most once per `TELL_SECONDS`."""
 
     def __init__(self, tell: Callable[..., None]) -> None:
         self._tell, self._last = tell, time.monotonic()
@@ -201,7 +201,7 @@ class _Progress:
 
 
 def _look(folder: Folder, name: str, captions: Captions) -> Clip | Fault:
-    """One file by its header, and those that its row names beside it."""
+    """Reads the header of one file and checks the companion files that its row names."""
     try:
         path = folder.inside(name)
         clip = Clip(path, name, captions.texts[name], *clips.probe(path))

@@ -1,9 +1,9 @@
-"""Proposes the shapes of a plan from the clips it is to be trained on: `--buckets auto`.
+"""Proposes the shapes of a plan from the clips that it will train on (`--buckets auto`).
 
-Every clip has a shape of its own that keeps most of it: its aspect at no more pixels than were asked for, its length at
-the model's rate, both rounded down to what the model takes. Of all these the fewest are chosen that keep nearly as much
-of the data together: one after the other the one that adds most, until no clip is left out and a further one adds less
-than `WORTH` of the data. Which shape a clip then gets says `planner.dataset.buckets.assign`, by the same measure.
+The candidates combine the sizes and lengths of all clips: a clip's aspect ratio at no more pixels than requested,
+rounded to a size that the model takes, and its length at the model's frame rate, rounded down to one that it takes.
+Shapes are chosen greedily, each time the one that adds most, until every clip fits a shape and a further one would add
+less than `WORTH` of the data. `planner.dataset.buckets.assign` then assigns clips to shapes by the same measure.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from planner.errors import VplanError
 from planner.spec.job import Bucket
 
 WORTH = 0.02
-"""A further shape is proposed where it keeps this much more of all frames and pictures."""
+"""The least that a further shape must add to what is kept, as a share of all data."""
 
 MOST = 12
-"""Shapes that are proposed at the most: each is one more that must fit, and a micro-batch has samples of one only."""
+"""The most shapes that are proposed: each one must fit, and a micro-batch has samples of a single shape."""
 
 MOST_ASPECTS, MOST_LENGTHS = 16, 16
-"""The commonest that are looked at."""
+"""How many of the most common sizes and lengths are considered."""
 
 
 def propose(
     clips: Sequence[tuple[Clip, DataSource]], model: ModelProfile, pixels: int, longest: int
 ) -> tuple[Bucket, ...]:
-    """The shapes for some clips, the largest first. ``pixels``: of one frame; ``longest``: frames, at most. A
-    VplanError where the model takes none of the clips."""
+    """The shapes for some clips, largest first. ``pixels``: the most per frame; ``longest``: the most frames. Raises a
+    VplanError if the model takes none of the clips."""
     kinds = Counter((_usable(clip, model, source), clip.height, clip.width) for clip, source in clips)
     lengths = [length for length in (_length(usable, model, longest) for usable, _, _ in kinds) if length]
     if not lengths:
@@ -48,7 +48,7 @@ def propose(
 
 
 def _cover(kinds: Counter[tuple[int, int, int]], shapes: Iterable[Bucket]) -> list[Bucket]:
-    """The shapes that keep most of the clips, chosen one by one."""
+    """Chooses shapes greedily, as the module docstring says; at most `MOST`."""
     kept = {shape: {kind: _kept(kind, shape) for kind in kinds} for shape in dict.fromkeys(shapes)}
     best = dict.fromkeys(kinds, 0.0)
     chosen: list[Bucket] = []
@@ -59,7 +59,7 @@ def _cover(kinds: Counter[tuple[int, int, int]], shapes: Iterable[Bucket]) -> li
     while len(chosen) < MOST:
         further = max(kept, key=lambda shape: (gain(shape), _volume(shape)))
         adds = gain(further)
-        first = any(not best[kind] and kept[further][kind] for kind in kinds)  # of clips that no other shape takes
+        first = any(not best[kind] and kept[further][kind] for kind in kinds)  # takes clips that no chosen shape does
         if adds < WORTH * kinds.total() and not first:
             short = [kind for kind in kinds if not best[kind] and any(kept[shape][kind] for shape in kept)]
             if not short:
@@ -71,19 +71,19 @@ def _cover(kinds: Counter[tuple[int, int, int]], shapes: Iterable[Bucket]) -> li
 
 
 def _kept(kind: tuple[int, int, int], shape: Bucket) -> float:
-    """The share of such a clip that a shape keeps; 0 where it is longer than the clip."""
+    """The share that a shape keeps of a clip (usable frames, height, width); 0 if the clip is too short."""
     usable, height, width = kind
     return kept_picture(height, width, shape) * shape.frames / usable if shape.frames <= usable else 0.0
 
 
 def _usable(clip: Clip, model: ModelProfile, source: DataSource) -> int:
-    """Frames of a clip at the rate at which it is sampled."""
+    """Frames of a clip at its sampling rate."""
     step = sampling_step(clip, source, model_fps(model))
     return int((clip.frames - 1) / step) + 1
 
 
 def _length(usable: int, model: ModelProfile, longest: int) -> int:
-    """The most frames that the model takes of so many; 0 where it takes none."""
+    """The most frames, up to ``usable`` and ``longest``, that the model takes; 0 if it takes no clip so short."""
     rules = model.shape
     frames = rules.cut(min(usable, longest))
     if frames == 1 and model.kind == "video" and usable > 1 and rules.min_frames > 1:
@@ -92,8 +92,9 @@ def _length(usable: int, model: ModelProfile, longest: int) -> int:
 
 
 def _size(height: int, width: int, model: ModelProfile, pixels: int) -> tuple[int, int]:
-    """The height and width that a picture is trained at: its aspect, at no more pixels than it has or than were asked
-    for, in multiples that the model takes; of those that it lists where it takes no other."""
+    """The (height, width) to train a picture at: its aspect ratio, at its own size or shrunk to ``pixels``, rounded to
+    multiples that the model takes without exceeding ``pixels``. If the model only takes listed sizes, the best of
+    these."""
     if model.shape.only_listed:
         picture = Bucket(frames=1, height=height, width=width)
         return max(model.shape.resolutions, key=lambda size: kept_picture(size[0], size[1], picture))

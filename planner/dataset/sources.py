@@ -1,4 +1,4 @@
-"""What `--data` names: a folder of clips, or a `dataset.toml` that lists folders, each with its own settings."""
+"""The sources that `--data` names: a folder of clips, or a `dataset.toml` with several folders and their settings."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import re
@@ -45,28 +45,28 @@ class DataSource(Record):
     folder: Annotated[str, Field(strict=True, min_length=1)]
     """videos and images with their captions"""
     repeats: Count = 1
-    """times that each sample comes in one epoch; with frames = random, random clips of each video"""
+    """times that each sample is used per epoch; with frames = random, random clips of each video"""
     weight: Positive = 1.0
-    """factor of the loss of its samples, e.g. for regularisation images"""
+    """factor on the loss of its samples, e.g. for regularisation images"""
     captions: Annotated[str, Field(strict=True), AfterValidator(_captions)] = "auto"
     """where captions are: txt (beside each file), a .csv or .jsonl file in the folder, or auto: metadata.jsonl or
     metadata.csv, else txt"""
     caption_column: Annotated[str, Field(strict=True, min_length=1)] = "text"
-    """column of the captions in a .csv or .jsonl file; names of files are in file_name"""
+    """column of the captions in a .csv or .jsonl file; file names are in file_name"""
     caption: Words | None = None
-    """one caption for all files, whatever is beside them"""
+    """one caption for all files, instead of any in the folder"""
     trigger: Words | None = None
-    """put in front of every caption, with a comma"""
+    """prepended to every caption, with a comma"""
     frames: Literal["first", "even", "random", "windows"] = "first"
-    """which frames of a video: first: from its start; even: spread over all of it; random: from random places, always
-    the same; windows: all of it, one clip behind the other"""
+    """which frames of a video: first: from its start; even: spread over all of it; random: from random places, the
+    same in every run; windows: all of it, as consecutive clips"""
     fps: FrameRate | None = None
-    """frames per second to sample at; the model's own by default. 0: every frame of the file"""
+    """frames per second to sample at (default: the model's); 0: every frame of the file"""
     flip: Flag = False
-    """each sample also mirrored, left and right"""
+    """adds a mirrored copy of each sample, left to right"""
     resolutions: tuple[Annotated[str, Field(strict=True), AfterValidator(_resolution)], ...] = ()
-    """sizes among the plan's shapes, as height x width: each file is trained at all of them; by default at the one of
-    the plan's shapes that keeps most of it"""
+    """sizes among the plan's shapes, as height x width: each file is trained at all of them (default: at the shape that
+    keeps most of it)"""
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -81,15 +81,15 @@ class DatasetFile(Record):
 
 
 def option_of(field: str) -> str:
-    """The option that sets a field of a folder. `--frames` is the plan's own length."""
+    """The option that sets a field of `DataSource`. `--frames` is taken: it is the plan's length."""
     return "--frame-sampling" if field == "frames" else f"--{field.replace('_', '-')}"
 
 
 def sources(data: Path, options: Mapping[str, Any]) -> tuple[DataSource, ...]:
-    """The sources that a folder or a `dataset.toml` stands for, with absolute folders.
+    """The sources in a folder or a `dataset.toml`, with absolute folders.
 
-    ``options``: settings of a folder that were typed, by field. A VplanError for what cannot be read, and for settings
-    typed beside a file, which has its own.
+    ``options``: settings given on the command line, by field. Raises a VplanError for what cannot be read, and for
+    options together with a file, which has its own settings.
     """
     if data.is_dir():
         return (DataSource.read({**options, "folder": str(data.absolute())}, "--data"),)
@@ -106,10 +106,10 @@ def sources(data: Path, options: Mapping[str, Any]) -> tuple[DataSource, ...]:
 
 
 def _folder(text: str, here: Path, file: str) -> str:
-    """The absolute path of a folder that a file names; a VplanError where there is none."""
+    """The absolute path of a folder that a file names. Raises a VplanError if it does not exist."""
     try:
         path = here / Path(text).expanduser()
-    except RuntimeError:  # ~NAME, of nobody
+    except RuntimeError:  # ~NAME without such a user
         path = here / text
     if not path.is_dir():
         fix = "folders are relative to the file that names them"

@@ -1,6 +1,6 @@
 """Starting training runs and following them: launchers, checkpoints, fallback plans.
 
-Begin with `launch` (what the ranks are told, how they are started and how they ended). `training_settings` completes
-how a run trains, `checkpoints` and `resume` are what it goes on from, `run_history` and `run_course` what it wrote of
-itself.
+Start with `launch`: the request to the ranks, how they are started and how they ended. `training_settings` completes
+a run's training settings, `checkpoints` and `resume` are about what it continues from, and `run_history` and
+`run_course` read its logs.
 """

@@ -1,4 +1,4 @@
-"""What decides the form of a checkpoint's tensors: a run goes on from it only where the plan says the same.
+"""The layout of a checkpoint: everything that determines its tensors. A run can only resume with the same layout.
 
 It is compared before anything is set up, encoded or written, and again by each rank.
 """
@@ -17,11 +17,11 @@ from planner.spec.job import Strategy
 from planner.spec.plan import Plan
 
 FLAGS = ("experts", "method", "adapter", "lokr_factor", "lora_rank", "lora_targets", "trainable", "optimizer")
-"""Entries that are options of `vplan train` by the same name."""
+"""Layout entries that are options of `vplan train` with the same name."""
 
 
 def layout(plan: Plan, profile: ModelProfile) -> dict[str, Any]:
-    """The layout of a plan's checkpoints, as their manifests have it."""
+    """The layout of a plan's checkpoints, as stored in their manifests."""
     job, strategy = plan.job, plan.strategy
     is_lora = job.method == "lora"
     return {
@@ -44,17 +44,17 @@ def layout(plan: Plan, profile: ModelProfile) -> dict[str, Any]:
 
 
 def needs_as_many_ranks(strategy: Strategy) -> bool:
-    """Whether a checkpoint can be taken up by as many ranks alone as have written it: 8-bit states have one constant
-    for each block of a rank's flat share, and blocks that are cut elsewhere are other numbers."""
+    """Whether a checkpoint can only be resumed with as many ranks as wrote it: 8-bit states have one constant per block
+    of a rank's flat shard, and with other shard boundaries the blocks would hold other numbers."""
     return strategy.sharding.startswith("zero") and strategy.optimizer.startswith("adamw-8bit")
 
 
 def check(written: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
-    """Raises one VplanError for all in which a checkpoint's layout is not the plan's, with the options that give its
-    own back."""
-    before = {"adapter": "lora", **written}  # older checkpoints have no other kind, and do not say which experts
+    """Raises a VplanError that lists every difference between a checkpoint's layout and the plan's, with the options
+    that restore the checkpoint's."""
+    before = {"adapter": "lora", **written}  # older layouts do not name the adapter, which is lora, nor experts
     other = {name: (before[name], now) for name, now in planned.items() if before.get(name, now) != now}
-    # What one of the two does not have at all goes with another entry: the rank with the method.
+    # An entry that one of the two lacks follows from another one, as the rank does from the method: do not name it.
     pairs = {name: pair for name, pair in other.items() if None not in pair} or other
     if not pairs:
         return
@@ -69,15 +69,15 @@ def check(written: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
 
 
 def changes(manifest: Mapping[str, Any], plan: Plan, profile: ModelProfile) -> list[str]:
-    """What a plan with complete settings trains otherwise than a checkpoint of its run, in words. A VplanError where it
-    would be another run: first by the layout, of which settings are consequences."""
+    """What changes when a checkpoint is resumed with a plan (with complete settings), as lines of text. Raises a
+    VplanError for changes that a run cannot make; the layout is checked first, because settings depend on it."""
     check(manifest["layout"], layout(plan, profile))
     return training_settings.changes(manifest.get("training"), plan.training)
 
 
 def check_resumable(output: Path, resume: str, plan: Plan, profile: ModelProfile) -> None:
-    """Raises a VplanError where a plan is of another run than the checkpoint that it would go on from. By what that
-    says of itself: whether it is whole is found when it is taken up. ``resume``: as `vplan train --resume` has it."""
+    """Raises a VplanError if a plan does not match the checkpoint that it would resume from. Only reads the manifest:
+    whether the checkpoint is complete is checked when resuming. ``resume``: the value of `vplan train --resume`."""
     if resume == "no":
         return
     manifest = checkpoints.manifest_of(output, None if resume == "auto" else Path(resume).expanduser())

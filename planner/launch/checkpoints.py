@@ -1,10 +1,10 @@
-"""Checkpoints as files: what makes one whole, which is the newest, and which are let go. Nothing here reads a tensor.
+"""Checkpoint files: validating them, finding the newest, pruning old ones. Nothing here reads a tensor.
 
-A checkpoint is written aside, synced, and renamed when its manifest is in it, so a folder that is called `step-N` was
-whole once. The manifest has the SHA-256 of every file: one that changed since is named and never loaded. It also names
-the run that wrote it. A run takes up its own checkpoints only.
+A checkpoint is written under another name, synced, and renamed once its manifest is in it, so a folder `step-N` was
+complete at some time. The manifest has the SHA-256 of every file: a checkpoint with a changed file is refused, and the
+file named. It also names the run that wrote it, and a run resumes only from its own checkpoints.
 
-Of older checkpoints the training state is pruned, and the LoRA files stay: which of them is the best is seen later.
+Older checkpoints lose their training state but keep their LoRA files, as it only turns out later which one is best.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planner.untrusted import read_bytes
 from planner.worker_process import write_json
 
 FORMAT, READABLE = 2, (1, 2)
-"""What is written, and what can be resumed from: of format 1 the states of unsplit runs alone."""
+"""The format written, and those that can be resumed from (format 1: only states that are not sharded)."""
 MANIFEST = "manifest.json"
 FOLDER = "checkpoints"
 ASIDE = "checkpoints.before"
@@ -34,17 +34,17 @@ DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
 """The name that pipelines look for (diffusers loaders.lora_base)."""
 COMFYUI_LORA = "comfyui_lora.safetensors"
 LORA_FILES = (DIFFUSERS_LORA, COMFYUI_LORA)
-"""What stays of a checkpoint when its training state is pruned."""
+"""The files that stay when a checkpoint's training state is pruned."""
 PRUNED = "pruned"
-"""Entry of a manifest whose training state is gone."""
+"""Manifest entry of a checkpoint whose training state was pruned."""
 HAS: dict[str, type] = {"format": int, "step": int, "position": dict, "layout": dict}
-"""What a run that goes on takes from a manifest, besides the hashes and the run that wrote it."""
+"""Manifest entries that resuming needs, besides the hashes and the run id, and their types."""
 MAX_MANIFEST_BYTES = 64 << 20
 _NAME = re.compile(r"step-(\d{8})")
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """What a whole checkpoint says of itself."""
+    """The manifest of a complete checkpoint."""
     content: dict[str, Any] = json.loads(read_bytes(checkpoint / MANIFEST, MAX_MANIFEST_BYTES))
     return content
 
@@ -55,13 +55,13 @@ def folder_name(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The steps after which the checkpoint in a folder was made, by its name."""
+    """The number of steps in the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def run_id(output: Path) -> str:
-    """The id of the run in an output folder. A file that is not there or damaged is written anew, with the id that the
-    folder's checkpoints name, or a new one where there are none; a VplanError where they name several."""
+    """The id of the run in an output folder. If its file is missing or damaged, it is rewritten with the id in the
+    folder's checkpoints, or with a new id if there are none. Raises a VplanError if they have several ids."""
     path = output / RUN
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         found = json.loads(read_bytes(path, MAX_MANIFEST_BYTES))["id"]
@@ -81,20 +81,20 @@ def run_id(output: Path) -> str:
 
 
 def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Makes a folder of written files a checkpoint: hashes, manifest, sync, and the rename that makes it count."""
+    """Turns a folder of written files into a checkpoint: adds hashes and manifest, syncs, and renames it to `final`."""
     hashes = {name: sha256(path) for name, path in _files(partial).items()}
     write_json(partial / MANIFEST, {"format": FORMAT, **manifest, "sha256": hashes})
     for path in partial.rglob("*"):
         sync(path)
     sync(partial)
-    if final.exists():  # of a run that was taken up from before it
+    if final.exists():  # the run was resumed from an earlier step
         remove(final)
     partial.rename(final)
     sync(final.parent)
 
 
 def _files(checkpoint: Path) -> dict[str, Path]:
-    """A checkpoint's files by their names within it, with slashes; the manifest is none of them."""
+    """A checkpoint's files by relative path with forward slashes, without the manifest."""
     paths = sorted(path for path in checkpoint.rglob("*") if not path.is_dir())
     names = {path.relative_to(checkpoint).as_posix(): path for path in paths}
     return {name: path for name, path in names.items() if name != MANIFEST}
@@ -102,7 +102,7 @@ def _files(checkpoint: Path) -> dict[str, Path]:
 
 def sync(path: Path) -> None:
     """Flushes a file, or the entries of a folder, to the disk (fsync). Does nothing for folders on Windows."""
-    if path.is_dir() and os.name == "nt":  # folders cannot be opened there
+    if path.is_dir() and os.name == "nt":  # where folders cannot be opened
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -118,7 +118,7 @@ def sha256(path: Path) -> str:
 
 
 def remove(checkpoint: Path) -> None:
-    """Removes a checkpoint; it is renamed first, so that half of one is never seen under its name."""
+    """Removes a checkpoint. It is renamed first, so that a half-removed one never has a checkpoint's name."""
     gone = checkpoint.with_name(f".removed-{checkpoint.name}")
     shutil.rmtree(gone, ignore_errors=True)
     checkpoint.rename(gone)
@@ -126,8 +126,8 @@ def remove(checkpoint: Path) -> None:
 
 
 def prune(checkpoint: Path) -> None:
-    """Removes a checkpoint's training state; of full training, which has no LoRA files, the whole checkpoint. The
-    manifest comes first: whatever is left after a kill is known to be none to resume from."""
+    """Removes a checkpoint's training state; the whole checkpoint if it has no LoRA files, as in full training. The
+    manifest is marked first, so that after a kill nothing resumes from what is left."""
     files = _files(checkpoint)
     lora = {name: path for name, path in files.items() if path.name in LORA_FILES}
     if not lora:
@@ -146,7 +146,7 @@ def prune(checkpoint: Path) -> None:
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Prunes all but the last checkpoints, and removes what a killed run left half written or half removed."""
+    """Prunes all but the ``count`` newest checkpoints, and deletes half-written and half-removed leftovers."""
     pruned = [checkpoint for checkpoint in _all(folder) if _is_pruned(checkpoint)]
     for checkpoint in [*pruned, *list(_resumable(folder))[count:]]:
         prune(checkpoint)
@@ -155,11 +155,11 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 def branch_off(output: Path, checkpoint: Path) -> tuple[Path, Path | None]:
-    """Makes a checkpoint of this run its newest one, so that whatever goes on from the newest goes on from it: later
-    steps are another branch's, and are set aside whole. One that lies elsewhere (it was set aside itself) is copied
-    here, and all that are here are set aside.
+    """Makes a checkpoint of this run its newest, so that resuming from the newest resumes from it. Checkpoints of later
+    steps belong to another branch and are moved aside. A checkpoint in another folder (one that was moved aside) is
+    copied here, and all that are here are moved aside.
 
-    Returns the checkpoint's folder in this run, and the one with what was set aside, None where that is nothing.
+    Returns the checkpoint's folder in this run, and the folder of those moved aside; None if there are none.
     """
     folder = output / FOLDER
     is_here = checkpoint.resolve().parent == folder.resolve()
@@ -183,7 +183,7 @@ def branch_off(output: Path, checkpoint: Path) -> tuple[Path, Path | None]:
 
 
 def aside(output: Path) -> Path:
-    """A folder for checkpoints that a run does not go on from; it does not exist yet."""
+    """A path, not in use yet, for a folder of checkpoints that are moved aside."""
     return next(path for n in range(10**6) if not (path := output / f"{ASIDE}-{n}").exists())
 
 
@@ -194,7 +194,7 @@ def _all(folder: Path) -> Iterator[Path]:
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any] | None:
-    """A checkpoint's manifest; None where there is none that can be read."""
+    """A checkpoint's manifest; None if it is missing or unreadable."""
     try:
         read = json.loads(read_bytes(checkpoint / MANIFEST, MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -207,12 +207,12 @@ def _is_pruned(checkpoint: Path) -> bool:
 
 
 def _resumable(folder: Path) -> Iterator[Path]:
-    """The checkpoints in a folder that have or had a training state of late, newest first."""
+    """The checkpoints in a folder that are not marked as pruned, newest first; they may be damaged."""
     yield from (checkpoint for checkpoint in _all(folder) if not _is_pruned(checkpoint))
 
 
 def check(checkpoint: Path, run: str) -> dict[str, Any]:
-    """The manifest of a whole, unchanged checkpoint of this run; a VplanError says what is wrong with it."""
+    """The manifest of a checkpoint. Raises a VplanError if it is incomplete, changed, pruned or of another run."""
     name = f"checkpoint {quoted(checkpoint.name)}"
     fix = "choose another, or --resume auto for the newest complete one"
     try:
@@ -248,14 +248,14 @@ def check(checkpoint: Path, run: str) -> dict[str, Any]:
 
 
 def manifest_of(output: Path, checkpoint: Path | None) -> dict[str, Any] | None:
-    """What a checkpoint, else the newest of a run, says of itself, whole or not; None where nothing is said."""
+    """The manifest of a checkpoint, else of the newest readable one of a run; None if there is none. Not validated."""
     if checkpoint is not None:
         return _manifest(checkpoint)
     return next(filter(None, map(_manifest, _resumable(output / FOLDER))), None)
 
 
 def newest(output: Path, run: str) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, and what is wrong with each newer one."""
+    """The newest valid checkpoint of a run (None: there is none), and what is wrong with each newer one."""
     faults: list[str] = []
     for checkpoint in _resumable(output / FOLDER):
         try:

@@ -1,4 +1,4 @@
-"""The files of `vplan demo`, written by `trainers/demo.py` in a process of its own: a tiny model and three clips."""
+"""The files of `vplan demo`: a tiny model and three clips, written by `trainers/demo.py` in a separate process."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import tempfile
@@ -10,25 +10,25 @@ from planner.schema import Record
 from planner.worker_process import vplan_command
 
 LIKE = "wan2.1-t2v-1.3b"
-"""The bundled model whose pipeline the demo's is, made small."""
+"""The bundled model of whose pipeline the demo has a tiny version."""
 
 MODEL, CLIPS = "model", "clips"
-"""The folders of the demo."""
+"""Subfolders of the demo."""
 
 
 class DemoRequest(Record):
-    """What the process that writes the demo needs; it reads it from its request file."""
+    """The request to the process that writes the demo."""
 
     like: str
     """name of the bundled model"""
     model: str
-    """folder that is written"""
+    """folder to write"""
     clips: str
-    """folder that is written"""
+    """folder to write"""
 
 
 def write(folder: Path) -> None:
-    """Writes the demo into a new or empty folder; a VplanError where that is not possible."""
+    """Writes the demo into a new or empty folder. Raises a VplanError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

@@ -1,8 +1,8 @@
-"""What a run that ran out of memory goes on as: the next plan that learns the same from the same checkpoint.
+"""The plan with which a run continues after running out of memory: same training, same checkpoint, less memory.
 
-The plan's own ladder comes first, where a step of it leaves the global batch, the optimizer and the sharding as they
-are: whatever else changes, the state of the last checkpoint fits. Behind the ladder there are the switches that lose
-nothing: checkpointing, its offload, and half the micro-batch in twice as many.
+The plan's own ladder comes first, but only rungs that keep the global batch, the optimizer and the sharding (`KEPT`),
+so that the last checkpoint can still be loaded. Then come switches that do not affect the result: gradient
+checkpointing, its offload, and half the micro-batch with twice the accumulation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ KEPT = ("optimizer", "master_weights", "adapter_dtype", "weights_dtype", "comput
 """Strategy fields that a checkpoint's state or the losses depend on."""
 
 ENCODING = ("text_encoder_dtype", "vae_dtype", "vae_tiling")
-"""Strategy fields that encoded samples depend on. They stay: the data is encoded, and a checkpoint goes on with the
-samples that it began with."""
+"""Strategy fields that encoded samples depend on. They stay as they are: the data is encoded already, and a resumed
+run continues with the samples that it started with."""
 
 STRONGER = {
     "none": ("full", "offload"),
@@ -28,15 +28,15 @@ STRONGER = {
     "fp8": ("offload",),
     "offload": (),
 }
-"""Of gradient checkpointing, what keeps less on the GPU and loses nothing."""
+"""Gradient checkpointing mode -> modes that keep less on the GPU and do not affect the result."""
 
 
 def next_plan(plan: Plan) -> Plan | None:
-    """The plan to continue with after running out of memory; None when the ladder has no further one."""
+    """The plan to continue with after running out of memory; None if neither the ladder nor a switch gives one."""
     for candidate in (*_ladder(plan), *_switches(plan)):
         try:
             return supported_plan(candidate, trained=True).replace(ladder=candidate.ladder, training=plan.training)
-        except VplanError:  # not for this model, or not applied by training
+        except VplanError:  # not for this model, or not supported by training
             continue
     return None
 
@@ -59,7 +59,7 @@ def _global_batch(job: Job, strategy: Strategy) -> list[int]:
 
 
 def _is_same_job(one: Job, other: Job) -> bool:
-    """Whether two jobs differ at most in how many samples a micro-batch has."""
+    """Whether two jobs differ in nothing but micro-batch sizes."""
     alike = {"batch_size": 1, "buckets": tuple(bucket.replace(batch_size=None) for bucket in one.buckets)}
     return one.replace(**alike) == other.replace(
         batch_size=1, buckets=tuple(bucket.replace(batch_size=None) for bucket in other.buckets)
@@ -83,7 +83,7 @@ def _switches(plan: Plan) -> Iterator[Plan]:
 
 
 def difference(before: Plan, after: Plan) -> str:
-    """The fields of job and strategy that differ between two plans, in words: "swap_blocks 0 -> 8"."""
+    """The fields of job and strategy that differ between two plans, as text: "swap_blocks 0 -> 8". Omits buckets."""
     changes = [
         f"{field} {getattr(old, field)} -> {getattr(new, field)}"
         for old, new in ((before.job, after.job), (before.strategy, after.strategy))

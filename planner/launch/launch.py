@@ -1,7 +1,7 @@
-"""Starting a training run: the request that every rank reads, the launcher that starts them, and how it ended.
+"""Starting a training run: the request that every rank reads, the launcher that starts them, and how they ended.
 
-The ranks are `trainers/train.py`, started through `vplan.py` by torch's own launcher where there are several. They and
-all they started are gone when `run` returns, also when it ends by an error or an interrupt.
+The ranks run `trainers/train.py`, started through `vplan.py`, by torch's own launcher if there are several. They and
+all their child processes are gone when `run` returns, even if it ends with an error or an interrupt.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
@@ -27,46 +27,46 @@ from planner.worker_process import REQUEST, Ended, read_json, vplan_command, wat
 METRICS, MEMORY, LOG, SAMPLES = "metrics.jsonl", "memory.jsonl", "log.txt", "samples"
 RUN_FOLDER, PREPARE_FOLDER = "run", "prepare"
 FULL_BYTES = 64 * KIB
-"""Less than this free is a full disk."""
+"""With less free space than this, a disk counts as full."""
 NAN, OUT_OF_MEMORY = 73, 75
-"""Exit codes of a rank. What happened is in its result file; these are for whoever reads the launcher's log."""
+"""Exit codes of a rank. They only show up in the launcher's log: its result file says what happened."""
 
 KILLED = 9
 """SIGKILL, which Windows' signal module lacks."""
 
 TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
-"""Accelerate's (``accelerate.utils.LoggerType``), each called like the module it needs."""
+"""Accelerate's trackers (``accelerate.utils.LoggerType``), each named like the module it needs."""
 
 PORT = 29500
-"""Where ranks of several machines meet (torchrun's default)."""
+"""Rendezvous port of ranks on several machines (torchrun's default)."""
 
 FOREIGN = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Beginnings of environment variables by which another launcher would have a say."""
+"""Prefixes of environment variables through which another launcher would affect the ranks."""
 
 
 class Validation(Record):
     """Which validation samples a training run makes, how often, and with which settings."""
 
     prompts: str
-    """file that lists them, with what was encoded for them"""
+    """file that lists the prompts and their encoded inputs"""
     every: CountOrZero = 0
-    """steps between two rounds; 0: at the end only"""
+    """steps between rounds of samples; 0: only at the end"""
     steps: Count | None = None
-    """denoising steps; the pipeline's own number when not given"""
+    """denoising steps (default: the pipeline's own)"""
     guidance: NotNegative | None = None
-    """its scale; the pipeline's own when not given"""
+    """guidance scale (default: the pipeline's own)"""
     seed: CountOrZero = 0
 
 
 class RunForecast(Record):
-    """What a plan's estimate says of a run, as it was when the run started."""
+    """A plan's estimate as it was when the run started."""
 
     phases: dict[PhaseName, PhasePeak]
     low_share: NotNegative
     high_share: NotNegative
-    """the device's peak lies between these shares of what is predicted"""
+    """range of the device peak, as shares of the prediction"""
     budget_bytes: Bytes
-    """what the card gives, less the reserve"""
+    """what the card can allocate, minus the reserve"""
     host_phases: dict[PhaseName, Bytes] = Field(default_factory=dict)
     """host RAM of all processes on one node"""
     step_seconds: NotNegative
@@ -75,7 +75,7 @@ class RunForecast(Record):
 
     @classmethod
     def of(cls, estimate: Estimate) -> Self:
-        """What an estimate says. Its range is of the highest phase, and taken to be as wide in the others."""
+        """The forecast from an estimate, whose range is that of the highest phase. Other phases get the same shares."""
         peak = estimate.peak.device_bytes
         return cls(
             phases=estimate.phases,
@@ -90,7 +90,7 @@ class RunForecast(Record):
 
 
 class RunRequest(Record):
-    """Everything about a training run that its ranks need; every rank reads it from the request file."""
+    """Everything that the ranks of a training run need; each reads it from the request file."""
 
     plan: Plan
     entries: str
@@ -98,28 +98,28 @@ class RunRequest(Record):
     weights: str
     """folder of the published weights"""
     transformer: str | None = None
-    """folder of the transformer's weights where they are not in that one: converted from a single file"""
+    """folder of transformer weights that were converted from a single file (default: those in `weights`)"""
     output: str
     run: str
-    """id of the run in that folder"""
+    """id of the run in `output`"""
     device: Literal["cuda", "cpu"] = "cuda"
     steps: Count
-    """optimizer steps in all"""
+    """total optimizer steps"""
     seed: CountOrZero = 0
     checkpoint_every: Count
     keep_checkpoints: Count
-    """whose training states are kept; LoRA files of all stay"""
+    """number of checkpoints whose training state is kept; every LoRA file is kept"""
     resume: str | None = None
-    """folder of the checkpoint to go on from, which has been checked"""
+    """folder of the checkpoint to resume from, already checked"""
     log_with: str | None = None
     validation: Validation | None = None
     expert_steps: Count | None = None
-    """steps that one of two experts trains before the next is drawn; the model's own number when not given"""
+    """steps that one of two experts trains before the next is drawn (default: as in the model's profile)"""
     forecast: RunForecast | None = None
-    """None where nothing is recorded of the model"""
+    """None if there are no recordings of the model"""
 
     def settings(self) -> dict[str, Any]:
-        """The run's settings (steps, seed, and how it trains) by name, as text and numbers, for checkpoints and
+        """The run's settings (steps, seed and training settings) by name, as text and numbers, for checkpoints and
         trackers."""
         training = {name: value for name, value in self.plan.training.to_json().items() if value is not None}
         words = {name: ",".join(map(str, value)) for name, value in training.items() if isinstance(value, list)}
@@ -127,46 +127,47 @@ class RunRequest(Record):
 
 
 class Preparation(Record):
-    """What the process that encodes the data before training needs; it reads it from its request file."""
+    """The request to the process that encodes the data before training."""
 
     plan: Plan
     data: str
-    """folder of clips and captions, or the file that lists several"""
+    """folder of clips and captions, or a file that lists several folders"""
     sources: tuple[DataSource, ...] = ()
-    """the folders and what is taken of them; none where the data is a cache that others made"""
+    """the folders and how they are sampled; empty if `data` is a cache that was made elsewhere"""
     weights: str
     entries: str
-    """file that will list the cached samples, in the folder of the cache"""
+    """file to list the cached samples in; its folder is the cache"""
     device: Literal["cuda", "cpu"] = "cuda"
     skip_bad: Flag = False
     prompts: tuple[str, ...] = ()
-    """of the samples that are made while training"""
+    """prompts of the samples made during training; without any, a sample has the first clip's caption"""
     validation: str | None = None
-    """file that will list those samples; None when there are none"""
+    """file to list the samples' encoded inputs in; None if no samples are made"""
 
 
 class Nodes(NamedTuple):
-    """This computer's place among those that train together."""
+    """This computer's place in a multi-node run."""
 
     rank: int = 0
     address: str | None = None
-    """of the first one"""
+    """address of the first node"""
     port: int = PORT
 
 
 class Outcome(NamedTuple):
-    """How a run ended: `ok`, `stopped`, `nan`, `oom`, `host-oom`, `refused` or `crash`, with the reason in words."""
+    """How a run ended: `ok`, `stopped`, `nan`, `oom`, `host-oom`, `refused` or `crash`, with a message. On several
+    nodes also `gone` (one stopped responding) and `ended` (stopped because of another's failure)."""
 
     name: str
     message: str = ""
     fix: str = ""
     exit_code: int = 0
     shape: Mapping[str, Any] | None = None
-    """of the batch that ran out of memory"""
+    """shape of the batch that ran out of memory"""
 
 
 def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list[str]:
-    """The command line that starts this computer's ranks on the request in a folder: `trainers/WORK.py` in each."""
+    """The command line that starts this computer's ranks, each running `trainers/WORK.py`, on a folder's request."""
     worker = vplan_command("worker", work, str(folder))
     machine = plan.machine
     if machine.world == 1 and plan.strategy.sharding == "none":
@@ -178,15 +179,15 @@ def command(plan: Plan, folder: Path, nodes: Nodes, work: str = "train") -> list
 
 
 def on_ranks(worker: list[str], ranks: int, *meeting: str) -> list[str]:
-    """The command line of torch's launcher that starts a worker so many times on this computer. ``meeting``: where
-    those of other computers are."""
-    # -P: python would put the current folder first on sys.path, and a folder called torch there would be run.
+    """The command line of torch's launcher that starts ``ranks`` workers on this computer. ``meeting``: its options for
+    a run on several nodes (default: ``--standalone``)."""
+    # -P: else python puts the current folder first on sys.path, and would import a folder called torch there.
     launcher = [worker[0], "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     return [*launcher, *(meeting or ("--standalone",)), *worker[1:]]
 
 
 def environment(device: str) -> dict[str, str]:
-    """The ranks' environment variables: this process's without those of other launchers, and with `settings`.
+    """The ranks' environment variables: those of this process minus other launchers', plus `settings`.
 
     ``device`` is ``cuda`` or ``cpu``.
     """
@@ -194,8 +195,9 @@ def environment(device: str) -> dict[str, str]:
 
 
 def settings(device: str) -> dict[str, str]:
-    """What is set for the ranks: cards in NVML's order, in which they were looked at (CUDA's own is the fastest
-    first); on the CPU one thread each, where the user says nothing else, and DeepSpeed told so."""
+    """Environment variables that are set for the ranks. Cards are in NVML's order, in which vplan looks at them (CUDA's
+    own order is fastest first). On the CPU, DeepSpeed is told to use it, and each rank gets one thread. What the user
+    set stays, except for DeepSpeed's variable."""
     variables = {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
     if device == "cpu":
         variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -203,26 +205,27 @@ def settings(device: str) -> dict[str, str]:
 
 
 def foreign() -> list[str]:
-    """The names of other launchers' environment variables that are set in this process."""
+    """Names of other launchers' environment variables that are set in this process."""
     return sorted(name for name in os.environ if name.startswith(FOREIGN))
 
 
 def run(request: RunRequest, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
-    """Trains to the end; `tick` is called a few times a second. Request, results and log are in `run_folder`."""
+    """Runs this computer's ranks until they end. `tick` is called a few times a second. Request, results and log are in
+    `run_folder`."""
     folder = write_request(run_folder(Path(request.output), nodes), request)
     return worker_outcome(command(request.plan, folder, nodes), folder, request.device, tick)
 
 
 @contextlib.contextmanager
 def locked(output: Path, node: int = 0) -> Iterator[bool]:
-    """Keeps a second run out of an output folder, which the nodes of one run share; a VplanError when one is in it, or
-    where nobody may write.
+    """A context that locks an output folder against a second run; nodes of one run share it, with a lock each. Raises a
+    VplanError if another run holds the lock or the folder is not writable.
 
-    The lock goes with the process, however it ends. Gives False where the file system has no locks.
+    The lock is released with the process, however it ends. Yields False if the file system has no locks.
     """
     try:
         file = (output / f".lock-{node}").open("w")
-    except OSError as error:  # a folder of another user, or of a drive that is mounted read-only
+    except OSError as error:  # another user's folder, or a read-only mount
         fault = f"cannot write to {output}: {error.strerror}"
         raise VplanError(fault, "make it writable, or choose another --output") from None
     with file:
@@ -234,13 +237,13 @@ def locked(output: Path, node: int = 0) -> Iterator[bool]:
 
 
 def run_folder(output: Path, nodes: Nodes) -> Path:
-    """The folder through which this computer's ranks and their parent exchange files: OUTPUT/run, with a number on all
-    but the first computer."""
+    """The folder through which this computer's ranks and their parent exchange files: OUTPUT/run, or OUTPUT/run-RANK on
+    all nodes but the first."""
     return output / (f"{RUN_FOLDER}-{nodes.rank}" if nodes.rank else RUN_FOLDER)
 
 
 def prepare(request: Preparation, output: Path, tick: Callable[[], None]) -> Outcome:
-    """Encodes the data in processes of its own, one for each GPU of this computer; requests, results and log are in
+    """Encodes the data in separate processes, one per GPU of this computer. Request, results and log are in
     OUTPUT/prepare."""
     folder = write_request(output / PREPARE_FOLDER, request)
     Path(request.entries).parent.mkdir(parents=True, exist_ok=True)
@@ -249,7 +252,7 @@ def prepare(request: Preparation, output: Path, tick: Callable[[], None]) -> Out
 
 
 def write_request(folder: Path, request: Record) -> Path:
-    """Writes a request into a worker's folder, where results of an earlier worker are removed; returns the folder."""
+    """Writes a request into a worker's folder and removes an earlier worker's results there; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("result-*.json"):
         path.unlink()
@@ -258,15 +261,15 @@ def write_request(folder: Path, request: Record) -> Path:
 
 
 def worker_outcome(words: list[str], folder: Path, device: str, tick: Callable[[], None]) -> Outcome:
-    """Runs a worker's command line to its end, and says how it ended; request, results and log are in ``folder``."""
+    """Runs a worker's command line and returns how it ended; request, results and log are in ``folder``."""
     ended = watch_worker(words, folder / LOG, environment(device), tick)
     tick()
     return outcome(folder, ended)
 
 
 def outcome(folder: Path, ended: Ended) -> Outcome:
-    """How the ranks of the request in a folder ended, by their result files; where none says why, by the process's end
-    and the log's last words."""
+    """How the ranks of the request in a folder ended: from their result files, or, if none gives a reason, from the
+    exit code and the last error in the log."""
     results = [read_json(path) for path in sorted(folder.glob("result-*.json"))]
     # The launcher ends all ranks when one fails, so what one of them reports explains the rest.
     for name in ("refused", "oom", "host-oom", "nan"):
@@ -277,7 +280,7 @@ def outcome(folder: Path, ended: Ended) -> Outcome:
     if ended.returncode == 0 and ends in ({"ok"}, {"stopped"}):
         return Outcome(ends.pop(), results[0].get("message", ""))
     log = folder / LOG
-    if shutil.disk_usage(folder).free < FULL_BYTES:  # then neither ranks nor log could say so
+    if shutil.disk_usage(folder).free < FULL_BYTES:  # then neither ranks nor log could report it
         fix = "free some space there and run the same command again: it resumes from the last checkpoint"
         return Outcome("crash", f"the disk of {folder} is full", fix, 4)
     return Outcome("crash", f"{_cause(results, ended)}; its last words: {last_words(log)}", f"read {log}", 4)
@@ -296,7 +299,7 @@ def _cause(results: list[dict[str, Any]], ended: Ended) -> str:
 
 
 def last_words(log: Path) -> str:
-    """The last line that an error wrote, before a launcher's own report of it."""
+    """The last line of a log that is an error's message, else its last line; at most 500 characters."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if _is_error(line)]
@@ -304,7 +307,7 @@ def last_words(log: Path) -> str:
 
 
 def _is_error(line: str) -> bool:
-    """`SomeError: why`, as a traceback ends, after the rank that torchrun may put in front."""
+    """Whether a line is `SomeError: reason`, as at the end of a traceback, perhaps after torchrun's rank prefix."""
     words = line.split("]: ", 1)[-1].split(": ", 1)
     return len(words) == 2 and words[0].replace(".", "").isidentifier() and words[0].endswith(("Error", "Exception"))
 
@@ -319,7 +322,7 @@ LIBRARIES = {
     "came": ("came_pytorch",),
     "int8": ("torchao",),
 }
-"""What an optimizer or a format of the weights needs beside torch and diffusers."""
+"""Packages that an optimizer or weight format needs besides torch and diffusers."""
 
 
 def libraries(strategy: Strategy) -> tuple[str, ...]:
@@ -329,8 +332,8 @@ def libraries(strategy: Strategy) -> tuple[str, ...]:
 
 
 def check_installed(plan: Plan, log_with: str | None) -> None:
-    """Raises a VplanError that names the first package that training this plan needs and that is not installed.
-    ``log_with``: a tracker's package."""
+    """Raises a VplanError that names the first missing package that training this plan needs. ``log_with``: the module
+    of a tracker, also needed."""
     strategy = plan.strategy
     needed = ["torch", "diffusers", "peft", "accelerate", "safetensors"]
     for package in (*needed, *libraries(strategy)):

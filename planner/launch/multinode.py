@@ -1,10 +1,10 @@
-"""Several computers that train together: how their launchers agree, through the output folder that all of them share.
+"""Multi-node training: how the launchers on several computers coordinate through the output folder that they share.
 
-The first one says what is tried, the others take it from there, and each tells how its own ranks ended. While it lives
-a launcher counts up in a file. One that stops, or tells of a failure, ends the attempt on all of them: ranks that wait
-for a computer that is gone would wait for torch's time limit (10 minutes under NCCL, 30 under gloo).
+The first node publishes each attempt, the others read it, and every node reports how its own ranks ended. A launcher
+increments a counter in a file while it is alive. When one stops or reports a failure, the attempt ends on all nodes:
+ranks that wait for a dead node would otherwise wait for torch's timeout (10 minutes under NCCL, 30 under gloo).
 
-Files of one call lie in a folder of their own, so nothing an earlier one left is taken for news.
+Each call uses a new subfolder, so files that an earlier call left are never mistaken for current ones.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ FOLDER, CURRENT, END = "nodes", "current.json", "end.json"
 BEAT_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 45.0
-"""Without a sign of life a computer is gone: all others end within a minute."""
+"""A node without a heartbeat for this long counts as gone, so that all others end within a minute."""
 WORST = ("refused", "oom", "host-oom", "nan", "gone", "crash", "stopped")
-"""Outcomes by how much they say of the cause: what one rank ran into makes the others crash."""
+"""Outcomes, the most informative about the cause first: an error in one rank makes the others crash."""
 
 
 class ElsewhereError(Exception):
-    """Another computer's part of an attempt has failed; `outcome` is what it told."""
+    """Another computer's part of an attempt has failed; `outcome` is what it reported."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.message)
@@ -41,7 +41,7 @@ class ElsewhereError(Exception):
 
 
 class Pulse:
-    """Watches whether another computer's counter still advances, by our own clock: theirs may be wrong."""
+    """Watches whether another computer's counter still advances. Timed by our own clock, as theirs may be wrong."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,9 +50,9 @@ class Pulse:
         self.beats = 0
 
     def look(self) -> float:
-        """Seconds since it was last seen to change, or since we first looked."""
+        """Seconds since the counter was last seen to change, or since it was first read."""
         now = self._read()
-        if now and now != self._last:  # a folder of before that is being removed is no sign of life
+        if now and now != self._last:  # an old folder that is being removed is no heartbeat
             self._last, self._since = now, time.monotonic()
             self.beats += 1
         return time.monotonic() - self._since
@@ -64,7 +64,7 @@ class Pulse:
 
 
 class Peers:
-    """This computer among the others, from before the first attempt to the end."""
+    """This computer's link to the other nodes, from before the first attempt to the end of the run."""
 
     def __init__(self, output: Path, rank: int, count: int) -> None:
         self.root, self.rank, self.count = output / FOLDER, rank, count
@@ -97,7 +97,7 @@ class Peers:
             write_json(self.folder / END, {"message": reason})
 
     def _join(self) -> Path:
-        """The folder of the first computer's present call: one whose count goes on while we look."""
+        """Waits for the folder of the first computer's current call: one whose counter advances while we watch."""
         pulses: dict[str, Pulse] = {}
         while True:
             name = str(read_json(self.root / CURRENT).get("name", ""))
@@ -112,7 +112,7 @@ class Peers:
         return self.folder / f"pulse-{rank}"
 
     def _beat(self) -> None:
-        """Counts up in place: a file that is replaced may be seen late over NFS."""
+        """Increments the counter in place: over NFS a replaced file may become visible late."""
         count = 0
         with contextlib.suppress(FileNotFoundError), self._pulse(self.rank).open("w", encoding="ascii") as file:
             while True:
@@ -123,10 +123,10 @@ class Peers:
                 if self._stopped.wait(BEAT_SECONDS):
                     return
 
-    # ---- what is tried
+    # ---- attempts
 
     def publish(self, attempt: int, request: RunRequest) -> None:
-        """Writes, on the first computer, the request that all computers run as this attempt."""
+        """Writes the request that all computers run as this attempt; called on the first one."""
         write_json(self.folder / f"attempt-{attempt}.json", request.to_json())
 
     def request(self, attempt: int) -> RunRequest | None:
@@ -142,13 +142,13 @@ class Peers:
         return RunRequest.read(read_json(path), path.name)
 
     def end_message(self) -> str:
-        """Why the first computer ended the run, in words; empty when it does not say."""
+        """The message with which the first computer ended the run; empty when there is none."""
         return str(read_json(self.folder / END).get("message", ""))
 
-    # ---- how it ended
+    # ---- outcomes
 
     def run(self, attempt: int, request: RunRequest, nodes: Nodes, tick: Callable[[], None]) -> Outcome:
-        """One attempt: our ranks to their end, or until another computer's fail; returns how it ended for all."""
+        """Runs one attempt until our ranks end or another computer's fail; returns the joint outcome of all nodes."""
 
         def both() -> None:
             tick()
@@ -156,14 +156,14 @@ class Peers:
 
         try:
             own = run(request, nodes, both)
-        except ElsewhereError as error:  # ours have been ended; they may have told the cause before
+        except ElsewhereError as error:  # our ranks were ended; they may have reported the cause before
             own = outcome(run_folder(Path(request.output), nodes), Ended(None))
             if own.name in ("ok", "crash"):
                 own = error.outcome if error.outcome.name == "gone" else Outcome("ended")
         return self.joint_outcome(attempt, own)
 
     def watch(self, attempt: int) -> None:
-        """Raises an ElsewhereError when another computer has failed or fallen silent; cheap enough for every tick."""
+        """Raises an ElsewhereError when another computer has failed or gone silent; cheap enough for every tick."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -176,9 +176,9 @@ class Peers:
                 raise ElsewhereError(_gone(rank))
 
     def joint_outcome(self, attempt: int, own: Outcome) -> Outcome:
-        """Tells how this computer's ranks ended, and returns how all did: what says most of the cause.
+        """Reports how this computer's ranks ended, and returns the most informative outcome of all nodes (`WORST`).
 
-        Ranks that crashed, each on its computer, are all quoted: most only saw that another was gone.
+        If nodes crashed, all their messages are quoted: most only saw that another node was gone.
         """
         write_json(self._result(self.rank, attempt), own._asdict())
         outcomes = {self.rank: own, **self._others(attempt)}

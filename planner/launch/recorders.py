@@ -1,7 +1,7 @@
-"""The worker processes of `vplan record`, which alone import torch: `trainers/record.py`, one or several at once.
+"""The worker processes of `vplan record` (`trainers/record.py`), one or several in parallel. Only they import torch.
 
-A worker lives on between orders, because importing torch and diffusers takes longer than recording a small tape. It
-takes one order at a time, a line of JSON on its standard input, and answers it in a file of the folder both share.
+Workers are reused, because importing torch and diffusers takes longer than recording a small tape. A worker takes one
+order at a time, a line of JSON on its standard input, and answers it in a file in the folder that both share.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from planner.launch.launch import last_words
 from planner.worker_process import end_tree, read_json, result_file, start_worker, vplan_command
 
 TICK_SECONDS = 0.05
-"""Between two looks for answers."""
+"""Polling interval for answers."""
 
 CHECKOUT = "VPLAN_CHECKOUT"
-"""Environment variable with the folder of a trainer's code, from which its own model is recorded, or several, as PATH
-has them."""
+"""Environment variable with the folder of a trainer's code, from which its own model is recorded; or several folders,
+separated as in PATH."""
 
 SAME_EACH_TIME = {"PYTHONHASHSEED": "0"}
-"""Environment of a recording. transformers goes through a set of names (modeling_gemma3.py and
-modeling_gemma4_unified.py, ``set(self.config.layer_types)``), whose order Python draws anew for each process: which of
-a Gemma's two masks is made first would be drawn too."""
+"""Environment variables that make recordings reproducible. transformers iterates over a set of names
+(modeling_gemma3.py and modeling_gemma4_unified.py, ``set(self.config.layer_types)``). Without a fixed hash seed its
+order, and with it the order in which a Gemma's two masks are made, would differ between processes."""
 
 PARAMETERS = "parameters"
-"""What a task calls the table of a model's parameters, which lies beside its tapes."""
+"""A task's name for the table of a model's parameters, which is next to its tapes."""
 
 
 class Derivation(NamedTuple):
@@ -47,9 +47,9 @@ class Derivation(NamedTuple):
 
     source: Source
     name: str
-    """what the model will be called"""
+    """name of the new model"""
     inputs: Mapping[str, Any] = {}
-    """what the user said of it (`planner.catalog.own_inputs.OwnInputs` as JSON)"""
+    """what the user said about it (`planner.catalog.own_inputs.OwnInputs` as JSON)"""
 
     def to_json(self) -> dict[str, Any]:
         """The task as JSON, as the worker reads it."""
@@ -58,21 +58,21 @@ class Derivation(NamedTuple):
 
 class TapeTask(NamedTuple):
     """A worker's task: record one tape and write it to its file, or compare it with the file. The answer has ``nbytes``
-    (the file's size), ``difference`` (what differs in the file, how far its peak is off and the first place; "" when
-    nothing does) and ``unclassified`` (operators that `op_table` does not list)."""
+    (the file's size), ``difference`` (what differs from the file, by how much its peak is off and where the first
+    difference is; "" when nothing differs) and ``unclassified`` (operators that `op_table` does not list)."""
 
     model: str
     variant: str
-    """its name, or `PARAMETERS`"""
+    """the variant's name, or `PARAMETERS`"""
     component: str
-    """the VAE or text encoder of that model it is a tape of; empty: the model itself"""
+    """the VAE or text encoder of the model to record; empty: the model itself"""
     path: Path
     check: bool
-    """compares and writes nothing"""
+    """only compares, writes nothing"""
 
     @property
     def of(self) -> str:
-        """Whose tape it is: the VAE or text encoder, else the model."""
+        """What is recorded: the VAE or text encoder, else the model."""
         return self.component or self.model
 
     def to_json(self) -> dict[str, Any]:
@@ -85,10 +85,10 @@ Within = Callable[[list[str], Path], list[str]]
 
 
 class Recorders:
-    """At most ``jobs`` workers that record; they and all they started are gone when the ``with`` block ends."""
+    """A pool of at most ``jobs`` recording workers. They and their children are gone when the ``with`` block ends."""
 
     def __init__(self, jobs: int, within: Within | None = None) -> None:
-        """``within``: makes of a worker's command, and of a folder for its use, the command that is started."""
+        """``within``: maps a worker's command, and a folder that it may use, to the command to start instead."""
         self._jobs = jobs
         self._within = within
         self._numbers = itertools.count()
@@ -107,13 +107,13 @@ class Recorders:
     ) -> None:
         for worker in self._workers:
             end_tree(worker.process)
-        if not any(worker.crashed for worker in self._workers):  # else the message names the log
+        if not any(worker.crashed for worker in self._workers):  # else keep the log that the message names
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def answers(self, orders: Sequence[Order]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Pairs of an order's position in `orders` and its answer, in the sequence in which they are done.
+        """Yields (position in `orders`, answer) in the order in which the answers arrive.
 
-        Raises the VplanError that a worker raised, or one with exit code 4 when a worker died.
+        Raises the VplanError that a worker raised, or one with exit code 4 if a worker died.
         """
         waiting = deque(enumerate(orders))
         while len(self._workers) < min(self._jobs, len(orders)):
@@ -134,7 +134,7 @@ class Recorders:
 
 
 class _Worker:
-    """One process and the order it works on."""
+    """One process and its current order."""
 
     def __init__(self, folder: Path, number: int, within: Within | None) -> None:
         self._folder = folder
@@ -148,17 +148,17 @@ class _Worker:
             self.process: subprocess.Popen[bytes] = start_worker(command, log, {**os.environ, **SAME_EACH_TIME})
 
     def send(self, number: int, order: Order) -> None:
-        """Hands it an order; the answer will be in the result file of that number."""
+        """Sends an order; the answer will be in the result file with that number."""
         self._result = self._folder / result_file(number)
         assert self.process.stdin
         line = json.dumps({"number": number, **order.to_json()}) + "\n"
-        with contextlib.suppress(OSError):  # it is dead, and `answer` says so
+        with contextlib.suppress(OSError):  # it is dead, which `answer` reports
             self.process.stdin.write(line.encode())
             self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """What it answered; nothing while it works."""
-        ended = self.process.poll()  # before the file is looked for: it may answer and die
+        """The answer; empty while the worker is busy. Raises a VplanError if the worker refused the order or died."""
+        ended = self.process.poll()  # before looking for the file: it may answer and then die
         answer = read_json(self._result)
         if not answer and ended is not None:
             self.crashed = True

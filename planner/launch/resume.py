@@ -1,6 +1,6 @@
-"""The checkpoint that a run goes on from, as `vplan train --resume` says: the newest whole one, a folder's, or none.
+"""The checkpoint to resume from, for `vplan train --resume`: the newest complete one, a given folder, or none.
 
-Nothing finished is removed: checkpoints that the run does not go on from are moved aside.
+No finished checkpoint is deleted: those that the run does not continue from are moved aside.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from planner.spec.plan import Plan
 
 
 class Resume:
-    """How a run in an output folder goes on: ``resume`` is auto, no or a folder, ``steps`` the step that it ends at.
-    ``tell`` is called with what people should know."""
+    """Finds the checkpoint that a run resumes from. ``resume``: auto, no or a folder; ``steps``: the total steps of the
+    run; ``tell`` is called with messages to the user."""
 
     def __init__(
         self, output: Path, resume: str, steps: int, plan: Plan, profile: ModelProfile, tell: Callable[[str], None]
@@ -25,8 +25,8 @@ class Resume:
         self.plan, self.profile = plan, profile
 
     def checkpoint(self, *, may_move: bool = True) -> Path | None:
-        """The checkpoint to go on from; None to start over. Raises a VplanError for one that does not do. ``may_move``:
-        whether a named one becomes the run's newest; to print a command leaves it where it is."""
+        """The checkpoint to resume from; None to start over. Raises a VplanError for one that cannot be used.
+        ``may_move``: whether a checkpoint given as a folder is made the run's newest; False for --print-command."""
         run = checkpoints.run_id(self.output)
         if self.resume == "no":
             self._set_aside()
@@ -54,15 +54,15 @@ class Resume:
             self.tell(f"earlier checkpoints are in {aside}")
 
     def _branch_off(self, checkpoint: Path) -> Path:
-        """The checkpoint as the run's newest."""
+        """Makes the checkpoint the run's newest, and returns its folder."""
         here, aside = checkpoints.branch_off(self.output, checkpoint)
         if aside:
             self.tell(f"checkpoints that are not before {here.name} are in {aside}")
         return here
 
     def _check(self, checkpoint: Path) -> None:
-        """Raises a VplanError for a checkpoint of a later step than training ends at, or of another run; tells what is
-        trained otherwise from here on."""
+        """Raises a VplanError for a checkpoint that has more steps than the run, or does not match the plan. Tells the
+        user which settings change."""
         manifest = checkpoints.read_manifest(checkpoint)
         if (done := int(manifest["step"])) > self.steps:
             fix = f"pass --steps {done} or more, or start over with --resume no"

@@ -1,4 +1,4 @@
-"""How a run went, in few points: its memory over time by phase beside what was predicted, losses, seconds a step."""
+"""Downsampled curves of a run: memory over time by phase next to the prediction, losses, seconds per step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from planner.launch.run_history import BINS, COUNTERS, PHASES, RunHistory
 from planner.spec.plan import PhasePeak
 
 RECENT = 20
-"""Steps whose median is the seconds of a step now."""
+"""Latest steps whose median is the current step time."""
 
 SHARE = 50
-"""A smoothed loss is the mean over this part of all steps, but of `FEWEST` at least."""
+"""The loss is smoothed over one part in this many of all steps, and over at least `FEWEST` steps."""
 FEWEST = 10
 
 Numbers = NDArray[numpy.float64]
@@ -25,36 +25,36 @@ Numbers = NDArray[numpy.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """A number by step, in at most `BINS` points: of each stretch of steps the lowest, the highest and the mean."""
+    """A value by step in at most `BINS` points: lowest, highest and mean of each group of consecutive steps."""
 
     steps: tuple[float, ...]
-    """the last of each stretch"""
+    """last step of each group"""
     low: tuple[float, ...]
     high: tuple[float, ...]
     mean: tuple[float, ...]
     per_point: int
-    """steps of a stretch"""
+    """steps per group"""
 
 
 @dataclass(frozen=True)
 class MemoryBin:
-    """A stretch of a run's time: the phase that took most of it, and of each counter the lowest and the highest peak of
-    what ran in it; bytes, None where it was not measured."""
+    """An interval of a run's time: the phase that took most of it, and for each counter the lowest and highest peak
+    within it, in bytes; None where not measured."""
 
     began: float
-    """seconds that the run had run"""
+    """seconds of running time, without pauses between starts"""
     ended: float
     phase: str
     low: dict[str, int | None]
     high: dict[str, int | None]
     predicted: tuple[int, int] | None
-    """device bytes, from and to, of its phase with the highest prediction"""
+    """(low, high) device bytes of the phase with the highest prediction"""
     failed: bool
 
 
 @dataclass(frozen=True)
 class RunPhase:
-    """One phase of a run: how often, how long, its peaks, and what was predicted of it."""
+    """One phase of a run: count, total seconds, peaks, and the prediction."""
 
     phase: str
     times: int
@@ -63,11 +63,11 @@ class RunPhase:
     predicted: PhasePeak | None
     device_range: tuple[int, int] | None
     host_bytes: int | None
-    """predicted, of all processes on a node"""
+    """predicted, for all processes on a node"""
 
     @property
     def error_share(self) -> float | None:
-        """How far the predicted device memory is from the measured, as a share of the measured."""
+        """Error of the predicted device memory, relative to the measured one."""
         measured = self.peaks["device_bytes"]
         return self.predicted.device_bytes / measured - 1 if measured and self.predicted else None
 
@@ -80,43 +80,43 @@ class RunPhase:
 
 @dataclass(frozen=True)
 class RunPart:
-    """What one start of a run did."""
+    """What one start of a run did, from its first phase to where it ended."""
 
     unix_seconds: float
     first_step: int
-    """steps that were done before"""
+    """steps done before it"""
     last_step: int
-    """the last one that it wrote"""
+    """the last step that it logged"""
     began: float
-    """seconds that the run had run"""
+    """seconds of running time, without pauses between starts"""
     seconds: float
     failed_phase: str
-    """where it ended in an error; empty where it did not"""
+    """the phase in which it failed; empty if it did not fail"""
 
 
 @dataclass(frozen=True)
 class RunCourse:
-    """All numbers of a run's page."""
+    """All numbers on a run's report page."""
 
     memory: tuple[MemoryBin, ...]
     phases: tuple[RunPhase, ...]
     parts: tuple[RunPart, ...]
     loss: Curve
     smoothed: tuple[float, ...]
-    """of the loss, at the curve's points"""
+    """smoothed loss at the points of `loss`"""
     smoothed_over: int
-    """steps of its mean"""
+    """steps that it is averaged over"""
     learning_rate: Curve
     step_seconds: Curve
     recent_seconds: float | None
-    """the median of the last steps"""
+    """median step time of the latest steps"""
     seconds_left: float | None
     forecast: RunForecast | None
-    """of the last start"""
+    """forecast of the last start"""
 
 
 def course(history: RunHistory) -> RunCourse:
-    """The numbers of a run so far."""
+    """Computes the numbers of a run so far."""
     steps, seconds = numpy.array(history.steps.step), numpy.array(history.steps.seconds)
     loss = curve(steps, numpy.array(history.loss))
     over = max(FEWEST, len(steps) // SHARE)
@@ -139,7 +139,7 @@ def course(history: RunHistory) -> RunCourse:
 
 
 def curve(steps: Numbers, values: Numbers) -> Curve:
-    """A number by step in at most `BINS` points of as many steps each; the last has what is left."""
+    """Downsamples values by step to at most `BINS` points of equally many steps; the last point may have fewer."""
     count = len(values)
     per_point = max(1, math.ceil(count / BINS))
     if not count:
@@ -156,7 +156,7 @@ def curve(steps: Numbers, values: Numbers) -> Curve:
 
 
 def smoothed(steps: Numbers, values: Numbers, points: Curve, over: int) -> tuple[float, ...]:
-    """The mean of the last ``over`` values at each point of a curve; of as many as there are at its beginning."""
+    """Mean of the last ``over`` values (fewer at the beginning) at each point of a curve."""
     if not len(values):
         return ()
     sums = numpy.concatenate(([0.0], numpy.cumsum(values)))
@@ -166,7 +166,7 @@ def smoothed(steps: Numbers, values: Numbers, points: Curve, over: int) -> tuple
 
 
 class _Intervals:
-    """All that a run did in order of time, on a clock that stands still while the run does not run."""
+    """All logged intervals of a run in order of time, on a clock that stops between starts."""
 
     def __init__(self, history: RunHistory) -> None:
         columns = (history.steps, history.others)
@@ -180,26 +180,26 @@ class _Intervals:
         failed[[len(history.steps) + place for place in history.failed]] = True
         self.failed = failed[order]
         ended = ended[order]
-        # What the clock says of two neighbours may overlap by its rounding.
+        # Rounded times of two neighbours may overlap.
         began = numpy.maximum(ended - _joined([each.seconds for each in columns])[order], _before(ended))
         encode, load = PHASES.index("encode"), PHASES.index("load")
         is_start = (self.phase == encode) | ((self.phase == load) & (_before(self.phase, -1) != encode))
         if len(is_start):
             is_start[0] = True
         self.part = numpy.cumsum(is_start) - 1
-        """the number of the start that each is of"""
+        """for each interval, the number of the start it belongs to"""
         self.unix = ended
         waited = numpy.where(is_start, began - _before(ended, began[0] if len(began) else 0.0), 0.0)
         stopped = numpy.cumsum(numpy.maximum(waited, 0.0)) + (began[0] if len(began) else 0.0)
         self.began, self.ended = began - stopped, ended - stopped
-        # A start that did not get as far as loading has no forecast of its own.
+        # A start that never finished loading has no forecast of its own.
         loads = numpy.flatnonzero((self.phase == load) & ~self.failed)
         self.forecasts: dict[int, RunForecast | None] = {
             int(self.part[place]): start.forecast for place, start in zip(loads, history.starts, strict=False)
         }
 
     def bins(self) -> tuple[MemoryBin, ...]:
-        """The memory over time, in at most `BINS` stretches; of few intervals each has its own."""
+        """Memory over time in at most `BINS` bins; with at most that many intervals, each gets its own bin."""
         if not len(self.ended):
             return ()
         if len(self.ended) <= BINS:
@@ -237,11 +237,11 @@ class _Intervals:
 
     @property
     def _is_cpu(self) -> bool:
-        """A plan predicts the memory of a GPU; without one there is nothing that it could be compared with."""
+        """Whether the run was on the CPU: predictions are of GPU memory, so there is nothing to compare."""
         return bool(self.history.starts) and self.history.starts[-1].device == "cpu"
 
     def phases(self) -> tuple[RunPhase, ...]:
-        """Each phase since the plan is what it is now."""
+        """Each phase, over the starts whose forecast is that of the last start."""
         if not len(self.ended):
             return ()
         last = int(self.part[-1])
@@ -289,7 +289,7 @@ class _Intervals:
 
 
 def _names(phase: str) -> tuple[str, ...]:
-    """What an estimate calls a phase: it tells a step's two halves apart."""
+    """Names of a logged phase in an estimate, which splits a step into train and optimizer."""
     return ("train", "optimizer") if phase == "train" else (phase,)
 
 
@@ -305,7 +305,7 @@ def _joined(columns: list[object]) -> Numbers:
 
 
 def _before(values: Numbers, first: float = -math.inf) -> Numbers:
-    """Each value's neighbour before it."""
+    """The values shifted by one place, starting with ``first``."""
     return numpy.concatenate(([first], values[:-1])) if len(values) else values
 
 

@@ -1,4 +1,4 @@
-"""What a run has written about itself, read as it grows: its starts, steps, phases and samples."""
+"""Reads a run's log files as they grow: starts, steps, phases and samples."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from planner.untrusted import json_object
 from planner.worker_process import REQUEST, read_json, result_file
 
 PHASES = ("encode", "load", "first_step", "train", "denoise", "decode", "save")
-"""In the order of a run. What a step's line says is of the optimizer too."""
+"""In the order of a run. A line for a step (`train`) covers the optimizer too."""
 
 COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes", "host_bytes")
 BINS = 480
-"""Points of a chart at most: a page of 100,000 steps is as large as one of 1,000."""
+"""Most points in a chart: a page about 100,000 steps is no larger than one about 1,000."""
 
 LAST_SECOND = 253_402_300_799
-"""Of the year 9999, in seconds since 1970: there are no later dates."""
+"""The end of the year 9999 in seconds since 1970; `datetime` has no later dates."""
 
 SAMPLE_NAME = re.compile(r"step-(\d{8})-(\d{1,6})\.(png|mp4)")
-"""As `trainers.sampling.samples` names its files."""
+"""File names that `trainers.sampling.samples` writes."""
 
 
 class GrowingFile:
-    """A file of JSON lines that another process adds to, or writes anew and puts in its place."""
+    """A file of JSON lines that another process appends to or replaces."""
 
     def __init__(self, path: Path, *, skip: bool = False) -> None:
-        """``skip``: leaves out what is there already."""
+        """``skip``: ignores lines that exist already."""
         self.path = path
         self._inode: int | None = None
         self._read = 0
         if skip and path.is_file():
             with path.open("rb") as file:
                 self._inode = os.fstat(file.fileno()).st_ino
-                # Its writer cuts off a last line that is not whole, and goes on there.
+                # The writer cuts off an incomplete last line and continues there.
                 self._read = file.read().rfind(b"\n") + 1
         self.is_new = False
-        """whether the last lines were read from the beginning of a file"""
+        """whether the last call read from the beginning of a file"""
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """The lines that were added since the last call, without one that is not whole yet; all of a new file. What are
-        no JSON objects are left out: a run outlives a damaged line."""
+        """Complete lines added since the last call; all of them if the file was replaced. Lines that are not JSON
+        objects are skipped, so that a damaged line does no harm."""
         self.is_new = False
         if not self.path.is_file():
             return []
         with self.path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino  # of what was opened: the path may be another file by now
+            inode = os.fstat(file.fileno()).st_ino  # of the open file: the path may lead to another one by now
             if inode != self._inode:
                 self._inode, self._read, self.is_new = inode, 0, True
             file.seek(self._read)
@@ -66,16 +66,16 @@ class GrowingFile:
 
 
 class Columns:
-    """Numbers of many intervals of a run, column by column: 64 bytes each. NaN stands for what was not measured."""
+    """Columns of numbers about the intervals of a run: 64 bytes per interval. NaN means not measured."""
 
     def __init__(self) -> None:
         self.step, self.ended, self.seconds = array("d"), array("d"), array("d")
         self.phase = array("b")
-        """place in `PHASES`"""
+        """index in `PHASES`"""
         self.counters = {name: array("d") for name in COUNTERS}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Adds the interval of one line."""
+        """Appends the interval that a line describes."""
         self.step.append(number(line, "step"))
         self.ended.append(number(line, "unix_seconds", LAST_SECOND))
         self.seconds.append(number(line, "seconds"))
@@ -88,26 +88,26 @@ class Columns:
 
 
 def number(line: Mapping[str, Any], name: str, most: float = 2**63) -> float:
-    """A number of a line; a VplanError where it has none, or one beyond ``most``."""
+    """The number under a name in a line. Raises a VplanError if it is missing, not a number, or beyond ±``most``."""
     value = line.get(name)
     if value is None:
         raise VplanError(f"a line of the run has no {name}", "runs of earlier versions cannot be shown")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and -most <= value <= most):  # nor is NaN
+    if not (is_number and -most <= value <= most):  # NaN fails too
         raise VplanError(f"a line of the run has {name} = {quoted(str(value))}, which is no number", "remove that line")
     return float(value)
 
 
 @dataclass(frozen=True)
 class SampleRound:
-    """The samples that were made after one step."""
+    """The samples made after one step."""
 
     step: int
     files: tuple[str, ...]
-    """names in the run's folder of samples, in the order of the prompts"""
+    """file names in the run's samples folder, in the order of the prompts"""
     prompts: tuple[str, ...]
     note: str
-    """why there are no more"""
+    """why a sample could not be made, if any"""
 
 
 @dataclass
@@ -115,13 +115,13 @@ class RunStart:
     """One start of the run's process."""
 
     unix_seconds: float
-    """when it had loaded"""
+    """when loading finished"""
     step: int
-    """steps that were done before"""
+    """steps done before it"""
     device: str
     forecast: RunForecast | None
     missing: tuple[str, ...]
-    """counters that cannot be read there, and why"""
+    """counters that cannot be read on that machine, and why"""
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,18 @@ class RunState:
 
 @dataclass
 class RunHistory:
-    """All that a run's folder says of the run. `update` reads what is new."""
+    """Everything that a run's folder says about the run. `update` reads what is new."""
 
     output: Path
     steps: Columns = field(default_factory=Columns)
     loss: array[float] = field(default_factory=lambda: array("d"))
     learning_rate: array[float] = field(default_factory=lambda: array("d"))
     others: Columns = field(default_factory=Columns)
-    """phases between steps, steps that failed, and steps that were done again"""
+    """phases between steps, failed steps, and steps that were repeated after a kill"""
     failed: list[int] = field(default_factory=list)
-    """places in `others`"""
+    """indices in `others`"""
     repeated: int = 0
-    """steps that were done again after a kill"""
+    """number of steps repeated after a kill"""
     starts: list[RunStart] = field(default_factory=list)
     rounds: dict[int, SampleRound] = field(default_factory=dict)
     """by step"""
@@ -155,15 +155,15 @@ class RunHistory:
         self._memory = GrowingFile(self.output / MEMORY)
 
     def update(self) -> bool:
-        """Reads what was written since the last call; whether that was anything. Raises a VplanError for a folder that
-        is no run's, or lines that are damaged."""
+        """Reads what was written since the last call, and returns whether anything was. Raises a VplanError for lines
+        that are damaged, or not of a run."""
         lines = self._metrics.new_lines()
-        if self._metrics.is_new:  # a run that was taken up writes its metrics anew
+        if self._metrics.is_new:  # a resumed run rewrites its metrics
             self.steps, self.loss, self.learning_rate, self.rounds = Columns(), array("d"), array("d"), {}
         for line in lines:
             self._take(line)
         others = self._memory.new_lines()
-        if self._memory.is_new:  # lines are only ever added to it; but a copy of a run is replaced whole
+        if self._memory.is_new:  # a run only appends to it; but a copy of a run is replaced whole
             self.others, self.failed, self.starts, self.repeated = Columns(), [], [], 0
         for line in others:
             self._take_other(line)
@@ -199,24 +199,24 @@ class RunHistory:
 
     @property
     def done(self) -> int:
-        """Steps that are done."""
+        """Number of steps done."""
         return int(self.steps.step[-1]) if len(self.steps) else 0
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None before its process has started."""
+        """Number of steps of the whole run; None before its training process has been started."""
         steps = read_facts(self.output / RUN_FOLDER / REQUEST).get("steps")
         return steps if isinstance(steps, int) else None
 
     def state(self) -> RunState:
-        """Where the run is now, by what its processes report and whether they are there."""
+        """The current state of the run, from what its processes reported and whether they are alive."""
         paths = [self.output / folder / result_file(0) for folder in (PREPARE_FOLDER, RUN_FOLDER)]
         encoding, training = map(read_facts, paths)
         if "outcome" not in training and is_worker(training.get("pid")):
             return RunState("loading" if training.get("phase") in ("start", "load") else "running")
         if "outcome" not in encoding and is_worker(encoding.get("pid")):
             return RunState("encoding")
-        # A run that was started again may have ended before its ranks began: the newer of the two says how.
+        # A restarted run may have ended before its ranks began: the newer of the two files says how it ended.
         in_training = bool(training) and not (encoding and _changed(paths[0]) > _changed(paths[1]))
         result = training if in_training else encoding
         outcome, message = result.get("outcome"), str(result.get("message", ""))
@@ -227,13 +227,13 @@ class RunHistory:
         return RunState("failed", message or str(outcome))
 
     def sample_files(self) -> Iterator[Path]:
-        """The files of all samples that are there."""
+        """Paths of all sample files that exist."""
         for entry in self.rounds.values():
             yield from (path for name in entry.files if (path := self.output / SAMPLES / name).is_file())
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """A JSON object that a process of a run has written, empty where there is none; a VplanError where it is none."""
+    """The JSON object in a file of a run's process; empty without the file. Raises a VplanError for other content."""
     try:
         facts = read_json(path)
     except (ValueError, RecursionError):
@@ -244,7 +244,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def _changed(path: Path) -> float:
-    """When a file was last written; 0 where it is gone, as when a run is started again just now."""
+    """Modification time of a file; 0 if it is gone, e.g. because the run is just being restarted."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -252,7 +252,7 @@ def _changed(path: Path) -> float:
 
 
 def is_worker(pid: object) -> bool:
-    """Whether a process of this computer is one of vplan's workers."""
+    """Whether a process id on this computer belongs to a vplan worker."""
     try:
         return isinstance(pid, int) and 0 < pid < 2**31 and "worker" in psutil.Process(pid).cmdline()
     except psutil.Error:
@@ -260,6 +260,6 @@ def is_worker(pid: object) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is the output of a training run: not one with a run in it, which may be called `run` too."""
+    """Whether a folder is the output of a training run. A parent of a run is not, even if that run is called `run`."""
     own = (METRICS, MEMORY, Path(RUN_FOLDER, REQUEST), Path(PREPARE_FOLDER, REQUEST))
     return any((folder / name).exists() for name in own)

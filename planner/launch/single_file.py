@@ -1,4 +1,4 @@
-"""A transformer in one file, as ComfyUI and models' authors publish them: converted to a diffusers folder, once."""
+"""Converts a single-file transformer, as ComfyUI and models' authors publish them, to a diffusers folder, once."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import hashlib
@@ -10,22 +10,22 @@ from planner.schema import Record
 from planner.worker_process import vplan_command
 
 CONVERTED = "transformer"
-"""Folder of converted weights in a run's output, and of the request that makes them."""
+"""Folder in a run's output for converted weights and the conversion request."""
 
 
 class Conversion(Record):
-    """What the process that converts a file needs; it reads it from its request file."""
+    """The request to the process that converts a file."""
 
     model: str
     """name of the plan's model"""
     file: str
     folder: str
-    """where the model is written"""
+    """folder to write the converted model to"""
 
 
 def check(file: str) -> Path:
-    """The file of ``--transformer``. Raises a VplanError where there is none, or it is of another kind or not
-    whole."""
+    """The absolute path of the ``--transformer`` file. Raises a VplanError if it does not exist, is not safetensors or
+    is incomplete."""
     path = Path(file).expanduser().absolute()
     if not path.is_file():
         raise VplanError(f"there is no file {quoted(file)}", "pass the transformer's file: --transformer FILE")
@@ -38,19 +38,19 @@ def check(file: str) -> Path:
 
 
 def folder_of(file: Path, model: str, output: Path) -> Path:
-    """The folder in a run's output for a file's weights in diffusers format; another one when the file has changed."""
+    """The folder in a run's output for a file's converted weights. Its name changes with the file."""
     status = file.stat()
     identity = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {model}"
     return output / CONVERTED / hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def folder_here(folder: str | None, output: Path) -> str | None:
-    """The folder that the first computer of a run converted a file to, where this computer has the run's output."""
+    """This computer's path of the folder that the first node converted a file to; None if ``folder`` is."""
     return str(output / CONVERTED / Path(folder).name) if folder else None
 
 
 def convert(file: Path, model: str, folder: Path) -> None:
-    """Writes a file's weights into such a folder, in a process of its own; a VplanError where that is not possible."""
+    """Converts a file into a folder (see `folder_of`) in a separate process. Raises a VplanError if that fails."""
     request = launch.write_request(folder.parent, Conversion(model=model, file=str(file), folder=str(folder)))
     ended = launch.worker_outcome(vplan_command("worker", "convert", str(request)), request, "cpu", lambda: None)
     if ended.name != "ok":

@@ -1,4 +1,4 @@
-"""A batch script for Slurm: one launcher on each node, which finds its number and the first node by itself."""
+"""A batch script for Slurm: one launcher per node, with node rank and main address taken from Slurm."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from planner.spec.plan import Estimate, Plan
 from planner.units import GIB
 
 SPARE = 1.25
-"""Of the RAM and time that are asked for: an estimate is not a promise, and a job over its limit is killed."""
+"""Safety factor on the RAM and time requested: estimates can be low, and a job over its limit is killed."""
 ENCODING_SECONDS = 1800.0
-"""For loading and for encoding the data, which no estimate covers."""
+"""Time for loading and for encoding the data, which estimates do not cover."""
 CPUS_PER_GPU = 4
-"""A rank's own thread, its loader's, and two that decode clips while data is encoded; more decode faster."""
+"""The rank's main thread, its loader's, and two that decode clips while data is encoded; more decode faster."""
 SIGNAL_SECONDS, SAVE_BYTES_PER_SECOND = 120, 50 * 10**6
-"""How long before the time limit a run is asked to stop: Slurm may signal a minute late (sbatch ``--signal``), and the
-present step and a checkpoint, to a slow drive, come before the end."""
+"""How long before the time limit a run is asked to stop, plus the time for steps and for a checkpoint, at the rate of a
+slow drive: Slurm may signal a minute late (sbatch ``--signal``)."""
 LONGEST_SIGNAL_SECONDS = 65_535
-"""More is an error (sbatch ``--signal``)."""
+"""The most that sbatch ``--signal`` accepts."""
 
 
 def slurm_script(
@@ -34,11 +34,11 @@ def slurm_script(
     gpu: bool = True,
 ) -> str:
     """The script for `sbatch` that runs `words` (a `vplan train` without --node-rank, --main-address, --main-port) on
-    the plan's nodes. `log`: file of its output, with Slurm's `%j`; `steps`: of the training; `estimate`: of the plan,
-    for RAM and time.
+    the plan's nodes. `log`: output file, which may contain Slurm's `%j`; `steps`: number of training steps; `estimate`:
+    the plan's estimate, from which RAM and time are requested.
 
-    One task a node: the launcher starts that node's ranks (Slurm's sbatch and srun manuals). Before the time limit the
-    run is asked for a checkpoint, and the job goes back into the queue, from where it goes on with that.
+    There is one task per node: the launcher starts that node's ranks (Slurm's sbatch and srun manuals). Before the time
+    limit, the run is asked to stop with a checkpoint, and the job is requeued and resumes from it.
     """
     machine = plan.machine
     name = re.sub(r"[^A-Za-z0-9._-]", "-", plan.job.model)[:40]
@@ -83,9 +83,9 @@ def slurm_script(
 
 
 def _limits(estimate: Estimate, steps: int) -> list[str]:
-    """The RAM of a node and the time of the job, by the estimate."""
+    """The `#SBATCH` lines that request RAM per node and, if `steps` is given, time."""
     seconds = steps * _step_seconds(estimate)
-    # The signal's lead comes on top: a job that is shorter than that would be asked to stop as soon as it starts.
+    # Add the lead of the signal: a job that is shorter than it would be asked to stop as soon as it starts.
     limit = SPARE * seconds + ENCODING_SECONDS + _signal_seconds(estimate)
     return [
         f"#SBATCH --mem={math.ceil(SPARE * estimate.host_ram_bytes / GIB)}G",
@@ -105,11 +105,11 @@ def _step_seconds(estimate: Estimate) -> float:
 
 
 def _time(seconds: float) -> str:
-    """As Slurm writes it: `days-hours:minutes:00`."""
+    """A duration in Slurm's format: `days-hours:minutes:00`."""
     minutes = math.ceil(seconds / 60)
     return f"{minutes // 1440}-{minutes // 60 % 24:02d}:{minutes % 60:02d}:00"
 
 
 def _is_plain(path: str) -> bool:
-    """Whether a path can stand in a line that no shell reads: not all versions of Slurm know quotes there."""
+    """Whether a path needs no quoting: not all versions of Slurm understand quotes in `#SBATCH` lines."""
     return bool(re.fullmatch(r"[\w./%+=:,@~-]+", path))

@@ -1,7 +1,7 @@
-"""How a run is asked to stop: by a file in its output folder, or by a signal or Ctrl-C that puts it there.
+"""Stopping a run: a file in its output folder asks it to; SIGUSR1 and Ctrl-C create that file.
 
-Its ranks look for the file at every step. They agree on the step after which they write a checkpoint and end, and the
-same command goes on from there. A batch system sends the signal some minutes before its time limit.
+The ranks look for the file at every step. They agree on a step, write a checkpoint after it and exit; the same command
+resumes from there. A batch system can send the signal a few minutes before its time limit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ STOP_REQUEST = "stop"
 """The file's name."""
 
 STOPPED = 138
-"""Exit code of a run that has stopped so: what a shell says of a process that SIGUSR1 has ended, 128 + 10."""
+"""Exit code of a run that stopped on request: 128 + 10, a shell's exit code for a process killed by SIGUSR1."""
 
 
 class StopSignal:
     """A context in which SIGUSR1 asks the run in an output folder to stop.
 
-    ``first``: of the computers that share the folder, the one that drops what was asked before.
+    ``first``: whether this is the first of the computers that share the folder; only that one removes the stop file, on
+    entry and exit.
     """
 
     def __init__(self, output: Path, *, first: bool = True) -> None:
@@ -33,7 +34,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         self._drop()
-        if hasattr(signal, "SIGUSR1"):  # there is none on Windows
+        if hasattr(signal, "SIGUSR1"):  # not on Windows
             self._before = signal.signal(signal.SIGUSR1, self._ask)
         return self
 
@@ -54,10 +55,10 @@ class StopSignal:
 
 @contextlib.contextmanager
 def first_interrupt_stops(output: Path) -> Iterator[None]:
-    """A context around the ranks of a run, in which the first Ctrl-C asks them to stop and the second ends them. They
-    are in a session of their own, and a terminal's Ctrl-C does not reach them."""
+    """A context around the ranks of a run in which the first Ctrl-C asks them to stop and a second one ends them. They
+    have a session of their own, so a terminal's Ctrl-C does not reach them directly."""
     before = signal.getsignal(signal.SIGINT)
-    if before in (signal.SIG_IGN, None):  # what a shell starts with &
+    if before in (signal.SIG_IGN, None):  # a background job, started with &
         yield
         return
 

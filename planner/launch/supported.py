@@ -1,6 +1,6 @@
-"""Whether vplan's own training step applies a plan; a probe or a training of any other plan is refused by name.
+"""Checks that vplan's own training step supports a plan; a probe or run of any other plan is refused with the reason.
 
-What it does not apply is in `planner.spec.combinations.trainer_gaps`.
+`planner.spec.combinations.trainer_gaps` lists what it does not support.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from planner.spec.plan import Plan
 
 
 def supported_plan(plan: Plan, *, trained: bool = False) -> Plan:
-    """The plan's three records with open fields filled in, or a VplanError for what contradicts or is not applied.
+    """The plan with open fields filled in. Raises a VplanError for contradictions and for what is not supported.
 
-    `trained`: by `vplan train`; else by a probe, which is a few steps on one computer.
+    `trained`: for `vplan train`; else for a probe, which is a few steps on one computer.
     """
     configuration, profile = plan.configuration, lookup.model(plan.job.model)
     check_job(profile, plan.job)
@@ -41,14 +41,14 @@ def supported_plan(plan: Plan, *, trained: bool = False) -> Plan:
 
 
 def check_computers(machine: Machine) -> None:
-    """A VplanError where a plan is for more than the one computer that a probe runs on."""
+    """Raises a VplanError for a plan on several computers: a probe runs on one only."""
     if machine.nodes > 1:
         fault = f"the plan is for {machine.nodes} nodes, but only one is measured"
         raise VplanError(fault, "set nodes = 1: each GPU then needs as much (ddp) or more (sharded)")
 
 
 def trainer_gaps(model: ModelProfile, configuration: Configuration, *, trained: bool) -> Iterator[Refusal]:
-    """What of a configuration our step does not apply, and what to write instead, in the order of the table."""
+    """What our step does not support in a configuration, and what to write instead, in the order of `TRAINER_GAPS`."""
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     subject = TrainerConfiguration(job, strategy, machine, model_summary(model), is_probe=not trained)
     return refusals(TRAINER_GAPS, subject)

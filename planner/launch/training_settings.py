@@ -1,8 +1,8 @@
-"""A run's training settings, complete: what was set, over the model's preset; what has no effect is refused by name.
+"""Completes a run's training settings from the model's preset; settings without effect are refused by name.
 
 A preset is the `[training]` table of the model's profile, with its source. A model's *law* is the part of it that
-says which noise levels are drawn and what an error weighs at each. Complete settings hold what acts on the run and
-nothing else, so that a checkpoint can be compared with what continues it.
+says which noise levels are drawn and how errors are weighted at each. Complete settings hold exactly what affects the
+run, so that those of a checkpoint and of its continuation can be compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planner.spec.training import (
 )
 
 RATES = {"lora": 1e-4, "full": 1e-5}
-"""What the published trainers use (diffusers examples/cogvideo, finetrainers examples/training)."""
+"""Default learning rates of published trainers (diffusers examples/cogvideo, finetrainers examples/training)."""
 
 LAW = {
     "timestep_sampling": "timestep_sampling",
@@ -40,21 +40,21 @@ LAW = {
     "prediction": "objective",
     "guidance": "guidance",
 }
-"""Setting -> the field of a profile's `[training]` that is its preset."""
+"""Setting -> the field of a profile's `[training]` that holds its preset."""
 
 RESUMABLE = frozenset({"learning_rate", "lr_scheduler", "warmup_steps"})
-"""Settings that a resumed run may change. All others would make it another run, or lie in the optimizer's state."""
+"""Settings that a resumed run may change. All others would make it a different run, or are in the optimizer's state."""
 
 
 WITHIN = {
     "timestep_sampling": ("logit_mean", "logit_std", "mode_scale"),
     "loss_weighting": ("snr_gamma",),
 }
-"""Settings that belong to the value of another, and go with it."""
+"""Setting -> settings that belong to its value, and are dropped when it is given anew."""
 
 
 def with_options(kept: TrainingSettings, options: Mapping[str, Any]) -> TrainingSettings:
-    """A plan's settings with the options of a command over them; an option that was not typed is None."""
+    """A plan's settings, overridden by the options of a command; None means an option was not given."""
     typed = {name: value for name in TrainingSettings.model_fields if (value := options[name]) is not None}
     gone = {inner for name in typed for inner in WITHIN.get(name, ())}
     old = {name: getattr(kept, name) for name in kept.model_fields_set - gone}
@@ -65,8 +65,8 @@ def with_options(kept: TrainingSettings, options: Mapping[str, Any]) -> Training
 
 
 def check_lora_init(settings: TrainingSettings) -> None:
-    """Raises a VplanError where the LoRA file that adapters begin with is not there. A run that goes on from a
-    checkpoint has no need of it."""
+    """Raises a VplanError if the LoRA file that adapters start from does not exist. A resumed run does not need the
+    file."""
     init = settings.lora_init
     if init is not None and init not in NAMED_INITS and not Path(init).exists():
         fix = f"pass a LoRA file, or one of {', '.join(NAMED_INITS)}"
@@ -74,13 +74,13 @@ def check_lora_init(settings: TrainingSettings) -> None:
 
 
 def with_complete_settings(plan: Plan, profile: ModelProfile) -> Plan:
-    """The plan with complete training settings. A VplanError for those that the model, the optimizer or the rest of the
-    plan does not take."""
+    """The plan with complete training settings. Raises a VplanError for settings that the model, the optimizer or the
+    rest of the plan does not support."""
     return plan.replace(training=complete(plan.training, profile, plan.job, plan.strategy))
 
 
 def complete(settings: TrainingSettings, profile: ModelProfile, job: Job, strategy: Strategy) -> TrainingSettings:
-    """Settings with the preset's values where they are open, and without those that do not act."""
+    """Settings with open ones filled in from the preset, and without those that have no effect."""
     settings = _with_gamma(settings)
     for reason, fix in (*_of_law(settings, profile), *_of_adapter(settings, job), *_of_optimizer(settings, strategy)):
         raise VplanError(reason, fix)
@@ -107,14 +107,14 @@ def complete(settings: TrainingSettings, profile: ModelProfile, job: Job, strate
 
 
 def with_law(profile: ModelProfile, settings: TrainingSettings) -> ModelProfile:
-    """The profile with the settings' law in place of its preset."""
+    """The profile with its preset law replaced by that of the settings."""
     return profile.replace(training=_law(settings, profile))
 
 
 def changes(before: Mapping[str, Any] | None, now: TrainingSettings) -> list[str]:
-    """What a resumed run trains otherwise than its checkpoint, in words. ``before``: the checkpoint's settings.
+    """The settings that change when a run is resumed, as text. ``before``: the checkpoint's settings.
 
-    Raises a VplanError for a setting that a run has to keep.
+    Raises a VplanError if a setting changed that is not `RESUMABLE`.
     """
     if before is None:
         return ["the checkpoint does not say how it was trained; continuing as shown above"]
@@ -130,7 +130,7 @@ def changes(before: Mapping[str, Any] | None, now: TrainingSettings) -> list[str
 
 
 def summary_lines(settings: TrainingSettings, profile: ModelProfile, strategy: Strategy) -> tuple[str, str]:
-    """Two lines about complete settings: the law, and the optimizer with the adapters."""
+    """Two lines about complete settings: the law, and the optimizer and adapters."""
     value = _values(settings)
     preset = _acting_law(profile.training, profile)
     own = sorted(name for name, each in preset.items() if getattr(settings, name) != each)
@@ -198,7 +198,7 @@ def _law(settings: TrainingSettings, profile: ModelProfile) -> Training:
 
 
 def _acting_law(law: Training, profile: ModelProfile) -> dict[str, Any]:
-    """Settings -> values of a law, without what does not act under it."""
+    """Setting -> value for a law, only for settings that have an effect under it."""
     kind = law.timestep_sampling
     acts = {"loss_weighting", "snr_gamma"} if law.loss_weighting == "min_snr" else {"loss_weighting"}
     if law.objective == "flow":

@@ -1,4 +1,4 @@
-"""The samples that training makes: what is asked for, whether the plan has room for them, whether they are listed."""
+"""Validation samples of a training run: their settings, whether they fit in memory, and whether they are prepared."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from planner.worker_process import read_json
 
 PHASES = {"denoise": "denoising", "decode": "decoding"}
 MAX_PROMPTS, MAX_PROMPT = 100, 10_000
-"""Of a run, and characters of one."""
+"""Prompts of a run, and characters of a prompt."""
 
 
 def fitted(plan: Plan) -> tuple[Plan, str | None]:
-    """The plan, and None; or the plan without its samples, and why: where they, and nothing else, do not fit."""
+    """(plan, None), or (plan without samples, reason) if denoising or decoding the samples does not fit."""
     if plan.strategy.validation_mode == "off":
         return plan, None
     profile, (_, card) = lookup.model(plan.job.model), card_lookup.parse_gpus(plan.machine.gpu)
@@ -44,8 +44,9 @@ def fitted(plan: Plan) -> tuple[Plan, str | None]:
 
 
 def prompts(plan: Plan, options: Mapping[str, Any], flag: str | None) -> tuple[str, ...]:
-    """The prompts of the options and then of a file, one per line. ``flag``: one that asks for samples. Raises a
-    VplanError for text that cannot be a prompt, and for that flag when the plan makes no samples."""
+    """The prompts given as options, then those in a file, one per line. ``flag``: an option in use that needs samples;
+    None if there is none. Raises a VplanError for unusable prompts, for ``flag`` if the plan makes no samples, and for
+    --validation-guidance if it samples without guidance."""
     if plan.strategy.validation_mode == "off" and flag:
         fault = f"{flag}, but the plan makes no samples (validation_mode off)"
         raise VplanError(fault, "add --validation-mode on, so that they are planned for too")
@@ -80,8 +81,8 @@ def _lines(path: Path) -> list[str]:
 
 
 def request(listed: str | None, options: Mapping[str, Any]) -> Validation | None:
-    """The validation settings for the ranks. ``listed``: the file that lists the samples; ``options``: the options of
-    `vplan train`. None when no samples are made."""
+    """The validation settings for the ranks; None if no samples are made. ``listed``: the file that lists the samples,
+    if any; ``options``: the options of `vplan train`."""
     if listed is None:
         return None
     return Validation(
@@ -94,8 +95,8 @@ def request(listed: str | None, options: Mapping[str, Any]) -> Validation | None
 
 
 def about(wanted: Preparation) -> dict[str, Any]:
-    """Everything that prepared samples depend on, as JSON values: prompts, data, weights and shape. Equal values mean
-    that they can be reused."""
+    """Everything that prepared samples depend on, as JSON values: prompts, data, weights, model, shape and dtypes. They
+    can be reused if it is equal."""
     job = wanted.plan.job
     shape = job.validation or job.shapes[0]
     return {
@@ -109,7 +110,7 @@ def about(wanted: Preparation) -> dict[str, Any]:
 
 
 def is_listed(wanted: Preparation) -> bool:
-    """Whether the samples of a run are listed already, with all that they are made of."""
+    """Whether the samples of a run are prepared already: listed with equal inputs, and with all files in place."""
     if wanted.validation is None:
         return True
     path = Path(wanted.validation)

@@ -1,7 +1,7 @@
-"""The weights that a run will load, before anything is encoded: they are there, of the plan's model, and whole.
+"""Checks, before anything is encoded, that the weights a run will load exist, are of the plan's model and complete.
 
-Of a safetensors file the header alone is read, which says where the last tensor ends: a download that broke off is
-found in milliseconds, and not once hours of encoding are done.
+Only the header of a safetensors file is read, which says where the last tensor ends: an incomplete download is found
+in milliseconds instead of after hours of encoding.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from planner.untrusted import MAX_INDEX_BYTES, read_bytes
 
 STEM = "diffusion_pytorch_model"
 STEMS = (STEM, "model")
-"""How weight files are called: diffusers' and transformers'."""
+"""Base names of weight files in diffusers and in transformers."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library reads of a header at the most (safetensors/src/tensor.rs, MAX_HEADER_SIZE)."""
+"""The largest header that the safetensors library reads (safetensors/src/tensor.rs, MAX_HEADER_SIZE)."""
 LENGTH_BYTES = 8
 """A file begins with the length of its header, little-endian (github.com/huggingface/safetensors, README, Format)."""
 POINTER = b"version https://git-lfs"
-"""How a file begins that Git LFS left in place of its content (git-lfs docs/spec.md, The Pointer)."""
+"""First bytes of a pointer that Git LFS leaves in place of a file (git-lfs docs/spec.md, The Pointer)."""
 
 AGAIN = "download the model again"
 
 
 def check(plan: Plan, profile: ModelProfile, root: Path, *, denoiser: bool = True, encoders: bool = True) -> None:
-    """Raises a VplanError for weights that the run of a plan could not load, and reads no tensor. ``denoiser``: whether
-    it loads that from here; ``encoders``: whether it loads what encodes and decodes. A name on the hub, which is no
-    folder, is left to what fetches it."""
+    """Raises a VplanError for weights that a run of the plan could not load; reads no tensors. ``denoiser``,
+    ``encoders``: whether the run loads the denoiser, and the text encoders and VAE, from ``root``. A hub name, which is
+    not a folder, is not checked here: whatever downloads it does that."""
     if not root.is_dir():
         return
     which = ("high", "low") if plan.job.experts == "both" else (plan.job.experts,)
@@ -55,7 +55,7 @@ def check(plan: Plan, profile: ModelProfile, root: Path, *, denoiser: bool = Tru
 def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
     """The folder of the transformer or UNet in a pipeline's folder, or the folder itself.
 
-    Of two experts, ``transformer`` is for high noise and ``transformer_2`` for low (diffusers WanPipeline).
+    With two experts, ``transformer`` is for high noise and ``transformer_2`` for low (diffusers WanPipeline).
     """
     root = Path(root).expanduser()
     if not root.is_dir():
@@ -71,7 +71,7 @@ def model_folder(root: Path, profile: ModelProfile, job: Job) -> Path:
 
 
 def file_names(folder: Path) -> list[str]:
-    """The safetensors files that make up a denoiser: as the index says, or the only one."""
+    """Names of a denoiser's safetensors files: the shards in its index, or its single file."""
     single, index = stored(folder, STEM, variant(folder))
     if index.is_file():
         try:
@@ -92,8 +92,8 @@ def file_names(folder: Path) -> list[str]:
 
 
 def variant(folder: Path) -> str | None:
-    """The one variant that a part's weights are there in (``fp16``, of ``model.fp16.safetensors``); None where they
-    have the plain names, or several."""
+    """The variant of a part's weight files (``fp16`` for ``model.fp16.safetensors``); None if there are files with
+    plain names, or not exactly one variant."""
     if any(path.is_file() for stem in STEMS for path in stored(folder, stem, None)):
         return None
     name = re.compile(rf"(?:{'|'.join(STEMS)})\.(?:(\w+)\.safetensors|safetensors\.index\.(\w+)\.json)")
@@ -103,14 +103,14 @@ def variant(folder: Path) -> str | None:
 
 
 def stored(folder: Path, stem: str, named: str | None) -> tuple[Path, Path]:
-    """The file, and the index of shards, that weights in a variant may be in."""
+    """Paths of the single weight file and of the shard index for a variant (None: plain names)."""
     if named is None:
         return folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     return folder / f"{stem}.{named}.safetensors", folder / f"{stem}.safetensors.index.{named}.json"
 
 
 def check_architecture(folder: Path, profile: ModelProfile) -> None:
-    """The folder must be of the class and config that the plan was estimated for."""
+    """Raises a VplanError unless the folder has the class and config that the plan was estimated for."""
     try:
         config = json.loads(read_bytes(folder / CONFIG))
         class_name = config.get("_class_name")
@@ -127,7 +127,7 @@ def check_architecture(folder: Path, profile: ModelProfile) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two config values mean the same: 1e-06 is 0.000001, and a list is a tuple."""
+    """Whether two config values are equal; floats approximately, and a list equals a tuple."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, int | float) and isinstance(other, int | float):
@@ -136,7 +136,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def part_files(root: Path, part: str) -> Iterator[Path]:
-    """The safetensors of an encoder or a VAE in a pipeline's folder, every shard of them, and their index."""
+    """Weight files of an encoder or VAE in a pipeline's folder: its single file, or its index and every shard."""
     folder = root / part
     named = variant(folder)
     for stem in STEMS:
@@ -172,7 +172,7 @@ def _shards(root: Path, part: str, index: Path) -> Iterator[Path]:
 
 
 def check_files(files: Iterable[Path]) -> None:
-    """Raises a VplanError for the first of some files whose tensors are not all there; an index has none."""
+    """Raises a VplanError for the first incomplete safetensors file; other files, such as an index, are skipped."""
     for path in files:
         if path.suffix == ".safetensors":
             check_file(path)
@@ -194,7 +194,7 @@ def check_file(path: Path) -> None:
 
 
 def _expected(path: Path, size: int) -> int | None:
-    """The bytes that a file has by its header; -1 where that cannot be read, None where Git LFS left another file."""
+    """The file size in bytes according to its header; -1 for an unreadable header, None for a Git LFS pointer."""
     with path.open("rb") as file:
         if file.read(len(POINTER)) == POINTER:
             return None

@@ -1,4 +1,4 @@
-"""Starts probe workers as forks of one process that has imported torch already (`trainers/probe_server.py`)."""
+"""Starts probe workers as forks of a process that has already imported torch (`trainers/probe_server.py`)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from planner.signals import unwind_on_signals
 from planner.worker_process import DOOR, Ended, end_tree
 
 START_SECONDS = 300.0
-"""Within which the server has imported everything, on a busy machine."""
+"""Time limit for the server to import everything, also on a busy machine."""
 
 
 class ForkServer:
     """One Python process whose forks are probe workers. A context manager: the server and its forks end with it.
 
-    It starts with the first worker, and again if it was killed.
+    It is started for the first worker, and again if it was killed.
     """
 
     def __init__(self, python: str) -> None:
@@ -45,7 +45,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """The server's process id; None while there is none."""
+        """The server's process id; None while it is not started."""
         return self._process.pid if self._process is not None else None
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class ForkServer:
     ) -> Ended:
         """Run a probe worker on the request in a folder, as `planner.worker_process.run_worker` runs a command.
 
-        ``environment`` is the worker's own; the server itself lives in that of its first worker.
+        ``environment`` is for this worker; the server itself has that of its first worker.
         """
         process = self._running(environment)
         request = {"folder": folder, "log": str(log), "environment": dict(environment)}
@@ -89,11 +89,11 @@ class ForkServer:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            if not done:  # its end is told all the same, and the next worker's answer comes after that
+            if not done:  # the server will still report its end, where the next worker's answer is expected
                 self.close()
 
     def _wait(self, process: subprocess.Popen[bytes], time_limit: float) -> Ended | None:
-        """How the worker ended; None at the limit."""
+        """How the worker ended; None if it reached the time limit."""
         answer = self._answer(process, time_limit)
         if process.poll() is not None and not answer:
             return Ended(process.returncode)
@@ -105,8 +105,8 @@ class ForkServer:
         self.close()
         unwind_on_signals()
         self._folder = tempfile.TemporaryDirectory(prefix="vplan-", ignore_cleanup_errors=True)
-        # Its own folder of cards, which must stay unused: a fork would share it with the next. And torch refuses CUDA
-        # in a fork when its parent as much as counted the cards in another way than this one.
+        # A folder of virtual cards for the server itself, which must not use it: forks would share it. And torch
+        # refuses CUDA in a fork if its parent even counted the cards, unless it did so through NVML.
         own = {"VPLAN_GPU_FOLDER": self._folder.name, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -130,7 +130,7 @@ class ForkServer:
         return next((line for line in reversed(lines) if line.strip()), "no output")[:500]
 
     def _answer(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-        """The next line from the server; empty when none came in time, or the server has ended."""
+        """The next line from the server; empty if none comes in time, or the server has ended."""
         assert process.stdout is not None
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:

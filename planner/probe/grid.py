@@ -1,4 +1,4 @@
-"""The short grid of plans that `vplan calibrate` probes: short and long, with checkpointing and without."""
+"""The small grid of plans that `vplan calibrate` probes: short and long clips, with and without checkpointing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
 
 DEFAULT_MODEL = "wan2.1-t2v-1.3b"
-"""Small, and known to every version."""
+"""A small model that every version has."""
 
 TINY = {
     "num_layers": 2,
@@ -28,16 +28,16 @@ TINY = {
     "text_dim": 16,
     "freq_dim": 16,
 }
-"""Keys of the default model's config by which it runs on a CPU in seconds."""
+"""Config values that shrink the default model so that it runs on a CPU in seconds."""
 
 LENGTHS = (1, 17, 49)
-"""Frames, as near as the model's rule allows."""
+"""Frames, rounded to what the model allows."""
 
 
 def plans(name: str, card: GpuProfile | None) -> Iterator[Plan]:
-    """The grid of a model on a card; what recordings rule out there, or do not know, is left out.
+    """The grid of a model on a card, without plans that do not fit by estimate or that cannot be estimated.
 
-    Without a card: one plan of a tiny size.
+    Without a card, a single plan of a tiny size.
     """
     model = lookup.model(name)
     if card is None:
@@ -56,7 +56,7 @@ def plans(name: str, card: GpuProfile | None) -> Iterator[Plan]:
 
 
 def _allowed(model: ModelProfile, frames: int) -> int:
-    """The nearest clip the model takes, no longer than it was trained on."""
+    """``frames`` adjusted to a clip length near it that the model takes; 1 for models that are not for video."""
     if model.kind != "video":
         return 1
     rules = model.shape
@@ -66,7 +66,7 @@ def _allowed(model: ModelProfile, frames: int) -> int:
 
 
 def _may_run(configuration: Configuration, card: GpuProfile) -> bool:
-    """Whether training itself seems to fit: text and clips are encoded by nobody here."""
+    """Whether training fits by estimate. Encoding does not count: nothing is encoded here."""
     try:
         answer = estimate(configuration, load_facts(configuration, gpu=card))
     except VplanError:

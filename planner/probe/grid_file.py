@@ -1,7 +1,7 @@
-"""A grid: real plans to be measured one after another, in one TOML file that people can read.
+"""Grid files: TOML files of plans to measure one after another.
 
-A job (what is trained, at which shape) and below it the ways it is trained, so that their order by speed can be judged
-as well. Such a file is somebody's input: it is read with a bound, and a fault in it is one line.
+A file lists jobs (what is trained, at which shape), each with several strategies, so that their ranking by speed can
+be judged too. It is user input: its size is limited, and a fault is reported in one line.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
@@ -21,36 +21,37 @@ LARGEST_BYTES = 1 << 20
 MOST_PLANS = 1_000
 
 Cap = Literal["under", "over"]
-"""What of the card a plan may have: the most at which the estimate says no, the least at which it says that it fits."""
+"""A cap on a plan's memory: `under` is the most at which the estimate says that it does not fit, `over` the least at
+which it says that it does."""
 
 
 BESIDE = frozenset({"cap", "cap_share", "encode", "gpus"})
-"""What a plan of the file says beside fields of a Strategy."""
+"""Keys of a plan in the file that are not fields of a Strategy."""
 
 
 class GridEntry(Record):
-    """One plan of a grid file, without the card."""
+    """One plan of a grid file; the card is not part of it."""
 
     job: Job
     strategy: Strategy
     cap: Cap | None = None
     cap_share: Annotated[float, Field(gt=0.5, lt=2)] | None = None
-    """instead of `cap`: what the plan may have of the card, as a share of its predicted device peak"""
+    """instead of `cap`: memory that the plan may use, as a share of its predicted device peak"""
     encode: Flag = False
-    """goes through text encoders and VAE first, as caching does, in a process of its own"""
+    """first runs text encoders and VAE in a separate process, as caching does"""
     gpus: Count = 1
-    """cards of one machine"""
+    """GPUs, all in one machine"""
     config: dict[str, Any] = {}
-    """keys of the model's published architecture that are replaced, to shrink it: for rehearsals"""
+    """replaced keys of the model's published architecture, to shrink it for rehearsals"""
 
     @property
     def is_capped(self) -> bool:
-        """Whether the plan gets only a part of the card."""
+        """Whether the plan's memory is capped."""
         return self.cap is not None or self.cap_share is not None
 
     @property
     def title(self) -> str:
-        """The plan in a few words: its shape, and the fields that are not at their defaults."""
+        """A short description: model, method, shape, and the fields that the file sets."""
         job = self.job
         shape = f"{job.frames}x{job.height}x{job.width}" if job.frames > 1 else f"{job.height}x{job.width}"
         shape += f" x {job.batch_size}" if job.batch_size > 1 else ""
@@ -67,7 +68,7 @@ def _words(name: str, value: object) -> str:
 
 
 def read_grid(path: str | Path) -> tuple[GridEntry, ...]:
-    """The plans of a grid's file, in its order; a VplanError that names the file and its fault."""
+    """The plans of a grid file, in order. Raises a VplanError that names the file and its fault."""
     path = Path(path)
     try:
         text = read_bytes(path, LARGEST_BYTES).decode("utf-8")

@@ -1,4 +1,4 @@
-"""What of a grid can run on a card, how long each plan takes, and in which order plans tell most in the least time."""
+"""Which plans of a grid can run on a card, how long each takes, and the most informative order to measure them."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ from planner.spec.plan import RAN, Estimate, PhaseName, PhasePeak, Plan
 from planner.units import MIB, gib
 
 START_SECONDS = 25.0
-"""Of a probe's process before it steps: imports, the model on the meta device, its random weights, kernels that load.
-Seen on two slow cores: 15 to 34 s of imports, 3.5 to 7 s to build a model of 1 to 14 billion parameters. A run corrects
-it by what its own plans take."""
+"""Time from the start of a probe's process to its first step: imports, building the model on the meta device and its
+random weights, loading kernels. Measured on two slow cores: 15 to 34 s for imports, 3.5 to 7 s to build a model of 1 to
+14 billion parameters. A run corrects it by what its own plans take."""
 
 STEPS = 3
-"""Steady steps that are timed."""
+"""Steady steps, which are timed."""
 
 OTHER_STEPS = 5
-"""What a probe steps beside those: the first, a warm-up, one taken apart, one forward more and an end."""
+"""A probe's other steps: the first, a warm-up, one measured by phase, an extra forward pass, and the end."""
 
 SAMPLED_STEPS = 3
-"""What a sample of two noise levels takes, in steps: its VAE decodes for about as long as the model denoises."""
+"""Time of a sample with two noise levels, in steps: decoding takes about as long as denoising."""
 
 SAVED_BYTES_PER_SECOND = 1e9
 
 OFF = (("allocated_bytes", 0.01), ("device_bytes", 0.03))
-"""Counters, and the share of the measured one from which on an estimate's error has a cause to look for."""
+"""(counter, relative error) above which an error of the estimate should be investigated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One plan of a grid on one card, with the expected seconds of its probe."""
+    """One plan of a grid on one card, with the expected duration of its probe."""
 
     entry: GridEntry
     plan: Plan
     name: str
-    """the id of its row"""
+    """id of its row"""
     seconds: float
-    """that its probe takes, all in all"""
+    """expected duration of the whole probe"""
     skip: str | None = None
-    """why it cannot run there"""
+    """why it cannot run there, if so"""
     phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
-    """what the estimate says of each"""
+    """estimated peak of each phase"""
 
     def is_off(self, row: ProbeRow) -> bool:
-        """Whether a row that ran is further from the estimate of its phases than `OFF` allows."""
+        """Whether a row that ran differs from the estimate of its phases by more than `OFF` allows."""
         expected = [peak for phase, peak in self.phases.items() if phase in phases_of(row.details)]
         if not expected or row.measured.outcome not in RAN:
             return False
@@ -70,14 +70,14 @@ class Candidate:
 def pricing(
     entries: Sequence[GridEntry], machine: Machine, host_ram: int | None, on_cpu: bool
 ) -> Callable[[str], Candidate]:
-    """Answers for the number of an entry, as `planner.parallel` asks; the rest as in `candidate`."""
+    """A function from the number of an entry (as text, for `planner.parallel`) to its `candidate`."""
     return lambda number: candidate(entries[int(number)], machine, host_ram, on_cpu)
 
 
 def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, on_cpu: bool = False) -> Candidate:
-    """A grid's plan on a machine, with the reason where it cannot run there.
+    """A grid entry's plan on a machine, with the reason if it cannot run there.
 
-    `host_ram`: bytes of this computer; `on_cpu`: it steps on the CPU, which takes only models that are shrunk.
+    `host_ram`: bytes of this computer; `on_cpu`: the probe runs on the CPU, where only shrunk models are possible.
     """
     bare = Plan(job=entry.job, strategy=entry.strategy, machine=machine.replace(gpus=entry.gpus))
     try:
@@ -91,7 +91,7 @@ def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, o
                 raise VplanError("a shrunk model's peak is not estimated, so nothing can be capped at it")
             seconds = START_SECONDS * (2 if entry.encode else 1)
             return Candidate(entry=entry, plan=plan, name=row_id(plan, entry.config), seconds=seconds)
-        # From recordings alone, whatever has been learned: the same plan has the same row on every machine of a kind.
+        # From recordings only, without learned corrections: a plan then has the same row on every machine of a kind.
         configuration = plan.configuration
         answer = estimate(configuration, load_facts(configuration))
         plan = plan.replace(machine=_capped(entry, answer)) if entry.is_capped else plan
@@ -113,7 +113,7 @@ def candidate(entry: GridEntry, machine: Machine, host_ram: int | None = None, o
 
 
 def _short_of_memory(answer: Estimate, encodes: bool) -> str | None:
-    """Why a plan cannot fit; None where it may. A probe that only trains encodes nothing."""
+    """Why a plan cannot fit; None if it may. ``encodes``: whether the probe encodes, else those phases do not count."""
     needed = max(peak.device_bytes for phase, peak in answer.phases.items() if encodes or phase not in SEPARATE_PHASES)
     if margin.verdict(needed, answer.budget_bytes, answer.strategy.compile != "none") != "no":
         return None
@@ -121,7 +121,7 @@ def _short_of_memory(answer: Estimate, encodes: bool) -> str | None:
 
 
 def _capped(entry: GridEntry, answer: Estimate) -> Machine:
-    """The machine with all of the card in reserve but what the plan may have."""
+    """The machine, with a reserve that leaves the plan only the memory of its cap."""
     if answer.peak.phase in SEPARATE_PHASES:
         raise VplanError("its peak is in encoding, so a cap there says nothing about training")
     if entry.cap_share is not None:
@@ -140,28 +140,28 @@ def _seconds(answer: Estimate, encodes: bool) -> float:
     return START_SECONDS * (2 if encodes else 1) + steps * usual + answer.disk_bytes / SAVED_BYTES_PER_SECOND
 
 
-# ---- what tells most in the least time
+# ---- order of measuring
 
 FAMILY, MODEL, ROW = 4.0, 1.0, 0.25
-"""What a family's first row is worth, a model's, and any row, where the first of a technique is worth 1."""
+"""Information in the first row of a family, in the first of a model, and in any row; the first of a technique has 1."""
 
 TECHNIQUES = 2
-"""Of one row that count: what is off in a row of many new things has no name."""
+"""The most techniques of a row that count: an error in a row with many new ones cannot be attributed to one."""
 
 AGAIN = 0.5
-"""What each further row of the same is worth, over the one before."""
+"""Information in each further row of the same kind, relative to the previous one."""
 
 
 About = tuple[str, object]
-"""Something that a row is a row of: ("family", "wan")."""
+"""A feature of a row: ("family", "wan")."""
 
 LONG_CLIP = 49
 """Frames."""
 
 
 def measuring_order(candidates: Iterable[Candidate], done: Iterable[GridEntry] = ()) -> list[Candidate]:
-    """The candidates in the order to measure them: next is always the one that adds most information per second, given
-    what was measured already (`done`)."""
+    """The candidates in the order to measure them: always next is the one that adds most information per second, given
+    what was measured before (`done` and those ahead of it)."""
     left, seen = list(candidates), Counter[About]()
     for entry in done:
         seen.update(itertools.chain(*_tells(entry)))
@@ -182,7 +182,7 @@ def _worth(entry: GridEntry, seen: Counter[About]) -> float:
 
 
 def _tells(entry: GridEntry) -> tuple[list[About], list[About]]:
-    """What a row is a row of: what is trained, and the techniques it tries."""
+    """(features of what is trained, techniques that the row tries)."""
     job, strategy = entry.job, entry.strategy
     tried = [(name, getattr(strategy, name)) for name in sorted(strategy.model_fields_set)]
     shape = "image" if job.frames == 1 else "clip" if job.frames < LONG_CLIP else "long clip"

@@ -1,8 +1,8 @@
-"""A probe: a few real steps of one plan in fresh processes of their own, and what they measured as one row.
+"""Probes: a few real steps of one plan in fresh processes, measured and returned as one row.
 
-Each rank is a `trainers/probe.py`, under torch's launcher where there are several. It reports facts in a JSON file
-of its own, replaced whole before and after each phase, so that one that is killed has still said where it was.
-They and all they started are gone when `probe` returns.
+Each rank runs `trainers/probe.py`, under torch's launcher if there are several. It reports facts in a JSON file of its
+own, which is replaced atomically before and after each phase, so that even a killed rank has reported its phase.
+The ranks and all their child processes are gone when `probe` returns.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from planner.worker_process import (
 STEPS = 3
 """Steady steps, after the first step and a warm-up."""
 TIME_LIMIT = 900.0
-"""Seconds for a whole probe, its imports and the first step included."""
+"""Seconds for a whole probe, including imports and the first step."""
 SETTLE_SECONDS = 5.0
-"""In which a driver takes back the memory of a process that is gone."""
+"""Time that a driver may take to free the memory of a process that has ended."""
 LOG, ENCODE = "log.txt", "encode"
-"""A file in the folder that parent and workers share, and the folder of encoding."""
+"""The log file in the folder that parent and workers share, and the subfolder of the encoding worker."""
 COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes")
 STEADY = ("step", "train", "optimizer")
-"""Phases in which nothing new comes: an allocator that has to empty its cache there does so in every step."""
+"""Phases without new allocation patterns: if the allocator has to empty its cache here, it does so in every step."""
 UNTRUE = ("device_hertz", "first_step_seconds", "losses", "step_seconds", "trace")
-"""Details of a row that speak of time and of large tensors' values, which virtual cards do not know."""
+"""Details of a row about time and about values of large tensors, which are meaningless on virtual cards."""
 WORST_FIRST = ("oom", "host-oom", "nan", "ok")
-"""Of ranks that say different things, whose word counts."""
+"""The outcome of several ranks is the first of these that one reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +67,19 @@ class RealRunner:
 
     device: Literal["cuda", "cpu"] = "cuda"
     weights: str | Path | None = None
-    """folder of published weights; random ones take as much"""
+    """folder of published weights; random ones, the default, take the same memory"""
     config: Mapping[str, Any] | None = None
-    """replaces keys of the model's published architecture, to shrink it"""
+    """replacements for keys of the model's published architecture, to shrink it"""
     history: str | Path | None = None
-    """file for every event of the allocator"""
+    """file to write the allocator's history to, with every event"""
     encode: bool = False
-    """goes through what is cached before training too, whoever asks"""
+    """always runs the encoding before training too, even if `run` is not asked to"""
     profiles: bool = False
-    """times the operators of one more step, too"""
+    """also times the operators of one additional step"""
     command: str = "vplan probe"
-    """the command that a row names as its source"""
+    """the command to name in the row as its source"""
     python: WorkerPython = field(default_factory=WorkerPython)
-    """which runs the processes"""
+    """the interpreter that runs the processes"""
 
     @property
     def name(self) -> str:
@@ -101,13 +101,14 @@ def probe(
     time_limit: float = TIME_LIMIT,
     encode: bool = False,
 ) -> ProbeRow:
-    """Run a few steps of a plan in processes of their own. Running out of memory, time or numbers are results.
+    """Runs a few steps of a plan in separate processes. Running out of memory or time, and NaNs, are outcomes in the
+    row, not errors.
 
-    `steps` steady steps are timed; `time_limit` is in seconds, and a checkpoint that is being written then has as long
-    again: it is a disk's time, minutes of a large model. `encode` goes through what is cached before training too, in a
-    process of its own: text encoders with random weights, and the VAE on the largest clip. On a card that gives more
-    than the plan's, a process gets what the plan's gives and no more. A plan that cannot be run here as it stands (no
-    GPU, a switch our step lacks) is a VplanError.
+    `steps` steady steps are timed. `time_limit` is in seconds; if a checkpoint is being written then, the process gets
+    its time once more, as a disk takes minutes for a large model. `encode` also runs the encoding that is cached before
+    training, in another process: text encoders with random weights, and the VAE on the largest clip. On a card with
+    more memory than the plan's, a process is limited to what the plan's card has. Raises a VplanError for a plan that
+    cannot be run here as it is (no GPU, a switch that our step lacks).
     """
     device, weights, config, history = runner.device, runner.weights, runner.config, runner.history
     plan = supported_plan(plan)
@@ -125,7 +126,7 @@ def probe(
         "config": dict(config or {}),
         "history": str(Path(history).absolute()) if history else None,
         "capacity_bytes": card.allocatable_bytes - plan.machine.reserve,
-        "saves": not runner.python.is_virtual,  # else gigabytes that nobody computed go through the disk
+        "saves": not runner.python.is_virtual,  # else gigabytes without content would be written to disk
         "profiles": runner.profiles and not runner.python.is_virtual,
     }
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -146,9 +147,9 @@ def probe(
 
 
 def rehearsed(row: ProbeRow) -> ProbeRow:
-    """A row that was taken on virtual cards, marked as such.
+    """Marks a row as measured on virtual cards.
 
-    Without what only a real machine knows: seconds, and host RAM, where weights on virtual cards take none.
+    Drops what only a real machine can measure: seconds, and host RAM, because weights on virtual cards take none.
     """
     env = row.env.replace(gpu=f"{VIRTUAL} {row.env.gpu}", driver=VIRTUAL)
     details = {name: value for name, value in row.details.items() if name not in UNTRUE}
@@ -159,14 +160,14 @@ def rehearsed(row: ProbeRow) -> ProbeRow:
 def _run(
     plan: Plan, request: Mapping[str, Any], time_limit: float, encode: bool, python: WorkerPython
 ) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:
-    """How the processes of a request ended, the facts they reported, and what a row keeps of these as ``details``."""
+    """Runs the processes of a request; returns the outcome, the facts that they reported, and the row's ``details``."""
     folder = _folder(request, encode)
     keep = False
     before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" and not python.is_virtual else None
     end = time.monotonic() + time_limit
     try:
         result = encoded = None
-        if encode:  # in a process of its own, as training does it: what encoders leave on the GPU goes with it
+        if encode:  # in a separate process, as in training: memory that encoders leave on the GPU is freed with it
             inner = folder / ENCODE
             words = vplan_command("worker", "probe", str(inner))
             result = encoded = _run_worker(words, inner, request, 1, time_limit, python)
@@ -191,7 +192,7 @@ def _run(
 
 
 class _WorkerEnd(NamedTuple):
-    """How one start of the worker ended, and what its ranks reported."""
+    """How a worker ended, and what its ranks reported."""
 
     outcome: Outcome
     facts: dict[str, Any]
@@ -202,7 +203,8 @@ class _WorkerEnd(NamedTuple):
 def _run_worker(
     words: list[str], folder: Path, request: Mapping[str, Any], ranks: int, time_limit: float, python: WorkerPython
 ) -> _WorkerEnd:
-    """Runs the worker on the request in a folder, within ``time_limit`` seconds. What it refuses is a VplanError."""
+    """Runs a worker on the request in a folder for at most ``time_limit`` seconds, and as long again if it is saving
+    then. Raises a VplanError if the worker refuses the request."""
 
     def read_facts() -> dict[str, Any]:
         return facts_of_all_ranks([read_json(folder / result_file(rank)) for rank in range(ranks)])
@@ -221,7 +223,7 @@ def _run_worker(
 
 
 def _with_encoding(facts: Mapping[str, Any], encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of both processes together: of the one that encoded, and of those that ran steps, if they came to it."""
+    """Phases, missing counters and host RAM of the encoding process and of the step processes (if they ran), merged."""
     phases = {**encoded.get("phases", {}), **facts.get("phases", {})}
     missing = list(dict.fromkeys([*facts.get("missing", ()), *encoded.get("missing", ())]))
     host = _over_known(max, (part.get("host_bytes") for part in (facts, encoded)))
@@ -229,7 +231,8 @@ def _with_encoding(facts: Mapping[str, Any], encoded: Mapping[str, Any]) -> dict
 
 
 def _folder(request: Mapping[str, Any], encode: bool) -> Path:
-    """A new folder with a request in it, and one of encoding; a VplanError where there is no room for it."""
+    """A new temporary folder with the request, and with one for encoding if asked for. Raises a VplanError if it cannot
+    be written."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="vplan-probe-"))
         try:
@@ -247,13 +250,13 @@ def _folder(request: Mapping[str, Any], encode: bool) -> Path:
 
 
 def used_bytes(gpus: int) -> int | None:
-    """Bytes in use on the first ``gpus`` cards that a process started here would see; None where NVML does not tell."""
+    """Bytes in use on the first ``gpus`` cards that a process started here would see; None if NVML does not say."""
     used = [card["used_bytes"] for card in doctor.visible()[1][:gpus] if card["name"] is not None]
     return sum(used) if used and None not in used else None
 
 
 def _left_bytes(before: int, gpus: int) -> int:
-    """What is on the cards beyond what was there before; 0 as soon as the driver has taken back what a process had."""
+    """Bytes still in use beyond ``before``, once the driver had time to free them; 0 for less than `CONTEXT_BYTES`."""
     end = time.monotonic() + SETTLE_SECONDS
     while True:
         left = (used_bytes(gpus) or 0) - before
@@ -265,9 +268,9 @@ def _left_bytes(before: int, gpus: int) -> int:
 
 
 def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMIT) -> dict[str, Any]:
-    """What a fresh process of `trainers/calibrate.py` tells of the device, in the fields of a `Calibration`.
+    """Calibrates the device in a fresh process of `trainers/calibrate.py`; returns the fields of a `Calibration`.
 
-    A VplanError when there is no such device (exit 1), or when the process failed (exit 4, with its last words).
+    Raises a VplanError if there is no such device (exit 1) or the process fails (exit 4, with its last log line).
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="vplan-calibrate-", ignore_cleanup_errors=True) as folder:
@@ -286,9 +289,10 @@ def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMI
 
 
 def facts_of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts of all ranks as one: the peaks and seconds of the highest, the worst outcome with what led to it.
+    """Merges the facts of all ranks: the highest peaks, the slowest steps, the sum of host RAM, and the worst outcome,
+    with all other facts of the rank that reported it.
 
-    Without an outcome from every rank there is none, unless one of them ran out of memory or numbers.
+    Unless every rank reported an outcome there is none, except if a rank ran out of memory or got NaNs.
     """
     if refused := next((rank for rank in ranks if "refused" in rank), None):
         return dict(refused)
@@ -311,20 +315,19 @@ def facts_of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _highest(phases: Sequence[Mapping[str, int | None]]) -> dict[str, int | None]:
-    """The highest of each counter of one phase."""
+    """The highest value of each counter."""
     names = dict.fromkeys(name for phase in phases for name in phase)
     return {name: _over_known(max, (phase.get(name) for phase in phases)) for name in names}
 
 
 def steady_retries(facts: Mapping[str, Any]) -> int:
-    """How often the allocator had to empty its cache and retry during steady steps. ``facts``: what a probe
-    reported."""
+    """How often the allocator had to empty its cache and retry during steady steps, from a probe's facts."""
     phases = facts.get("phases", {})
     return sum(phases[name]["retries"] or 0 for name in STEADY if name in phases)
 
 
 KILLED = re.compile(r"exitcode\s*:\s*-9\b")
-"""How torch's launcher reports a rank that was ended by SIGKILL."""
+"""How torch's launcher reports a rank that was killed by SIGKILL."""
 
 
 def _rank_was_killed(log: Path) -> bool:
@@ -332,9 +335,9 @@ def _rank_was_killed(log: Path) -> bool:
 
 
 def classify(reported: str | None, ended: Ended) -> Outcome:
-    """The outcome of a probe: the one its worker reported, else what the end of the process says.
+    """The outcome of a probe: what its worker reported, else what follows from how the process ended.
 
-    SIGKILL within the time limit can only be the kernel, short of host RAM: we send it at the limit alone.
+    SIGKILL before the time limit counts as the kernel running out of host RAM: we only send it at the limit.
     """
     if reported in ("ok", "oom", "host-oom", "nan"):
         return cast(Outcome, reported)
@@ -344,7 +347,7 @@ def classify(reported: str | None, ended: Ended) -> Outcome:
 
 
 def measurement_of(outcome: Outcome, facts: Mapping[str, Any]) -> Measured:
-    """The row's numbers: the highest of each counter over all phases, and the median steady step."""
+    """The row's numbers: each counter's highest value over all phases, and the median time of steady steps."""
     phases: Mapping[str, Mapping[str, Any]] = facts.get("phases", {})
     finished = outcome in ("ok", "nan")
     steps = facts.get("step_seconds")
@@ -360,15 +363,15 @@ def measurement_of(outcome: Outcome, facts: Mapping[str, Any]) -> Measured:
 
 
 def _over_known(reduce: Any, values: Iterable[int | None]) -> int | None:
-    """A reduction (``max``, ``sum``) over the values that are not None; None when all are."""
+    """Applies ``max`` or ``sum`` to the values that are not None; None if all are."""
     present = [value for value in values if value is not None]
     return cast(int, reduce(present)) if present else None
 
 
 def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The phase whose tensors peak highest, the later among equals, as an estimate names it; None without counters.
+    """The phase with the highest allocated peak, as named in an estimate; of equals the last; None without counters.
 
-    `step` is no phase but whole steady steps: `train` and `optimizer` together.
+    `step` is left out, as it is no phase of an estimate: it covers whole steady steps, `train` and `optimizer`.
     """
     seen = [(name, phase["allocated_bytes"]) for name, phase in phases.items() if name != "step"]
     counted = [(name, nbytes) for name, nbytes in seen if nbytes is not None]
@@ -376,7 +379,7 @@ def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def _check_installed(strategy: Strategy, python: WorkerPython) -> None:
-    """Raises a VplanError that names a missing package, before a process is started for nothing."""
+    """Raises a VplanError that names a missing package, before any process is started."""
     needed = ["torch", "diffusers", "peft", "accelerate"]
     for package in (*needed, *launch.libraries(strategy)):
         if not python.has(package):
@@ -384,7 +387,7 @@ def _check_installed(strategy: Strategy, python: WorkerPython) -> None:
 
 
 def _details(facts: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[str, Any]:
-    """The facts for which a row has no field; with a log, its last words and its path."""
+    """The facts for which a row has no field; given a log, also its last line and its path."""
     placed = {"outcome", "phase", "host_bytes", "gpu", "driver", "attention_kernel", "capped_bytes", "requested_bytes"}
     details = {name: value for name, value in facts.items() if name not in placed | {"pid"}}
     if log:
@@ -396,7 +399,7 @@ def _details(facts: Mapping[str, Any], ended: Ended, log: Path | None) -> dict[s
 
 
 def _last_words(log: Path, ended: Ended) -> str:
-    """How a process ended, and the last line of its log."""
+    """How a process ended, with the last line of its log."""
     words = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     last = next((line for line in reversed(words) if line), "no output")
     how = "stopped at its time limit" if ended.timed_out else f"exit code {ended.returncode}"
@@ -404,14 +407,14 @@ def _last_words(log: Path, ended: Ended) -> str:
 
 
 def _machine(planned: Machine, gpu: str | None, capped: int | None, python: WorkerPython) -> Machine:
-    """The machine that a row speaks of: the one it was taken on, whatever card and torch the plan is for.
+    """The machine to put into a row: the one that was measured on, whatever card and torch the plan is for.
 
-    What a capped process could not have of the card is `reserve`.
+    Memory of the card that a capped process could not use becomes `reserve`.
     """
     planned = planned.replace(torch=python.torch_release)
     if python.is_virtual:
         return planned
-    with contextlib.suppress(VplanError):  # a card that the catalogue does not know: `env` names it
+    with contextlib.suppress(VplanError):  # a card that is not in the catalogue: `env` names it
         card = card_lookup.gpu(gpu or "")
         if card.name != card_lookup.parse_gpus(planned.gpu)[1].name:
             ram = psutil.virtual_memory().total

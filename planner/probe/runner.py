@@ -1,4 +1,4 @@
-"""Whatever can measure a plan: our own GPU, a virtual one, or a machine that is simulated. Searches know no more."""
+"""The interface through which searches measure plans: on our own GPU, a virtual one or a simulated machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ class Runner(Protocol):
 
     @property
     def name(self) -> str:
-        """`real`, `rehearse` or `simulate`; it is written into the row."""
+        """`real`, `rehearse` or `simulate`; written into the row."""
 
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
-        """A few steps of the plan: `steps` steady ones are timed, and all of it ends within `time_limit` seconds, a
-        checkpoint within as many more. `encode`: what is cached before training is gone through too.
+        """Runs a few steps of the plan, of which `steps` steady ones are timed. Everything ends within `time_limit`
+        seconds, or twice that if a checkpoint is being written. `encode`: also runs the encoding that is cached before
+        training.
 
-        A plan that cannot be run here as it stands (no GPU, a switch our step lacks) is a VplanError.
+        Raises a VplanError for a plan that cannot be run here as it is (no GPU, a switch that our step lacks).
         """

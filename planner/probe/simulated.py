@@ -1,8 +1,8 @@
-"""A machine that is not there: plays a plan's recordings on hardware of which nobody has told the estimate the truth.
+"""A simulated machine: replays a plan's recordings on hardware whose true properties the estimate does not know.
 
-A search is proved on it, and shown where no GPU is. It shares with the estimate what was recorded and what a strategy
-puts where (`planner.layout.pipeline`), and nothing else: what is true of it (`planner.probe.simulated_truth`) is drawn
-from a seed. Its rows say nothing about any real card.
+It is used to test searches, and to demonstrate them without a GPU. It shares with the estimate only the recordings and
+where a strategy puts things (`planner.layout.pipeline`); its true properties (`planner.probe.simulated_truth`) are
+drawn from a seed. Its rows say nothing about any real card.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from planner.tape.program import Stage
 from planner.units import MIB
 
 NOISE = 0.01
-"""Between two runs of one plan: of its seconds (one standard deviation), and of the memory it is given (at most)."""
+"""Relative noise between runs of a plan: in its seconds (standard deviation), and in available memory (maximum)."""
 CRASH = 0.02
-"""Probes that end for no reason of their own."""
+"""Share of probes that crash at random."""
 
 START_SECONDS = 20.0
-"""Imports, building the model and the first step's extra work, before the steady steps."""
+"""Imports, building the model, and the first step's extra work, before the steady steps."""
 STEADY = ("train", "optimizer")
 
 
 @dataclass
 class SimulatedRunner:
-    """Measures on the machine of a seed, in no time. What it says of a plan depends on the seed, the plan and how often
-    it was asked before, so a search can be told again."""
+    """Measures plans instantly on the simulated machine of a seed. A result depends only on the seed, the plan and how
+    often the plan was measured before, so that searches are reproducible."""
 
     seed: int = 0
     facts: Callable[[Configuration], Facts] = recordings.load_facts
     layout: Layout = lay_out
     crash: float = CRASH
     asked: dict[str, int] = field(default_factory=dict)
-    """row id -> how often it was run"""
+    """row id -> how often the plan was run"""
     played: dict[str, _Played] = field(default_factory=dict)
-    """row id -> what was played, of plans that ran"""
+    """row id -> the replay, for plans that ran without retries"""
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class SimulatedRunner:
         return "simulate"
 
     def run(self, plan: Plan, *, steps: int, time_limit: float, encode: bool = True) -> ProbeRow:
-        """Plays the plan, with what is cached before it. Raises the VplanError of a plan that has no recording."""
+        """Replays the plan, including the encoding before it. Raises a VplanError for a plan without recordings."""
         plan = Plan.under(plan.configuration, plan.trainer)
         name = row_id(plan)
         self.asked[name] = self.asked.get(name, 0) + 1
@@ -91,14 +91,14 @@ class SimulatedRunner:
         )
 
     def runs(self, plan: Plan) -> list[Run]:
-        """The runs of a plan, one for each shape of its job."""
+        """The runs of a plan, one per shape of its job."""
         configuration = plan.configuration
         facts = self.facts(configuration)
         return [self.layout(configuration, facts, grid, plan.trainer) for grid in grids(facts.model, plan.job)]
 
 
 class _Played:
-    """A plan on a machine."""
+    """A plan on a simulated machine."""
 
     def __init__(self, runs: list[Run], hidden: Hidden) -> None:
         run = runs[0]
@@ -111,12 +111,12 @@ class _Played:
         self.room_bytes = run.facts.gpu.allocatable_bytes - run.machine.reserve
         self.host_ram = run.machine.host_ram
         self.calm: tuple[tuple[PhaseName, Replayed], ...] = ()
-        """what the allocator did where it never ran short: the same wherever it has as much as it reserved then"""
+        """replays without retries, if there were any such; valid whenever as much is available as they reserved"""
         self.stretches: dict[str, list[Replayed]] = {}
-        """phase of a steady step -> its stretches, one after the other"""
+        """phase of a steady step -> its segments in order"""
 
     def measured(self, seconds: float, slack: int) -> tuple[Measured, int | None]:
-        """What a probe would see, and the bytes asked for in vain; `slack` more is missing than usually."""
+        """What a probe would measure, and the size of a failed allocation. `slack`: bytes less than usual (noise)."""
         host = self.host_bytes
         if self.host_ram is not None and host > self.host_ram:
             return Measured(outcome="host-oom", phase="load", host_bytes=self.host_ram), None
@@ -139,7 +139,7 @@ class _Played:
                 break
         if outcome == "ok" and not retries:
             self.calm = tuple(played)
-        if outcome == "ok" and steady:  # it had to empty its cache in steps that bring nothing new: at the edge
+        if outcome == "ok" and steady:  # it had to empty its cache in steady steps: at the limit
             outcome, phase = "oom", "train"
         seen = Measured(
             outcome=outcome,
@@ -154,12 +154,12 @@ class _Played:
         return seen, requested
 
     def _known(self, room: int) -> Sequence[tuple[PhaseName, Replayed]]:
-        """What the allocator does with so much; nothing where that is to be played."""
+        """The known replay if it is valid for this much memory; else empty."""
         enough = all(replayed.reserved_peak_bytes <= room for _, replayed in self.calm)
         return self.calm if enough else ()
 
     def _replayed(self, room: int) -> Iterator[tuple[PhaseName, Replayed]]:
-        """Every stage in order on one allocator; what is cached before, on allocators of its own."""
+        """Replays every stage in order on one allocator; encoding before training gets allocators of its own."""
         first = self.runs[0]
         expandable = first.strategy.expandable_segments
         for run in self.runs:
@@ -188,7 +188,7 @@ class _Played:
         sizes: Sequence[int],
         streams: Sequence[int] | None,
     ) -> Replayed:
-        """Plays a stage, in stretches where a probe's trace is of it; each keeps its peaks."""
+        """Replays a stage. Phases of a steady step, which a probe traces, are split into segments with a peak each."""
         ops = stage.ops
         if phase not in STEADY or not ops:
             return allocator.run(ops, sizes, streams)
@@ -205,7 +205,7 @@ class _Played:
         )
 
     def trace(self, seen: Measured) -> MemoryTrace:
-        """How a plan that ran went, as NVML and the allocator would have told it."""
+        """The memory trace of a plan that ran, as NVML and the allocator would have reported it."""
         assert seen.device_bytes is not None and seen.reserved_bytes is not None and seen.step_seconds is not None
         outside = seen.device_bytes - seen.reserved_bytes
         phases = {}
@@ -224,7 +224,7 @@ class _Played:
 
 
 def environment(gpu: GpuProfile, seed: int, command: str) -> Environment:
-    """The environment of a simulated row. It holds no time of day, so that the same question has the same answer."""
+    """The environment of a simulated row. Its time is fixed, so that rows are reproducible."""
     digest = hashlib.sha256(f"{gpu.name} {seed}".encode()).hexdigest()[:8]
     return Environment(
         gpu=f"simulated {gpu.title}",

@@ -1,6 +1,6 @@
-"""What is true of a machine that is not there: its memory terms, a roofline and an account of host RAM of its own.
+"""The true properties of a simulated machine: memory factors, a roofline for step time, and a model of host RAM.
 
-None of it comes from the estimate, which is judged by it (`planner.probe.simulated`).
+None of this comes from the estimate, which is judged by it (`planner.probe.simulated`).
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from planner.tape.templates import kept_template
 from planner.units import GIB, MIB
 
 MEMORY = 0.08
-"""How far a category's buffers may be from what was recorded, as a share of it."""
+"""Largest relative deviation of a category's buffer sizes from the recorded ones."""
 SPEED = 0.15
-"""The same of how fast a class of operators runs."""
+"""Largest relative deviation of the speed of a class of operators."""
 REACHED = {"matmul": 0.75, "attention": 0.55, "convolution": 0.6, "pointwise": 0.8}
-"""Part of the data sheet's rate (of memory bandwidth for pointwise) around which a machine's own is drawn."""
+"""Share of the data sheet's rate (memory bandwidth for pointwise) around which a machine's own is drawn."""
 LAUNCH_SECONDS = 40e-6
 HOST_STEP_SECONDS = 0.3e-9
-"""Per parameter that the CPU steps over."""
+"""CPU time of the optimizer step, per parameter."""
 NOT_HIDDEN = 0.05
-"""Part of the shorter of kernels and transfers that does not run beside the other."""
+"""Share of the shorter of kernel and transfer time that does not overlap with the other."""
 PROCESS_BYTES = 3 * GIB
 LINK_BETWEEN_GPUS = 0.6
-"""Part of NVLink's rate, or of the link to the host, that one GPU sends at."""
+"""Share of the rate of NVLink, or of the host link if that is faster, at which a GPU sends."""
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """How a simulated machine really behaves, which estimates do not know: sizes and rates, drawn by a seed."""
+    """The true behaviour of a simulated machine, unknown to estimates: sizes and rates drawn from a seed."""
 
     context_bytes: int
     slack_bytes: int
-    """what the card has and does not give"""
+    """memory of the card that cannot be allocated"""
     memory: Mapping[str, float]
-    """category -> its buffers' sizes over the recorded ones"""
+    """category -> true buffer size / recorded size"""
     reached: Mapping[str, float]
-    """class of operator -> part of the data sheet's rate; `link` and `host` of what those usually reach"""
+    """class of operator -> share of the data sheet's rate; `link`, `host`, `launch`: factor on their usual speed"""
 
     @classmethod
     def drawn(cls, gpu: GpuProfile, seed: int) -> Hidden:
-        """The simulated machine of a seed, around a card's figures; the same seed gives the same machine."""
+        """Draws a machine around a card's figures; the same seed gives the same machine."""
         chance = random.Random(f"machine {seed}")
         categories = (*CATEGORIES, "residents", "buckets", "ema")
         memory = {name: chance.uniform(1 - MEMORY, 1 + MEMORY) for name in categories}
@@ -59,7 +59,7 @@ class Hidden:
 
 
 def true_seconds(runs: list[Run], hidden: Hidden) -> float:
-    """Seconds of one step, the slowest of several shapes, without noise."""
+    """Seconds per step without noise; with several shapes, of the slowest."""
     return max(_seconds(run, hidden) for run in runs)
 
 
@@ -67,7 +67,7 @@ def true_seconds(runs: list[Run], hidden: Hidden) -> float:
 
 
 def host_bytes(run: Run, hidden: Hidden) -> int:
-    """Host RAM of a node: what waits there for its turn, and the processes."""
+    """Host RAM of a node in bytes: offloaded tensors and the processes themselves."""
     return int(run.machine.gpus * (PROCESS_BYTES + _waiting_bytes(run)) * hidden.memory["residents"])
 
 
@@ -97,7 +97,7 @@ def _checkpoint_bytes(run: Run) -> int:
 
 
 def _seconds(run: Run, hidden: Hidden) -> float:
-    """A roofline: every class of operators at its own rate; copies beside it, not quite hidden."""
+    """Seconds per step by a roofline with a rate per class of operators; transfers overlap, except for `NOT_HIDDEN`."""
     strategy, gpu = run.strategy, run.facts.gpu
     kernels, launches = 0.0, 0.0
     for (kind, half), (flops, nbytes) in _passes(run).items():
@@ -113,12 +113,12 @@ def _seconds(run: Run, hidden: Hidden) -> float:
 
 
 def _rate(gpu: GpuProfile, half: int) -> float:
-    """FLOP/s of the data sheet."""
+    """FLOP/s by the data sheet; ``half``: in 16 bits."""
     return 1e12 * ((gpu.bf16_tflops or gpu.fp32_tflops) if half else gpu.fp32_tflops)
 
 
 def _passes(run: Run) -> dict[tuple[str, int], tuple[float, float]]:
-    """(class, whether in 16 bits) -> FLOPs and bytes of one forward and backward at the run's shape."""
+    """(class, whether in 16 bits) -> (FLOPs, bytes) of one forward and backward pass at the run's shape."""
     facts, blocks = run.facts, run.checkpointed
     totals: dict[tuple[str, int], tuple[float, float]] = {}
     _count(totals, facts.step, main_piece(facts.step), run.grid, lambda block: block not in blocks)
@@ -135,7 +135,7 @@ def _count(
     where: Mapping[str, int],
     chosen: Callable[[Block | None], bool],
 ) -> None:
-    """Adds the work of the chosen blocks, and of what is outside them (None), that a tape counted."""
+    """Adds a tape's recorded work to ``totals``, for the chosen blocks; ``chosen(None)``: for what is in no block."""
     atoms = tape.values(where)
     worth: dict[int, list[tuple[tuple[str, int], float, float]]] = {}
     for section in tape.pieces[piece]:
@@ -162,7 +162,7 @@ def _valued(entry: OperatorWork, atoms: list[int]) -> tuple[tuple[str, int], flo
 
 
 def _transfer_seconds(run: Run, hidden: Hidden) -> float:
-    """Seconds that the links are busy beside the kernels."""
+    """Seconds of transfers over the host link and between GPUs, which overlap with the kernels."""
     strategy, machine, gpu = run.strategy, run.machine, run.facts.gpu
     host = gpu.link_gbs * 1e9 * hidden.reached["link"]
     between = LINK_BETWEEN_GPUS * max(gpu.nvlink_gbs, gpu.link_gbs) * 1e9 * hidden.reached["link"]
@@ -182,7 +182,7 @@ def _transfer_seconds(run: Run, hidden: Hidden) -> float:
 
 
 def _optimizer_seconds(run: Run, hidden: Hidden) -> float:
-    """Seconds of the optimizer's step: on the GPU it reads and writes all it steps over, on the CPU it computes."""
+    """Seconds of the optimizer step: on the GPU bound by memory traffic, on the CPU by copies and computation."""
     gpu, strategy = run.facts.gpu, run.strategy
     share = run.configuration.shards if strategy.sharding in SPLIT else 1
     gradients = run.total_bytes(run.named("gradient").values())

@@ -1,4 +1,4 @@
-"""The Python that runs a probe's worker processes: which packages it has, and the environment it is started in."""
+"""The Python that runs a probe's worker processes: its packages and its environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.probe.fork_server import ForkServer
 from planner.worker_process import Ended, run_worker, vplan_command
 
 REHEARSAL_FOLDER = "VPLAN_GPU_FOLDER"
-"""Environment variable of every process that has a virtual GPU: the rehearsal's folder."""
+"""Environment variable with the rehearsal's folder, set in every process that has a virtual GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,11 @@ class WorkerPython:
     """This Python, on this machine's GPU or CPU."""
 
     server: ForkServer | None = None
-    """starts the workers that no launcher starts; without it each imports torch anew"""
+    """forks the workers that need no launcher; without it each of them imports torch itself"""
 
     @property
     def is_virtual(self) -> bool:
-        """Whether its cards do not exist, as in a command that `vplan rehearse` runs: then rows are marked so."""
+        """Whether its cards are virtual, as in a command that `vplan rehearse` runs; rows are then marked as such."""
         return REHEARSAL_FOLDER in os.environ
 
     @property
@@ -36,7 +36,7 @@ class WorkerPython:
         return sys.executable
 
     def has(self, module: str) -> bool:
-        """Whether it can import a module of that name."""
+        """Whether a module of that name is importable."""
         return importlib.util.find_spec(module) is not None
 
     def version(self, package: str) -> str | None:
@@ -44,12 +44,12 @@ class WorkerPython:
         return doctor.package_version(package)
 
     def environment(self, device: str) -> dict[str, str]:
-        """The environment variables of its processes. ``device``: ``cuda`` or ``cpu``."""
+        """Environment variables for its processes. ``device``: ``cuda`` or ``cpu``."""
         return launch.environment(device)
 
     def run(self, words: list[str], log: Path, time_limit: float, device: str, once_more: Callable[[], bool]) -> Ended:
-        """Run a worker's command line (`planner.launch.launch.command`) with this interpreter; the rest as in
-        `planner.worker_process.run_worker`."""
+        """Runs a worker's command line (`planner.launch.launch.command`) with this interpreter, or in a fork of the
+        server; otherwise as `planner.worker_process.run_worker`."""
         variables = self.environment(device)
         if self.server is not None and words == vplan_command("worker", "probe", words[-1]):
             return self.server.run(words[-1], log, time_limit, variables, once_more)
@@ -57,5 +57,5 @@ class WorkerPython:
 
     @property
     def torch_release(self) -> str | None:
-        """Its torch as `2.13`; None without torch."""
+        """Its torch version as `2.13`; None without torch."""
         return doctor.torch_release()
