@@ -1,9 +1,9 @@
-"""The worker before training: encodes a folder of clips and captions, and lists what training reads.
+"""The worker that runs before training: encodes a folder of clips and captions, and lists what training reads.
 
 `planner.launch.launch.prepare` starts it as ``vplan worker prepare FOLDER``. It reads a `Preparation` from
 ``FOLDER/request.json``, writes progress and outcome to ``FOLDER/result-RANK.json``, and the cache and its list to where
-the request says. It is a process of its own, so that the encoders and everything they left on the GPU are gone before
-the model is loaded. Under torch's launcher there is one for each GPU, and they share the work.
+the request says. It is a separate process, so that the encoders and everything they left on the GPU are gone before the
+model is loaded. Under torch's launcher there is one process per GPU, and they share the work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    """Prepares what the request in the folder named by the only argument asks for."""
+    """Runs one rank of the request in the folder named by the only argument."""
     folder = Path(arguments[0])
     end_with_parent()
     request = Preparation.read(read_json(folder / REQUEST), REQUEST)
@@ -75,7 +75,7 @@ def prepare(request: Preparation, tell: Callable[..., None]) -> None:
 
     entries = Path(request.entries)
     setting = _setting(request, tell)
-    is_cache = entries.is_file() and entries.parent == Path(request.data)  # made by others: there are no clips
+    is_cache = entries.is_file() and entries.parent == Path(request.data)  # a ready-made cache: there are no clips
     dataset = None if is_cache else _dataset(request, setting)
     if dataset is not None:
         notes = list(dataset.notes)
@@ -92,7 +92,7 @@ def prepare(request: Preparation, tell: Callable[..., None]) -> None:
 
 
 def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = False) -> EncodingTask:
-    """What this rank encodes, and with which other ranks: all of the launcher's, or ``alone``."""
+    """The encoding task of this rank, shared with all ranks of the launcher unless ``alone``."""
     import torch.distributed as dist
 
     from trainers.data.cache import EncodingTask
@@ -118,7 +118,7 @@ def _setting(request: Preparation, tell: Callable[..., None], *, alone: bool = F
 
 
 def _dataset(request: Preparation, setting: EncodingTask) -> Dataset:
-    """The samples that the plan uses of the data; the first rank reads them for all."""
+    """The samples of the data that the plan uses; the first rank reads them for all ranks."""
     import torch.distributed as dist
 
     from planner.dataset.scan import read

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 FINAL = "final"
 DRIVE = "offload"
-"""What is offloaded to a drive, in the run's own folder; it may be a link to another drive."""
+"""Subfolder of the run's folder for what is offloaded to a drive. It may be a link to another drive."""
 UNTRACKED = ("step", "phase", "unix_seconds")
-"""Of a step's line: trackers have their own step and time."""
+"""Entries of a step's line that trackers do not get: they have their own step and time."""
 
 
 def main(arguments: list[str]) -> int:
@@ -129,9 +129,9 @@ class TrainingRun:
         self.checkpoints = self._checkpoints()
         self.metrics = Metrics(self.output / METRICS, self.done, self.memory) if self.rank == 0 else None
         self.unread: tuple[dict[str, Any], LateLoss] | None = None
-        """the line of the last step, which lacks its loss"""
+        """the last step's line of metrics, and its loss, which has not been read yet"""
         self.stopping = False
-        """Whether a rank was asked to stop, as all of them know after the same step"""
+        """Whether the run was asked to stop; all ranks learn it after the same step"""
         self.rate = rates(self.request)
         self.samples = self._samples()
         self.kernels_watched = False
@@ -139,7 +139,7 @@ class TrainingRun:
 
     def train(self) -> bool:
         """Runs the remaining steps with checkpoints, and exports the finished weights. Returns False if it was asked to
-        stop before the end, which it does after a checkpoint."""
+        stop before the end; it then stops after a checkpoint."""
         from trainers.parallel import export
 
         try:
@@ -153,7 +153,7 @@ class TrainingRun:
                     export.finish(final, self.profile, self.job, self.engine, self.average, self._lora_writer())
                 self._clear_drive()
         finally:
-            self.checkpoints.close()  # what an error finds half written is as good as any other
+            self.checkpoints.close()  # a checkpoint that is being written when an error occurs is still good
             self.loader.close()
             self.watch.close()
         self.trackers.end()
@@ -181,7 +181,7 @@ class TrainingRun:
             self.report.tell(saved=checkpoints.step_of(checkpoint))
 
     def _clear_drive(self) -> None:
-        """Deletes what was offloaded to a drive; the checkpoint contains it."""
+        """Reports the size of what was offloaded to a drive, and deletes it; the checkpoint contains it."""
         from trainers.parallel.checkpoint import barrier
 
         barrier()
@@ -191,7 +191,7 @@ class TrainingRun:
             shutil.rmtree(self.drive, ignore_errors=True)
 
     def _loader(self) -> Loader:
-        """The batches of this rank, over the samples that were cached."""
+        """The loader of this rank's batches from the cached samples."""
         from trainers.data import loader
         from trainers.data.entries import read_entries
         from trainers.data.sampler import BatchSampler
@@ -200,7 +200,7 @@ class TrainingRun:
         plan, request = self.request.plan, self.request
         entries = read_entries(Path(request.entries))
         accumulation = self.strategy.gradient_accumulation
-        parts = self.strategy.context_parallel  # ranks that share a sample are given the same
+        parts = self.strategy.context_parallel  # ranks that share a sample count as one
         sampler = BatchSampler(entries, self.job, plan.machine.world // parts, accumulation, request.seed)
         cache = Path(request.entries).parent
         own = cache if cache.is_relative_to(request.output) else None
@@ -209,7 +209,7 @@ class TrainingRun:
         return loader.Loader(sampler, stacker, self.rank // parts, self.device, request.steps, dropout)
 
     def _samples(self) -> Samples | None:
-        """What makes samples during the run, if the plan has any."""
+        """The object that makes validation samples during the run; None if the plan has none."""
         from trainers.sampling.samples import Samples
 
         if self.request.validation is None or self.strategy.validation_mode == "off":
@@ -217,7 +217,10 @@ class TrainingRun:
         return Samples(self.request, self.profile, self.device, self.rank)
 
     def _sample(self, *, taken_up: bool = False) -> None:
-        """Makes the samples that are due; after a resume, also those that a kill prevented."""
+        """Makes the validation samples that are due.
+
+        ``taken_up``: before the first step of this process; then only if they are missing, as after a kill.
+        """
         samples = self.samples
         if samples is None or not (samples.missing(self.done) if taken_up else samples.due(self.done)):
             return
@@ -231,13 +234,13 @@ class TrainingRun:
 
         self._read_loss()
         self.report.tell(phase="validate")
-        with self.average.in_model() if self.average else contextlib.nullcontext():  # which is what `final` will be
+        with self.average.in_model() if self.average else contextlib.nullcontext():  # as in `final`
             samples.make(self.engine, self.done, tell, functools.partial(self.memory.phase, step=self.done))
         self.report.tell(phase="train")
 
     def _set_up(self) -> dict[str, Any] | None:
-        """Sets up model, engine, optimizer and average, from the published weights or from a checkpoint; returns its
-        manifest."""
+        """Sets up model, engine, optimizer and average, from the published weights or from a checkpoint. Returns the
+        checkpoint's manifest, or None."""
         from trainers.parallel import checkpoint, parallel
         from trainers.parallel.ema import Average
 
@@ -255,7 +258,7 @@ class TrainingRun:
             parallel.check_alike(self.trainee.trainable, self.device, copies)
         decay = self.training.ema_decay
         self.average = Average(self.trainee.trainable, strategy.ema, decay) if decay is not None else None
-        if resume and manifest:  # after the engine: its states are shares of what it has made
+        if resume and manifest:  # after the engine is set up, whose shards the states are loaded into
             checkpoint.load_state(resume, self.engine, self.average, manifest.get("average_steps"))
         return manifest
 
@@ -285,13 +288,13 @@ class TrainingRun:
         from trainers.step import weights
 
         init, seed = self.training.lora_init or "gaussian", self.request.seed
-        if init in NAMED_INITS or self.request.resume:  # a checkpoint has them all
+        if init in NAMED_INITS or self.request.resume:  # a checkpoint has all adapters
             return weights.fresh(seed, init)
         return from_file(Path(init), part, self.profile, self.job, self.training, model, weights.fresh(seed))
 
     def _take_up(self, manifest: dict[str, Any]) -> int:
-        """Loads a checkpoint and returns its number of steps. Raises a VplanError if its state does not belong to this
-        plan."""
+        """Checks that a checkpoint belongs to this plan, puts the sampler at its position and returns its number of
+        steps. Raises a VplanError if it does not belong."""
         if manifest["format"] == 1 and not self._is_replicated():
             fault = "the checkpoint is of an older vplan, whose states of several ranks this one does not read"
             raise VplanError(fault, "finish the run with the vplan that began it, or start over with --resume no")
@@ -299,11 +302,11 @@ class TrainingRun:
         return int(self.loader.sampler.resume(manifest["position"]))
 
     def _layout(self) -> dict[str, Any]:
-        """What decides the layout of a checkpoint's tensors."""
+        """The settings that decide the layout of a checkpoint's tensors."""
         return checkpoint_layout.layout(self.request.plan, self.profile)
 
     def _lora_files(self) -> LoraFiles | None:
-        """What writes the run's LoRA files; None in full training."""
+        """The writer of the run's LoRA files; None in full training."""
         from trainers.parallel.lora_files import LoraFiles
 
         if self.job.method != "lora":
@@ -342,7 +345,7 @@ class TrainingRun:
         if (scaler := self.engine.scaler) is not None:
             line |= {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped}
         line |= self.watch.peaks()
-        self._read_loss()  # of the step before, while the device runs this one
+        self._read_loss()  # of the previous step, while the device runs this one
         self.done, self.unread = number + 1, (line, late)
 
     def _batches(self, number: int) -> Iterator[Batch]:
@@ -372,7 +375,7 @@ class TrainingRun:
         self.trackers.log({name: value for name, value in line.items() if name not in UNTRACKED}, line["step"])
 
     def _take_turn(self, number: int) -> str | None:
-        """The one of two experts that this step trains; None for other models."""
+        """Switches to the expert that a step trains and returns its name; None unless both experts are trained."""
         from trainers.step import experts
 
         if self.experts is None:
@@ -383,8 +386,8 @@ class TrainingRun:
         return which
 
     def _watched_kernels(self) -> contextlib.AbstractContextManager[Any]:
-        """Watches the kernels in the first step of this process. A compiled block would not run as compiled while
-        watched."""
+        """Watches the attention kernels in the first step of this process. Not with compiled blocks, which would not
+        run as compiled while watched."""
         from trainers.step.attention_kernels import Kernels
 
         seen_before, self.kernels_watched = self.kernels_watched, True
@@ -412,7 +415,7 @@ class TrainingRun:
             self.checkpoints.save(self.average, manifest, plan_to_toml(request.plan), self._lora_writer())
 
     def _lora_writer(self) -> Callable[[Path, Mapping[str, Tensor]], None] | None:
-        """What writes the LoRA files of the steps that are done into a folder; None in full training."""
+        """A function that writes the LoRA files, after the steps done so far, to a folder; None in full training."""
         files, steps = self.lora_files, self.done
         return None if files is None else lambda folder, trained: files.write(folder, trained, steps)
 

@@ -1,9 +1,9 @@
-"""What a training step takes of its samples, encoded once and kept: latents of clips, embeddings of captions.
+"""The cache of encoded samples: latents of clips and embeddings of captions, encoded once for all training steps.
 
 One safetensors file for each clip at its shape and one for each caption, named by a hash of all that it depends on: the
 file's content, the frames taken, the shape, the encoders' own files, their settings, the dtype and the version of the
-family's code. A file is written aside, synced and renamed, so one that has its name is whole; a run that is killed
-loses what it was encoding. Ranks and runs may share a folder: rank r of n encodes every n-th.
+family's code. A file is written aside, synced and renamed, so one under its final name is whole; a killed run loses
+only what it was encoding. Ranks and runs may share a folder: each of n ranks encodes every n-th sample.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ FORMAT = 1
 TELL_SECONDS = 0.25
 Item = TypeVar("Item")
 Made = tuple[str, Any, Mapping[str, Tensor] | UnusableError]
-"""A sample's key, the sample (a clip's or a caption), and what one encoder makes of it, or why nothing."""
+"""A sample's key, the sample (a clip's, or a caption), and an encoder's output for it, or why there is none."""
 
 
 def _alone() -> None:
-    """A process by itself waits for nobody."""
+    """Does nothing: a single process has no other ranks to wait for."""
 
 
 def _silent(**_: Any) -> None:
-    """Nobody is told."""
+    """Ignores what it is told."""
 
 
 @dataclass(frozen=True)
 class EncodingTask:
-    """For which plan, from which model, to which folder, on which device, with whom."""
+    """What to encode for, and where: plan, source model, cache folder, device, and the ranks that share the work."""
 
     profile: ModelProfile
     job: Job
@@ -74,19 +74,19 @@ class EncodingTask:
     wait: Callable[[], None] = _alone
     """returns when all ranks have called it"""
     tell: Callable[..., None] = _silent
-    """is told what is encoded (``doing``, ``done`` of ``all``) and which samples were left out (``broken``)"""
+    """called with the progress (``doing``, ``done`` of ``all``) and with the samples that were left out (``broken``)"""
 
 
 def cached(dataset: Dataset, setting: EncodingTask, *, skip_bad: bool = False) -> list[CachedSample]:
     """Encodes what is not cached yet and returns the samples in the dataset's order, the same on every rank.
 
-    Raises a VplanError for a model that cannot be loaded safely, a clip that breaks while it is decoded (with
-    `skip_bad` it is left out), encoders that give other shapes than the plan's model takes, and a full disk.
+    Raises a VplanError for a model that cannot be loaded safely, a clip that cannot be decoded (with `skip_bad` it is
+    left out), encoder outputs of other shapes than the plan's model takes, and a full disk.
     """
     work = CacheBuild(setting)
     clip_keys = work.clip_keys(dataset)
     if work.family.captioned:
-        # The empty caption too: validation samples take it as the negative prompt, and dropped captions become it.
+        # With the empty caption: it is the negative prompt of validation samples, and replaces dropped captions.
         captions = ["", *dict.fromkeys(sample.clip.caption for sample in dataset.samples)]
         work.encode("captions", work.text_turns, {work.text_key(caption): caption for caption in captions})
     work.encode("clips", work.clip_turns, dict(zip(clip_keys, dataset.samples, strict=True)), skip_bad=skip_bad)
@@ -112,17 +112,17 @@ def cached(dataset: Dataset, setting: EncodingTask, *, skip_bad: bool = False) -
 
 
 def _free(encoder: Encoder) -> None:
-    """Gives an encoder's memory back before the next one is loaded."""
+    """Frees an encoder's memory before the next one is loaded."""
     remaining = weakref.ref(encoder.model)
     encoder.drop_model()
-    if remaining() is not None:  # something that is in a cycle holds it
+    if remaining() is not None:  # it is held by a reference cycle
         gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _mirrored(pictures: Tensor, sample: Sample) -> Tensor:
-    """Pictures (F, H, W, 3) as the sample has them: mirrored or not."""
+    """Pictures (F, H, W, 3), mirrored if the sample is."""
     return pictures.flip(2) if sample.flip else pictures
 
 
@@ -151,21 +151,21 @@ class CacheBuild:
         self._sides = {"clip": self._about("clip", self.clip_turns), "text": self._about("text", self.text_turns)}
 
     def _model_digest(self, turns: tuple[EncoderTurn, ...]) -> dict[str, str]:
-        """The content of every file the encoders of some turns are made of, by name."""
+        """The hash of every file of some turns' encoders, by name."""
         folders = [part for turn in turns for part in (turn.part, turn.helper) if part]
         files = {f"{part}/{path.name}": path for part in folders for path in self.files[part]}
         self._share(list(files.values()))
         return {name: self.digests.of(path) for name, path in files.items()}
 
     def _share(self, files: list[Path]) -> None:
-        """Hashes files, every rank its part of them, before all read all hashes."""
+        """Hashes files, each rank its part of them; then every rank reads all hashes."""
         for path in files[self.setting.rank :: self.setting.ranks]:
             self.digests.of(path)
         self.setting.wait()
         self.digests.read()
 
     def _about(self, side: str, turns: tuple[EncoderTurn, ...]) -> str:
-        """What all samples of a side depend on, as text."""
+        """What all samples of a side, ``clip`` or ``text``, depend on, as JSON."""
         profile, strategy = self.setting.profile, self.setting.strategy
         batch = self.family.batch({**sample_grid(profile, self.setting.job), "B": 1}, "meta", self.dtype)
         facts = {
@@ -174,7 +174,7 @@ class CacheBuild:
             "side": side,
             "encoders": self._model_digest(turns),
             "dtypes": {turn.part: self._dtype_of(turn) for turn in turns},
-            # siblings share encoders, and take other things of a clip (a condition, padded frames)
+            # sibling models share encoders but cache other tensors of a clip (a condition, padded frames)
             "holds": sorted(self.family.cached_tensors(batch)),
             "stored": str(self.dtype),
         }
@@ -195,7 +195,7 @@ class CacheBuild:
         for sample, companion_paths in zip(dataset.samples, companions, strict=True):
             bucket = sample.bucket
             shape = [bucket.frames, bucket.height, bucket.width]
-            mirrored = {"flip": True} if sample.flip else {}  # without it as ever, so that what is cached stays
+            mirrored = {"flip": True} if sample.flip else {}  # no entry otherwise, so that older caches stay valid
             companion_digests = {name: self.digests.of(path) for name, path in companion_paths.items()}
             keys.append(
                 self._key(
@@ -210,8 +210,7 @@ class CacheBuild:
         return keys
 
     def companions(self, sample: Sample) -> dict[str, Path]:
-        """The files besides the clip that a sample is encoded with (`reference`, `control`), as far as the model takes
-        them."""
+        """The files besides the clip that a sample is encoded with (`reference`, `control`) if the model takes them."""
         accepts = {"reference": self.references, "control": self.setting.profile.inputs.get("control_channels")}
         paths = {"reference": sample.clip.reference, "control": sample.clip.control}
         return {name: path for name, path in paths.items() if path is not None and accepts[name]}
@@ -226,11 +225,11 @@ class CacheBuild:
     def encode(
         self, title: str, turns: tuple[EncoderTurn, ...], samples: Mapping[str, Any], *, skip_bad: bool = False
     ) -> None:
-        """Every turn over this rank's part of the samples that are not cached yet, one encoder after another."""
+        """Runs every turn over this rank's part of the samples that are not cached yet, one encoder after another."""
         if self.setting.rank == 0:
             self.store.sweep()
-        # Divided among the ranks before what is cached is left out: other ranks write to the store meanwhile, and each
-        # would count something else.
+        # Divided among the ranks before cached samples are left out: other ranks write to the store meanwhile, so
+        # each would count differently.
         mine = dict(list(samples.items())[self.setting.rank :: self.setting.ranks])
         todo = {key: sample for key, sample in mine.items() if not self.store.has(key)}
         for number, turn in enumerate(turns):
@@ -239,7 +238,7 @@ class CacheBuild:
             waiting = {k: s for k, s in waiting.items() if not (skip_bad and self.store.fault(k))}
             if not waiting:
                 continue
-            # One encoder at a time: all samples wait for the next one, because two need not fit on the device together.
+            # One encoder at a time, over all samples: two may not fit on the device together.
             with self._decoded(turn, waiting) as decoding, BackgroundWriter(self.store) as writer:
                 encoder = self._load(turn)
                 items = self._one_by_one(f"{title} ({turn.part})", waiting)
@@ -261,8 +260,8 @@ class CacheBuild:
         self.setting.wait()
 
     def _load(self, turn: EncoderTurn) -> Encoder:
-        """The encoder of a turn on the device, as the strategy wants it."""
-        # It is whole in host RAM before it is on the device, where there may be room for that of one rank alone.
+        """The encoder of a turn on the device, set up as the strategy says."""
+        # It is whole in host RAM before it moves to the device, and host RAM may have room for one rank's only.
         with one_at_a_time(self.setting.folder) if self.setting.ranks > 1 else contextlib.nullcontext():
             return self._loaded(turn)
 
@@ -289,7 +288,7 @@ class CacheBuild:
 
     @contextlib.contextmanager
     def _decoded(self, turn: EncoderTurn, samples: Mapping[str, Any]) -> Iterator[Iterator[Decoded] | None]:
-        """What a turn reads of the samples' files, in their order; None for captions."""
+        """Yields the frames that a turn reads from the samples' files, in order; None for captions."""
         if not any(isinstance(sample, Sample) for sample in samples.values()):
             yield None
             return
@@ -299,7 +298,7 @@ class CacheBuild:
             yield decoding
 
     def _files_of(self, turn: EncoderTurn, sample: Sample) -> SampleFiles:
-        """The frames that a turn takes of a clip, and of the files beside it."""
+        """Which frames a turn reads from a clip and from the files beside it."""
         indices, size = sample.indices[: turn.frames], (sample.bucket.height, sample.bucket.width)
         companions = {
             name: FrameRange(path, indices if name == "control" else (0,), *size)
@@ -310,8 +309,8 @@ class CacheBuild:
     def _of_captions(
         self, turn: EncoderTurn, encoder: Encoder, captions: Iterable[tuple[str, str]], number: int
     ) -> Iterator[Made]:
-        """What one encoder makes of each caption, in their order. ``number``: of its turn."""
-        # On a GPU one after another: encoding is predicted for one caption, and one of T5 is enough work for it.
+        """Yields an encoder's output for each caption, in order. ``number``: of the encoder's turn."""
+        # On a GPU one at a time: the estimate is for one caption, and T5 keeps the GPU busy with one.
         at_once = turn.at_once if self.setting.device.type == "cpu" else 1
         remaining = iter(captions)
         while several := list(itertools.islice(remaining, at_once)):
@@ -325,7 +324,7 @@ class CacheBuild:
     def _of_clips(
         self, turn: EncoderTurn, encoder: Encoder, clips: Iterable[tuple[tuple[str, Sample], Decoded]]
     ) -> Iterator[Made]:
-        """What one encoder makes of each clip, in their order."""
+        """Yields an encoder's output for each clip, in order, or the UnusableError of a broken one."""
         for (key, sample), frames in clips:
             try:
                 yield key, sample, self._clip_tensors(turn, encoder, key, sample, frames)
@@ -335,12 +334,12 @@ class CacheBuild:
     def _clip_tensors(
         self, turn: EncoderTurn, encoder: Encoder, key: str, sample: Sample, frames: Decoded
     ) -> Mapping[str, Tensor]:
-        """What one encoder makes of one clip's ``frames``. Raises an UnusableError where there are none, and for sound
-        that breaks."""
+        """An encoder's output for one clip's ``frames``. Raises an UnusableError if they could not be decoded, and for
+        broken sound."""
         if isinstance(frames, UnusableError):
             raise frames
-        # Seeded by the sample's key: its latents are the same whichever rank encodes it, also in a run that was
-        # interrupted.
+        # Seeded by the sample's key, so that its latents are the same whichever rank encodes it, and after an
+        # interruption.
         encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
         clip = sample.clip
         encoder.size = (clip.height, clip.width)
@@ -353,22 +352,23 @@ class CacheBuild:
     def _keep(
         self, writer: BackgroundWriter, key: str, tensors: Mapping[str, Tensor], sample: Any, number: int, *, last: bool
     ) -> Future[int]:
-        """Saves what a turn made: for the last one, or, by the last one, with what the others left; the file's bytes,
-        when it is written."""
+        """Saves a turn's output for later turns, or, for the last turn, joined with the outputs of earlier ones. The
+        future gives the file's bytes when it is written."""
         if not last:
             return writer.save(key, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, number)
         fitted = self._fitted(self.family.joined({**self._left_by(number, key), **tensors}), sample)
         return writer.save(key, fitted, drop_turns=number)
 
     def _left_by(self, number: int, key: str) -> dict[str, Tensor]:
-        """What the turns before the one of this number left of a sample."""
+        """The outputs for a sample of the turns before the one of this number."""
         parts_made: dict[str, Tensor] = {}
         for earlier in range(number):
             parts_made |= self.store.load(key, earlier)
         return parts_made
 
     def _fitted(self, tensors: Mapping[str, Tensor], sample: Any) -> dict[str, Tensor]:
-        """The tensors in the dtypes of the plan's batches; a VplanError for other shapes, or for what is no number."""
+        """The tensors in the dtypes of the plan's batches. Raises a VplanError for other shapes, or for values that are
+        not finite."""
         shape = sample.bucket if isinstance(sample, Sample) else self.setting.job.shapes[0]
         job = self.setting.job
         batch = self.family.batch({**sample_grid(self.setting.profile, job, shape), "B": 1}, "meta", self.dtype)
@@ -389,7 +389,8 @@ class CacheBuild:
         return fitted
 
     def _check_space(self, nbytes: int) -> None:
-        """Raises a VplanError when what all ranks will write does not fit: known once the first is written."""
+        """Raises a VplanError if the disk is too small for what all ranks will write. ``nbytes``: this rank's part,
+        estimated from its first file."""
         needed_bytes, free_bytes = nbytes * self.setting.ranks, shutil.disk_usage(self.setting.folder).free
         if needed_bytes > free_bytes:
             room = f"{format_gib(free_bytes)} is free in {self.setting.folder}"
@@ -397,7 +398,7 @@ class CacheBuild:
             raise VplanError(fault, "free some space, or choose another folder; the cache so far is kept", exit_code=4)
 
     def _one_by_one(self, title: str, items: Mapping[str, Item]) -> Iterable[tuple[str, Item]]:
-        """The items, telling now and then how many are done: the parent shows it."""
+        """Yields the items, and reports now and then how many are done, for the parent process to show."""
         last_told = 0.0
         for number, item in enumerate(items.items()):
             if time.monotonic() - last_told > TELL_SECONDS:

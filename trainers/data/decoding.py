@@ -1,4 +1,4 @@
-"""Frames of clips, decoded ahead of the encoder that takes them, by processes of their own. Imports no torch: those
+"""Decodes the frames of clips in separate processes, ahead of the encoder. It does not import torch, so that those
 processes start in half a second."""
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from planner.signals import end_with_parent
 from planner.units import GIB
 
 AHEAD_BYTES = GIB
-"""Frames that one rank holds decoded, or is decoding, beyond those that the encoder works on. Host RAM has room for
-them: the text encoders, which may wait there, are gone before the first clip is read."""
+"""Bytes of frames that one rank may have decoded or be decoding, besides those that the encoder is working on. Host RAM
+has room for them: the text encoders, which may be kept there, are gone before the first clip is read."""
 
 MOST_PROCESSES = 8
 THREADS = 1
-"""Of each process. More cost more in all: each decodes frames behind the last one that is wanted."""
+"""Decoding threads of each process. With more, the total work grows: each decodes frames past the last one needed."""
 FEWEST_ITEMS = 16
-"""Samples for which another process is worth its start, which takes as long as decoding some of them."""
+"""Samples that make another process worthwhile: starting it takes as long as decoding a few of them."""
 
 
 class FrameRange(NamedTuple):
-    """Frames of one file, by rising numbers, and the size in pixels at which they are wanted."""
+    """Frames of one file, by ascending numbers, and the size in pixels that they are fitted to."""
 
     path: Path
     indices: tuple[int, ...]
@@ -45,7 +45,7 @@ class FrameRange(NamedTuple):
         return 3 * len(self.indices) * self.height * self.width
 
     def frames(self, threads: int = 0) -> Pixels:
-        """The frames (F, height, width, 3). Raises an UnusableError for a file that breaks. ``threads``: as in
+        """The frames (F, height, width, 3). Raises an UnusableError for a broken file. ``threads``: as in
         `planner.dataset.clips.frames`."""
         if not self.indices:
             return numpy.empty((0, self.height, self.width, 3), numpy.uint8)
@@ -53,15 +53,15 @@ class FrameRange(NamedTuple):
 
 
 SampleFiles = Mapping[str, FrameRange]
-"""What is read for one sample: its clip, and the files beside it, by role."""
+"""The frames to read for one sample, by role: of its clip and of the files beside it."""
 
 Decoded = dict[str, Pixels] | UnusableError
-"""The frames by role, or why there are none."""
+"""The decoded frames by role, or why there are none."""
 
 
 def decode(files: SampleFiles, threads: int = 0) -> Decoded:
-    """The frames of one sample. A fault is returned, so that its turn comes in order. ``threads``: as in
-    `planner.dataset.clips.frames`."""
+    """The frames of one sample. An UnusableError is returned, not raised, so that it is handled in the sample's turn.
+    ``threads``: as in `planner.dataset.clips.frames`."""
     try:
         return {role: wanted.frames(threads) for role, wanted in files.items()}
     except UnusableError as error:
@@ -69,24 +69,24 @@ def decode(files: SampleFiles, threads: int = 0) -> Decoded:
 
 
 def processes_for(samples: Sequence[SampleFiles], ranks: int = 1) -> int:
-    """How many processes it is worth to decode samples in beside this one; 0 for few samples and little memory.
+    """How many processes are worth starting to decode samples; 0 if the samples are few or too large.
 
-    ``ranks``: processes on this computer that do the same beside this one, and share its cores.
+    ``ranks``: processes on this computer that do the same and share its cores, this one included.
     """
     return min(cores() // ranks, MOST_PROCESSES, len(samples) // FEWEST_ITEMS, _room(samples))
 
 
 def _room(samples: Iterable[SampleFiles]) -> int:
-    """How many samples may be decoded and wait. A process has the pictures of a clip one by one, and then as the array
-    that it sends."""
+    """How many samples may be decoding or waiting. Each counts twice: a process holds a clip's pictures one by one, and
+    then also as the array that it sends."""
     largest = max((sum(wanted.nbytes for wanted in files.values()) for files in samples), default=0)
     return AHEAD_BYTES // max(1, 2 * largest)
 
 
 @contextlib.contextmanager
 def decoded(samples: Iterable[SampleFiles], processes: int) -> Iterator[Iterator[Decoded]]:
-    """The frames of all samples, in order; ``processes`` decode the next ones while one is used, from the context's
-    begin on, or this process one by one."""
+    """Yields the frames of all samples, in order. ``processes`` decode ahead, starting when the context is entered;
+    with 0, this process decodes each sample when it is asked for."""
     waiting = deque(samples)
     if not processes:
         yield map(decode, waiting)
@@ -113,6 +113,6 @@ def decoded(samples: Iterable[SampleFiles], processes: int) -> Iterator[Iterator
 
 
 def _begin() -> None:
-    """In a new process: Ctrl-C is the parent's to answer, and nothing stays when the parent is killed."""
+    """Runs in each new process: leaves Ctrl-C to the parent, and ends the process if the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()

@@ -14,32 +14,32 @@ from planner.units import plural
 
 
 class CachedSample(NamedTuple):
-    """One sample as caching left it: two safetensors files that together hold `Family.batch` without its first axis."""
+    """One cached sample: two safetensors files that together hold `Family.batch` without the batch axis."""
 
     path: Path
-    """latents and what else the clip gives"""
+    """latents, and whatever else is encoded from the clip"""
     text: Path
     """prompt embeddings"""
     bucket: Bucket
     clip: int | None = None
-    """number of the clip that it is a window of, where a model takes another one beside it"""
+    """number of the clip that it is a window of, for models that take a second window of the same clip"""
     repeats: int = 1
-    """times that it comes in one epoch"""
+    """how often it is drawn in one epoch"""
     weight: float = 1.0
-    """of its loss"""
+    """factor of its loss"""
     empty: Path | None = None
-    """embeddings of the empty caption, which dropped captions are replaced by; None where samples have no captions"""
+    """embeddings of the empty caption, which replaces dropped captions; None if samples have no captions"""
 
 
 def with_partner(entries: Iterable[CachedSample]) -> list[CachedSample]:
-    """The entries that have another window of the same clip and shape among them."""
+    """Those entries for which another window of the same clip and shape is listed."""
     listed = list(entries)
     count = Counter((entry.clip, entry.bucket) for entry in listed)
     return [entry for entry in listed if count[entry.clip, entry.bucket] > 1]
 
 
 def write_entries(path: Path, entries: Iterable[CachedSample]) -> None:
-    """Lists samples in a file of JSON lines, atomically; the paths of files below its folder are relative to it."""
+    """Writes samples to a file of JSON lines, atomically. Paths below the file's folder are written relative to it."""
     root = path.parent.absolute()
 
     def portable(file: Path) -> str:
@@ -60,7 +60,7 @@ def write_entries(path: Path, entries: Iterable[CachedSample]) -> None:
 
 
 def read_entries(path: Path) -> list[CachedSample]:
-    """The samples that `write_entries` listed in a file. Raises a VplanError when it cannot be read."""
+    """The samples that `write_entries` wrote to a file. Raises a VplanError if it cannot be read."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         root = path.parent
@@ -84,8 +84,8 @@ def read_entries(path: Path) -> list[CachedSample]:
 
 
 def changes(before: Iterable[CachedSample], now: Iterable[CachedSample]) -> tuple[str, ...]:
-    """How many samples a list has that the one before had not, and the other way round, in words; () where they are
-    the same."""
+    """A note on how many samples are new, and how many are gone, since the previous list; () if the samples are the
+    same."""
     old, new = Counter(_identity(entry) for entry in before), Counter(_identity(entry) for entry in now)
     added, gone = (new - old).total(), (old - new).total()
     words = [f"{plural(added, 'sample')} new"] if added else []
@@ -94,6 +94,6 @@ def changes(before: Iterable[CachedSample], now: Iterable[CachedSample]) -> tupl
 
 
 def _identity(entry: CachedSample) -> tuple[Path, Path, int, int, int]:
-    """What a sample is, whatever batch it comes in."""
+    """What identifies a sample: its files and shape, whatever its batch size."""
     bucket = entry.bucket
     return entry.path.absolute(), entry.text.absolute(), bucket.frames, bucket.height, bucket.width

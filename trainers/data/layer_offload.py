@@ -1,4 +1,4 @@
-"""Text encoders that are larger than the card: each layer comes from host RAM for its turn, as the estimate has it."""
+"""Text encoders too large for the GPU: each layer is copied from host RAM when it runs, as the estimate assumes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import nn
 from planner.layout.phases import BESIDE_WHOLE_BYTES
 
 LAYERS = (("block", "num_layers"), ("layers", "num_hidden_layers"), ("layers", "encoder_layers"))
-"""Module lists of an encoder's layers (end of the name), and the config key of their number."""
+"""Module lists of an encoder's layers (last part of the name), and the config key for the number of layers."""
 
 
 def room_bytes(device: torch.device) -> int | None:
-    """Bytes that this process may still allocate on a card: what is free, and at most its own cap; None without a
-    card."""
+    """Bytes that this process may still allocate on a GPU: what is free, up to the process's own cap; None on the
+    CPU."""
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    # A probe for a smaller card caps its process (trainers.measuring.measure.limit); NVML and CUDA still report the
-    # whole card.
+    # A probe for a smaller GPU caps its process (trainers.measuring.measure.limit); NVML and CUDA still report the
+    # whole GPU.
     share_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
     return min(free_bytes, int(share_bytes) - torch.cuda.memory_reserved(device))
 
 
 def is_too_large(model: nn.Module, room: int | None) -> bool:
-    """Whether a text encoder that is not on the card yet has no place there whole, and has layers to bring one by one.
+    """Whether a text encoder that is not on the GPU yet does not fit there whole, and has layers to copy one by one.
 
     ``room``: bytes, see `room_bytes`.
     """
@@ -34,7 +34,8 @@ def is_too_large(model: nn.Module, room: int | None) -> bool:
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """The module list of an encoder's layers: of one that sees too, those of the language model. None of diffusers'."""
+    """The name of the module list of an encoder's layers; in a vision-language model, the language model's. Empty for
+    diffusers' models."""
     ends = tuple(end for end, _ in LAYERS)
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     names = [name for name in lists if name.rpartition(".")[2] in ends]
@@ -54,7 +55,7 @@ def bring_layers(model: nn.Module, device: torch.device) -> nn.Module:
     with torch.no_grad():
         for tensor in _tensors(model) - inside:
             tensor.data = tensor.data.to(device)
-    # accelerate's hooks copy a layer's weights to the device before its forward, and drop them behind it.
+    # accelerate's hooks copy a layer's weights to the device before its forward, and drop them after it.
     attach_align_device_hook_on_blocks(
         model,
         execution_device={"": device, **dict.fromkeys(layers, device)},

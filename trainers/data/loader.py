@@ -1,4 +1,4 @@
-"""From cached samples to batches: the files of a micro-batch stacked, and read ahead of the step that takes them."""
+"""From cached samples to batches: stacks the files of a micro-batch, and reads them ahead of the step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from trainers.families.common.random_draws import SEEDS, sample_seed
 from trainers.step.step import WEIGHT, Batch
 
 SMALL_BYTES = 1 << 18
-"""Up to so much a file is read: mapping it takes longer, three times as long for a few KiB, and holds up the step's
-own Python meanwhile. Beyond, what is read is copied twice."""
+"""Largest file that is read rather than mapped. Mapping a small file takes longer, three times as long for a few KiB,
+and holds up the step's own Python meanwhile. Reading a large one would copy it twice."""
 
 
 class Stacker:
@@ -36,14 +36,13 @@ class Stacker:
     def __init__(
         self, profile: ModelProfile, job: Job, family: Family, dtype: torch.dtype, own_cache: Path | None = None
     ) -> None:
-        """``own_cache``: folder of files that the next start makes again where they are gone; a damaged one is put
-        aside there."""
+        """``own_cache``: folder whose missing files the next start makes again; a damaged one in it is moved aside."""
         self.profile, self.job, self.family, self.dtype, self.own_cache = profile, job, family, dtype, own_cache
         self._templates: dict[Bucket, Batch] = {}
 
     def batch(self, entries: Sequence[CachedSample], partners: Sequence[CachedSample | None] = ()) -> Batch:
-        """The batch of some entries of one shape, put together as the family does it. ``partners``: for each entry
-        another window of its clip, or None."""
+        """The batch of some entries of one shape, collated by the family. ``partners``: for each entry another window
+        of its clip, or None."""
         template = self.template(entries[0].bucket)
         samples = [self._sample(entry, template) for entry in entries]
         for number, partner in enumerate(partners):
@@ -79,7 +78,7 @@ class Stacker:
     def _read(self, path: Path) -> dict[str, Tensor]:
         try:
             return _whole(path)
-        except (OSError, SafetensorError, KeyError, ValueError) as error:  # its own table may lack a file's format
+        except (OSError, SafetensorError, KeyError, ValueError) as error:  # KeyError: a dtype unknown to safetensors
             if getattr(error, "errno", None) == errno.ENOMEM or "os error 12" in str(error):
                 raise MemoryError(f"no memory to read {path.name}") from None
             reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged"
@@ -92,7 +91,7 @@ class Stacker:
 
 
 def _whole(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file; a ValueError where they are not those that were written."""
+    """The tensors of a file. Raises a ValueError if they do not match its checksum, if it has one."""
     if path.stat().st_size <= SMALL_BYTES:
         raw = path.read_bytes()
         tensors = load(raw)
@@ -119,8 +118,8 @@ class Loader:
         last_step: int,
         caption_dropout: float = 0.0,
     ) -> None:
-        """``caption_dropout``: the share of samples that get the empty caption. Raises a VplanError where the list of
-        samples does not say where that is."""
+        """``caption_dropout``: the share of samples that get the empty caption. Raises a VplanError if it is not 0 and
+        the list of samples does not name that caption."""
         self.sampler, self.stacker, self.rank, self.device, self.last_step = sampler, stacker, rank, device, last_step
         self.caption_dropout = caption_dropout
         if caption_dropout and any(entry.empty is None for entry in sampler.entries):
@@ -163,8 +162,8 @@ class Loader:
         return {**batch, SEEDS: torch.tensor(seeds, dtype=torch.int64), WEIGHT: torch.tensor(one.weight)}
 
     def _with_caption(self, entry: CachedSample, seed: int) -> CachedSample:
-        """The sample, or with the empty caption in its own's place: drawn from the sample's seed, so the same on
-        whatever rank and after a resume."""
+        """The sample, with probability `caption_dropout` with the empty caption instead of its own. The choice is drawn
+        from the sample's seed, so it is the same on any rank and after a resume."""
         if sample_seed(seed, "caption") / 2**63 >= self.caption_dropout:
             return entry
         assert entry.empty is not None

@@ -1,11 +1,11 @@
-"""Frozen encoders in 8 and 4 bits: matrices and tables of words are kept packed, and unpacked while they are used.
+"""Frozen encoders in 8 and 4 bits: matrices and embedding tables are kept packed, and unpacked only while in use.
 
 * ``fp8``: float8 e4m3, one scale per row.
 * ``int8``: one scale per row (as torchao's weight-only int8).
 * ``nf4``: bitsandbytes' 4 bits with one scale per 64 weights.
 
-The libraries' own layers do not fit encoders: T5 asks its last matrix for a dtype and casts activations to it, which
-spoils fp8 and 4 bits there, and tables of words, a fifth of UMT5-XXL, would stay as they are. There are no gradients.
+The libraries' own layers do not suit encoders: T5 casts activations to the dtype of its last matrix, which breaks fp8
+and 4 bits there, and embedding tables, a fifth of UMT5-XXL, would stay unpacked. Gradients are not supported.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from planner.errors import VplanError
 
 FORMATS = ("fp8", "int8", "nf4")
 SMALLEST = 4096
-"""Weights with fewer numbers stay as they are (bitsandbytes' rule): T5's table of distances is one."""
+"""Weights with fewer elements stay as they are (bitsandbytes' rule), such as T5's relative position bias."""
 BLOCK = 64
 
 Layer = nn.Linear | nn.Embedding
-"""What is packed."""
+"""Module types whose weight is packed."""
 
 
 def shrink(model: nn.Module, how: str, device: torch.device) -> nn.Module:
@@ -36,7 +36,7 @@ def shrink(model: nn.Module, how: str, device: torch.device) -> nn.Module:
     if how not in FORMATS:
         fault = f"text_encoder_dtype {how} cannot be built: there is no portable 4-bit integer format"
         raise VplanError(fault, "use --text-encoder-dtype nf4, which takes the same 4 bits")
-    packed: dict[Tensor, Packed] = {}  # tables of words may stand in two places
+    packed: dict[Tensor, Packed] = {}  # an embedding table may be in two places
     for parent, name, module in list(_large(model)):
         if module.weight not in packed:
             packed[module.weight] = Packed(module, how, device)
@@ -45,7 +45,7 @@ def shrink(model: nn.Module, how: str, device: torch.device) -> nn.Module:
 
 
 def _large(model: nn.Module) -> Iterator[tuple[nn.Module, str, Layer]]:
-    """(parent, name in it, module) of every matrix and table of words worth packing."""
+    """(parent, name in it, module) of every linear layer and embedding worth packing."""
     for parent in model.modules():
         for name, module in parent.named_children():
             if isinstance(module, Layer) and module.weight.numel() >= SMALLEST:
@@ -56,7 +56,7 @@ class Packed(nn.Module):
     """A linear layer or embedding whose weight is stored in packed form and unpacked when it runs."""
 
     weight = None
-    """Encoders that look at a layer's weight before they use it find none, and leave their activations alone."""
+    """None, so that encoders that look at a layer's weight before they use it leave their activations alone."""
 
     packed: Tensor
     scale: Tensor
@@ -75,13 +75,13 @@ class Packed(nn.Module):
         if not self.is_table:
             weight = self._unpack(self.packed, self.scale, self.dtype).reshape(self.shape)
             return functional.linear(inputs, weight, self.bias)
-        # Of an embedding only the rows that are looked up are unpacked: whole, it would be as large as before.
+        # Only the rows of an embedding that are looked up are unpacked: the whole table would be as large as before.
         rows = inputs.flatten()
         unpacked = self._unpack(_rows(self.packed, rows, self.shape), _rows(self.scale, rows, self.shape), self.dtype)
         return unpacked.reshape(*inputs.shape, self.shape[1])
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves what is packed; its dtype is not a number format to change."""
+        """Moves the packed tensors without casting them: their dtype is a storage format."""
         self.packed, self.scale = (_moved(tensor, change) for tensor in (self.packed, self.scale))
         if self.bias is not None:
             self.bias.data = change(self.bias.data)
@@ -94,7 +94,7 @@ def _moved(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _rows(tensor: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
-    """What belongs to some rows of a table, of which a tensor holds the same share for each."""
+    """The entries of some rows of a table, in a tensor that has equally many entries for each row."""
     return tensor.reshape(shape[0], -1)[rows]
 
 
@@ -109,7 +109,7 @@ def _pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _largest(weight: Tensor) -> Tensor:
-    """The largest magnitude in each row (rows, 1), and no zero."""
+    """The largest magnitude in each row (rows, 1), clamped to be above zero."""
     return weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
 
 
@@ -141,4 +141,4 @@ KINDS = {
     "int8": (_pack_int8, _unpack_rows),
     "nf4": (_pack_nf4, _unpack_nf4),
 }
-"""How a weight is packed, as (packed, scales), and unpacked."""
+"""Functions that pack a weight, as (packed, scales), and unpack it, by format."""

@@ -1,6 +1,7 @@
-"""The parts of a diffusers model as they lie in its folder: checked before any is loaded, and loaded one by one.
+"""The parts of a diffusers model in its folder: all are checked before any is loaded, and they are loaded one by one.
 
-Only safetensors are read: a pickle can run code. Classes are those our families name, never one a file asks for.
+Only safetensors are read, because a pickle can run code. Only classes that our families name are used, never one that a
+file asks for.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from planner.launch import weight_files
 
 INDEX = "model_index.json"
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What is fetched of a part on the hub: configs, weights, vocabularies, chat templates."""
+"""Files of a part that are fetched from the hub: configs, weights, vocabularies, chat templates."""
 
 MASK = "mask"
-"""Folder of an image that says what of a face is covered."""
+"""Folder of the image that marks which part of a face is covered."""
 WHERE_FROM = {
     MASK: "put mask.png there (bytedance/LatentSync, latentsync/utils/mask.png)",
     "feature_extractor": "put preprocessor_config.json of openai/whisper-tiny there",
 }
-"""Of what no folder that diffusers saved has."""
+"""Where to get the parts that no folder saved by diffusers has."""
 
 
 def locate(source: str, parts: Iterable[str]) -> Path:
-    """The folder of a model: the one named, or a hub id's snapshot, fetched where it is not there yet.
+    """The folder of a model: ``source`` itself, or a hub id's snapshot, which is downloaded if needed.
 
-    A VplanError when it is neither, or cannot be had.
+    Raises a VplanError if ``source`` is neither, or the download fails.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -54,9 +55,10 @@ def locate(source: str, parts: Iterable[str]) -> Path:
 
 
 def check(root: Path, part: str, class_name: str) -> list[Path]:
-    """Files that a part's weights depend on: config and shards. A VplanError for what could not be loaded safely.
+    """The files that a part's weights depend on: config and shards.
 
-    That is: no config, another class than the family's, no safetensors, a shard that is not there or not whole.
+    Raises a VplanError for a part that could not be loaded safely: no config, another class than the family's, no
+    safetensors, a missing or incomplete shard.
     """
     folder = root / part
     if not folder.is_dir():
@@ -72,7 +74,7 @@ def check(root: Path, part: str, class_name: str) -> list[Path]:
 
 
 def check_helper(root: Path, part: str) -> list[Path]:
-    """Files of a tokenizer or image processor; a VplanError where there are none."""
+    """The files of a tokenizer or image processor. Raises a VplanError if there are none."""
     files = sorted(path for path in (root / part).glob("*") if path.is_file())
     if not files:
         raise VplanError(f"{root.name} has no {part}/", WHERE_FROM.get(part, "pass a complete diffusers model"))
@@ -80,9 +82,10 @@ def check_helper(root: Path, part: str) -> list[Path]:
 
 
 def _classes(root: Path, part: str) -> list[object]:
-    """The classes that a part is said to be: by the pipeline's index, which knows what is made of it, or by its config.
+    """The class names that a part's config and the pipeline's index give for it.
 
-    An encoder may be the body of a language model, whose config names the whole.
+    The index names the class that the part is loaded as. The config may name another: an encoder may be the body of a
+    language model, whose config names the whole model.
     """
     config = read_config(root / part / CONFIG, root)
     classes = [config.get("_class_name"), *(config.get("architectures") or ())]
@@ -93,7 +96,7 @@ def _classes(root: Path, part: str) -> list[object]:
 
 
 def load(root: Path, part: str, class_name: str, dtype: torch.dtype) -> nn.Module:
-    """A checked part on the CPU, frozen, its weights in `dtype` (but those its class keeps in fp32)."""
+    """A checked part on the CPU, frozen, with its weights in `dtype` (except those that its class keeps in fp32)."""
     from safetensors import SafetensorError
 
     try:
@@ -118,7 +121,7 @@ def load_helper(root: Path, part: str) -> Any:
         return _mask(root / part)
     autos = {"tokenizer": transformers.AutoTokenizer, "feature_extractor": transformers.AutoFeatureExtractor}
     auto = next((auto for kind, auto in autos.items() if kind in part), transformers.AutoImageProcessor)
-    if part == "processor":  # of prompts and images: what reads prompts lies in the same folder
+    if part == "processor":  # it reads prompts and images; the tokenizer is in the same folder
         auto = transformers.AutoTokenizer
     try:
         return auto.from_pretrained(str(root / part), local_files_only=True)
@@ -139,7 +142,7 @@ def _mask(folder: Path) -> Any:
 
 
 def _class(name: str) -> Any:
-    """A class that one of our families names: diffusers', or else transformers'."""
+    """The class of this name in diffusers, or else in transformers; it is one that our families name."""
     diffusers, transformers = import_module("diffusers"), import_module("transformers")
     kind = getattr(diffusers, name, None) or getattr(transformers, name, None)
     if kind is None:

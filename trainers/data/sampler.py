@@ -1,21 +1,22 @@
-"""Which samples every rank trains on in every step, as often as their repeats say.
+"""Decides which samples each rank trains on in each step, so that each comes as often as its repeats say.
 
 A micro-batch is what one rank trains on at once: samples of one shape. A step takes the next micro-batches of all ranks
-from a list without end, so their shapes may differ, on one rank and between ranks: the gradients that ranks exchange
-have the same form whatever the shape is. Ranks run the same shape side by side wherever a shape has samples enough.
+from an endless list, so their shapes may differ, on one rank and between ranks: the gradients that ranks exchange have
+the same form for every shape. Ranks run the same shape side by side wherever a shape has enough samples.
 
-The list obeys three laws:
+The list follows three rules:
 
-- Within a shape, after any number of draws, a sample was drawn its share of them within one: ``draws * repeats / (the
-  sum of all repeats)``.
-- A shape that has been gone through least often is drawn next, and never so much of it at once that one of its samples
-  comes twice. So shapes are gone through at the same pace, within half a pass over the most repeated sample of each;
-  with no repeats, after whole epochs every sample was drawn as often as there were epochs, within one.
-- A shape with fewer samples than a micro-batch has smaller ones, whose loss weighs less by as much.
+- Within a shape, after any number of draws, the number of times that a sample was drawn is within one of its share:
+  ``draws * repeats / (the sum of all repeats)``.
+- The shape that has been gone through least often comes next, and at most as many of its samples at once as need no
+  repetition. So all shapes advance at the same pace, to within half of the draws that contain a shape's most repeated
+  sample once; without repeats, after n epochs every sample was drawn n times, within one.
+- A shape with fewer samples than a micro-batch has smaller micro-batches, whose loss weighs proportionally less. If no
+  shape fills a micro-batch, samples are repeated until the shape that comes closest does.
 
-It depends on the seed, the samples, the batch sizes and the number of ranks that the run began with. A run that goes
-on with other ranks, or with its micro-batches cut in parts, keeps that list, as long as the global batch is the same.
-Nothing but the number of steps and those sizes has to be kept.
+The list depends on the seed, the samples, the batch sizes and the number of ranks that the run began with. A run that
+resumes on other ranks, or with its micro-batches cut into smaller ones, keeps the list, as long as the global batch is
+the same. Only the number of steps and those sizes have to be saved.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from trainers.data.entries import CachedSample
 from trainers.families.common.random_draws import sample_seed
 
 REMEMBERED = 4
-"""Steps that can be asked for again: the one that runs and those read ahead."""
+"""Newest steps that are kept: the one that runs and those read ahead. Older ones are drawn again from the start."""
 
 
 class MicroBatch(NamedTuple):
@@ -47,12 +48,12 @@ class MicroBatch(NamedTuple):
 
     bucket: Bucket
     samples: tuple[int, ...]
-    """numbers of entries"""
+    """indices of entries"""
     first: int
-    """place of the first one in the step's global batch, by which noise is seeded"""
+    """position of the first one in the step's global batch; noise is seeded by it"""
     weight: float
-    """factor of its mean loss: samples of a whole micro-batch, times the weight of its source; 0 for a repetition that
-    only keeps a rank in step with the others"""
+    """factor of its mean loss: its share of a full micro-batch's samples, times the weight of its source; 0 for a
+    repetition that only keeps a rank in step with the others"""
 
 
 class Step(NamedTuple):
@@ -64,12 +65,12 @@ class Step(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """The mean weight of its micro-batches: what the mean of weighted losses is divided by to be logged."""
+        """The mean weight of its micro-batches. The logged loss is the mean of the weighted losses, divided by it."""
         return math.fsum(micro.weight for micro in self.micro_batches) / len(self.micro_batches)
 
     @property
     def shapes(self) -> dict[str, int]:
-        """Samples by shape, as frames x height x width."""
+        """Number of samples by shape, as frames x height x width."""
         counts: Counter[str] = Counter()
         for micro in self.micro_batches:
             counts[micro.bucket.words] += len(micro.samples)
@@ -77,7 +78,7 @@ class Step(NamedTuple):
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """The numbers of all entries that it trains on, in the order of the global batch."""
+        """The indices of all entries that it trains on, in the order of the global batch."""
         return tuple(number for micro in self.micro_batches if micro.weight for number in micro.samples)
 
 
@@ -87,24 +88,24 @@ class _Shape:
     def __init__(self, bucket: Bucket, weight: float, members: Sequence[int], repeats: Sequence[int]) -> None:
         self.bucket, self.weight, self.members, self.repeats = bucket, weight, members, repeats
         self.draws = sum(repeats)
-        """in one epoch"""
+        """draws in one epoch"""
         self.distinct = max(1, self.draws // max(repeats))
-        """draws in a row in which no sample need come twice"""
+        """draws in a row in which no sample needs to come twice"""
 
     def endless(self, seed: int) -> Iterator[int]:
-        """Its draws over all epochs, each shuffled anew."""
+        """Its draws over all epochs, reshuffled for each epoch."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             yield from (self.members[place] for place in even_order(self.repeats, generator))
 
 
 def even_order(repeats: Sequence[int], generator: torch.Generator) -> list[int]:
-    """Numbers of items in a random order, each as often as its repeats say; in any beginning of it an item stands its
-    share of times within one.
+    """Item numbers in a random order, each as often as its repeats say. In every prefix, the count of each item is
+    within one of its share.
 
-    The j-th of an item's r turns among n has its place between floor(j n / r) and ceil((j + 1) n / r). To give each
+    Of n places, the j-th of an item's r turns takes one between floor(j n / r) and ceil((j + 1) n / r). Giving each
     place to the turn with the earliest end always succeeds (Baruah et al., "Proportionate progress", Algorithmica 15,
-    1996: the windows of one processor that is fully used).
+    1996: the windows of one fully used processor).
     """
     total = sum(repeats)
     ties = torch.randperm(total, generator=generator).tolist()
@@ -126,10 +127,10 @@ def even_order(repeats: Sequence[int], generator: torch.Generator) -> list[int]:
 
 
 class BatchSampler:
-    """Which entries every step trains on, as the module says.
+    """Which entries each step trains on, by the rules in the module's docstring.
 
-    ``ranks``: those that have samples of their own. Raises a VplanError for no entries, and for a shape that the job
-    does not have.
+    ``ranks``: the number of ranks that have samples of their own. Raises a VplanError if there are no entries, or if
+    one has a shape that the job does not have.
     """
 
     def __init__(self, entries: Sequence[CachedSample], job: Job, ranks: int, accumulation: int, seed: int) -> None:
@@ -143,11 +144,11 @@ class BatchSampler:
         for entry in self.entries:
             if entry.clip is not None:
                 self._windows.setdefault((entry.clip, entry.bucket), []).append(entry)
-        self._lock = threading.Lock()  # the loader's thread asks too
+        self._lock = threading.Lock()  # the loader's thread calls it too
         self._draw_as(ranks, accumulation)
 
     def _draw_as(self, ranks: int, accumulation: int) -> None:
-        """Draws from the first step on for so many ranks and micro-batches a step: those that the run began with."""
+        """Restarts the draws at the first step. ``ranks``, ``accumulation``: those that the run began with."""
         self._began_with = ranks, accumulation
         self._steps, self._next = self._all_steps(), 0
         self._recent: OrderedDict[int, Step] = OrderedDict()
@@ -179,7 +180,7 @@ class BatchSampler:
             before = drawn
             for number, samples in islice(units, began_ranks * began_accumulation):
                 shape, size = self._shapes[number], self._sizes[number]
-                # A run that goes on with smaller micro-batches cuts the ones that it began with.
+                # A run that resumes with smaller micro-batches cuts up those that it began with.
                 for offset in range(0, parts * size, size):
                     part, first = samples[offset : offset + size], drawn - before + offset
                     weight = shape.weight * len(part) / size
@@ -190,12 +191,12 @@ class BatchSampler:
             yield Step(tuple(micro_batches), before // per_epoch)
 
     def _units(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """(number of the shape, entries) of the micro-batches that the run began with, row by row of all its ranks."""
+        """(number of the shape, entries) of each micro-batch of the run as it began, row by row of all its ranks."""
         ranks, accumulation = self._began_with
         sizes = [size * self.ranks * self.accumulation // (ranks * accumulation) for size in self._sizes]
         fullest = max(Fraction(shape.distinct, size) for shape, size in zip(self._shapes, sizes, strict=True))
         draws = [shape.endless(sample_seed(self.seed, number)) for number, shape in enumerate(self._shapes)]
-        # Where no shape fills a micro-batch, the fullest one is repeated until it does, and the others as often.
+        # If no shape fills a micro-batch, the fullest one is repeated until it does, and the others as often.
         units = [
             min(size, math.ceil(shape.distinct / min(Fraction(1), fullest)))
             for shape, size in zip(self._shapes, sizes, strict=True)
@@ -205,7 +206,7 @@ class BatchSampler:
         ties = torch.randperm(len(self._shapes), generator=torch.Generator().manual_seed(self.seed)).tolist()
 
         def lag(number: int) -> tuple[float, int]:
-            # Half of what it takes at once ahead: a lone sample comes in the middle of each epoch, not before all.
+            # Counts half of what it would take next: a lone sample then comes in the middle of each epoch, not first.
             middle = drawn[number] + at_once[number] * units[number] / 2
             return middle / self._shapes[number].draws, ties[number]
 
@@ -219,7 +220,7 @@ class BatchSampler:
                     free -= 1
 
     def partner(self, entry: CachedSample, seed: int) -> CachedSample | None:
-        """The window that goes with one of the same clip, by the seed of the sample; None where clips are whole."""
+        """Another window of the same clip and shape, chosen by the sample's seed; None if samples are not windows."""
         if entry.clip is None:
             return None
         # Any window but the entry itself: the offset lies between 1 and the number of windows less one.
@@ -227,8 +228,8 @@ class BatchSampler:
         return windows[(windows.index(entry) + 1 + sample_seed(seed, "other") % (len(windows) - 1)) % len(windows)]
 
     def position(self, steps: int) -> dict[str, int | str]:
-        """The sampler's position after `steps` steps, for a checkpoint, with a digest of the order by which a resumed
-        run is checked."""
+        """The sampler's position after `steps` steps, for a checkpoint. It has a digest of what decides the order, to
+        check a resumed run."""
         samples = [[entry.path.name, entry.text.name, entry.repeats, entry.weight] for entry in self.entries]
         ranks, accumulation = self._began_with
         sizes = [size * self.ranks * self.accumulation for size in self._sizes]
@@ -236,8 +237,8 @@ class BatchSampler:
         return {"steps": steps, "ranks": ranks, "accumulation": accumulation, "order": digest[:32]}
 
     def resume(self, position: Mapping[str, int | str]) -> int:
-        """The steps that were done when a position was kept; goes on in its order. A VplanError when that is not
-        possible: the data, the global batch or the seed is another one now."""
+        """Continues in the order of a saved position and returns its number of steps. Raises a VplanError if that is
+        impossible: the data, the global batch or the seed differs, or micro-batches would have to be joined."""
         steps, began = int(position["steps"]), (int(position.get("ranks", 0)), int(position.get("accumulation", 0)))
         groups = began[0] * began[1]
         if groups and self.ranks * self.accumulation % groups == 0:
@@ -250,7 +251,7 @@ class BatchSampler:
 
 
 def _shapes(entries: Sequence[CachedSample]) -> list[_Shape]:
-    """The entries by shape and by weight: a micro-batch has one of each."""
+    """The entries grouped by shape and weight: all samples of a micro-batch have the same."""
     members: dict[tuple[Bucket, float], list[int]] = {}
     for number, entry in enumerate(entries):
         members.setdefault((entry.bucket, entry.weight), []).append(number)
@@ -261,8 +262,8 @@ def _shapes(entries: Sequence[CachedSample]) -> list[_Shape]:
 
 
 def _batch_size(bucket: Bucket, job: Job) -> int:
-    """As the job says of that shape, whatever batches caching was for. Raises a VplanError for a shape that the job
-    does not have: what was planned says nothing of its memory."""
+    """The job's batch size for a shape, whatever batch size it was cached for. Raises a VplanError for a shape that the
+    job does not have: its memory was not planned for."""
     for shape in job.shapes:
         if (shape.frames, shape.height, shape.width) == (bucket.frames, bucket.height, bucket.width):
             assert shape.batch_size is not None

@@ -1,4 +1,4 @@
-"""A folder of encoded samples that survives being killed: files are whole or not there. And a memory of file hashes."""
+"""A folder of encoded samples that survives a kill, as files are whole or absent; and remembered hashes of files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from planner.errors import VplanError, quoted
 from planner.file_writing import lock_file
 
 STALE_SECONDS = 3600.0
-"""Age at which a half-written file has no writer any more: one takes seconds."""
+"""Age at which a half-written file is taken to be abandoned: writing one takes seconds."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 CHECKSUM = "crc32"
-"""Entry of a file's metadata. Against disks and copies, not against people."""
+"""Entry of a file's metadata. It detects faulty disks and copies, not tampering."""
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -43,8 +43,8 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 class Store:
-    """The cache of encoded samples: safetensors files by key (`ab/abcd....safetensors`). Numbered ones are left by
-    earlier encoders' turns for the last one."""
+    """The cache of encoded samples: safetensors files by key (`ab/abcd....safetensors`). Numbered files are the outputs
+    of earlier encoders' turns, for later turns to read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,9 +73,9 @@ class Store:
         return load_file(self.path(key, turn))
 
     def save(self, key: str, tensors: Mapping[str, Tensor], turn: int | None = None) -> int:
-        """Writes a sample aside, syncs it and gives it its name; returns its bytes. Nothing stays of a failed write.
+        """Writes a sample aside, syncs it and renames it; returns its bytes. A failed write leaves nothing behind.
 
-        The folder is not synced: a power cut may take the name back, and then the sample is encoded again.
+        The folder is not synced: a power cut may undo the renaming, and then the sample is encoded again.
         """
         from safetensors.torch import save
 
@@ -89,8 +89,7 @@ class Store:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                # The rename comes behind the sync: a power cut between them must not leave a whole name with half a
-                # content.
+                # Renamed only after the sync: a power cut must not leave incomplete content under the final name.
                 os.replace(aside, path)
             except OSError:
                 aside.unlink(missing_ok=True)
@@ -98,12 +97,12 @@ class Store:
         return len(data)
 
     def drop_turns(self, key: str, turns: int) -> None:
-        """Deletes the files that the first `turns` turns over a sample left."""
+        """Deletes the outputs of the first `turns` turns over a sample."""
         for turn in range(turns):
             self.path(key, turn).unlink(missing_ok=True)
 
     def fault(self, key: str) -> str | None:
-        """Why a sample could not be encoded, where an earlier run with `skip_bad` found so; else None."""
+        """Why a sample could not be encoded, if a run with `skip_bad` has marked it; else None."""
         with contextlib.suppress(FileNotFoundError):
             return self.path(key).with_suffix(".bad").read_text(encoding="utf-8")
         return None
@@ -115,7 +114,7 @@ class Store:
             self.path(key).with_suffix(".bad").write_text(reason, encoding="utf-8")
 
     def sweep(self) -> None:
-        """Deletes half-written files of runs that were killed, once they are older than `STALE_SECONDS`."""
+        """Deletes half-written files of killed runs, once they are older than `STALE_SECONDS`."""
         before = time.time() - STALE_SECONDS
         for path in self.folder.glob("*/*.part"):
             with contextlib.suppress(FileNotFoundError):
@@ -124,11 +123,11 @@ class Store:
 
 
 class BackgroundWriter:
-    """Saves samples to a store while the next ones are encoded. As a context it ends when all are written; an error of
-    one is raised by the next `save`, or at the end."""
+    """Saves samples to a store while the next ones are encoded. Leaving its context waits until all are written. An
+    error is raised by a later `save`, or on leaving."""
 
     THREADS = 4
-    """Writers that wait for the disk at a time: a file system flushes what they ask for together."""
+    """Threads that write and sync at the same time: a file system flushes for several at once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -146,8 +145,8 @@ class BackgroundWriter:
     def save(
         self, key: str, tensors: Mapping[str, Tensor], turn: int | None = None, drop_turns: int = 0
     ) -> Future[int]:
-        """Saves a sample, or what one turn made of it; its bytes, when it is written. After that the first
-        ``drop_turns`` turns' files are deleted."""
+        """Saves a sample, or one turn's output for it, then deletes the outputs of the first ``drop_turns`` turns. The
+        future gives the file's bytes when it is written."""
         while len(self._pending) > 2 * self.THREADS or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
 
@@ -161,9 +160,9 @@ class BackgroundWriter:
 
 
 class Digests:
-    """Hashes of files, remembered by path, size and time of change, so that large files are read once.
+    """Hashes of files, remembered by path, size and modification time, so that large files are read once.
 
-    Every rank appends to a file of its own. A line that a kill cut short is passed over.
+    Each rank appends to its own file. A line cut short by a kill is ignored.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -180,7 +179,7 @@ class Digests:
                     self._digests[row["file"], row["bytes"], row["changed_ns"]] = row["sha256"]
 
     def of(self, path: Path) -> str:
-        """The SHA-256 of a file's content; a VplanError when it cannot be read."""
+        """The SHA-256 of a file's content. Raises a VplanError if it cannot be read."""
         try:
             real = os.path.realpath(path, strict=True)
             status = os.stat(real)
@@ -190,7 +189,7 @@ class Digests:
                     self._digests[key] = hashlib.file_digest(file, "sha256").hexdigest()
                 row = {"file": key[0], "bytes": key[1], "changed_ns": key[2], "sha256": self._digests[key]}
                 with as_cache_fault(self.folder), self.file.open("a", encoding="utf-8") as memory:
-                    memory.write("\n" + json.dumps(row))  # in front, so that a line cut short spoils itself only
+                    memory.write("\n" + json.dumps(row))  # newline first, so that a line cut short spoils only itself
         except OSError as error:
             fix = "check that it exists and is readable"
             raise VplanError(f"cannot read {quoted(str(path))}: {error.strerror}", fix) from None
@@ -199,10 +198,10 @@ class Digests:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """A context that the processes which share a folder are in one after another. The lock is the kernel's (flock) and
-    goes with its process."""
+    """A context that only one of the processes that share a folder is in at a time. The lock is the kernel's (flock)
+    and is released when its process ends."""
     with (folder / ".turn").open("w") as file:
-        lock_file(file.fileno())  # without locks they encode at once, which takes more memory and harms nothing
+        lock_file(file.fileno())  # without locks they run at once, which only takes more memory
         yield
 
 

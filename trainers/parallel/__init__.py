@@ -1,5 +1,6 @@
 """Training on several GPUs: engines, context parallelism, checkpoints and export.
 
-Begin with `parallel` (`set_up`: which engine a strategy has). `local_engine` is what all engines have, `zero` is
-DeepSpeed's; `checkpoint` and `state_files` keep what they hold, `lora_files` and `export` write what people use.
+Start with `parallel`: its `set_up` chooses the engine for a strategy. `local_engine` has the base of all engines,
+`zero` has DeepSpeed's. `checkpoint` and `state_files` save and restore training states; `lora_files` and `export` write
+the weights that users load.
 """

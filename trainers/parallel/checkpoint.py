@@ -1,7 +1,7 @@
-"""Checkpoints of a training state: copied to host RAM in the step, written from there while training goes on.
+"""Checkpoints of a training state: copied to host RAM after a step, written from there while training continues.
 
-The state's files are those of `state_files`: every rank writes what it has, and any number of ranks can go on.
-`planner.launch.checkpoints` makes the folder count and says which one is whole.
+The state's files are those of `state_files`: each rank writes what it has, and any number of ranks can resume.
+`planner.launch.checkpoints` gives a finished folder its name and says which checkpoints are whole.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from trainers.parallel.state_files import OUTLINE, STATE, SavedState, Share, sha
 from trainers.step.weights import Weights
 
 WEIGHTS, AVERAGE = "weights/", "average/"
-"""How the keys of trained weights and of their average begin."""
+"""Prefixes of the keys of trained weights and of their average."""
 PLAN = "plan.toml"
 
 OLD_WEIGHTS, OLD_AVERAGE, OLD_STATE = "weights.safetensors", "average.safetensors", "optimizer-00000.pt"
 """Files of checkpoints of format 1."""
 
 LoraWriter = Callable[[Path, Mapping[str, Tensor]], None]
-"""Writes the files of adapters, by their names in the model, into a folder."""
+"""Writes LoRA files into a folder, from adapter weights by their names in the model."""
 
 
 class NotFiniteError(ArithmeticError):
-    """Raised when trained weights hold NaN or infinity."""
+    """Raised when the loss or trained weights are NaN or infinite."""
 
 
 def barrier() -> None:
@@ -66,8 +66,8 @@ def rank() -> int:
 
 def gather(names: Iterable[str], tensor_of: Callable[[str], Tensor], copy: bool = False) -> dict[str, Tensor]:
     """Name -> whole tensor in host RAM, gathered one after another so that the GPU never holds two; empty on all ranks
-    but the first. All ranks call it together. ``tensor_of``: gives one tensor by name; ``copy``: also of what is in
-    host RAM already."""
+    but the first. All ranks call it together. ``tensor_of``: gives one tensor by name; ``copy``: copies even those that
+    are in host RAM already."""
     tensors = {}
     _wait_for_copies()
     for name in names:
@@ -79,13 +79,13 @@ def gather(names: Iterable[str], tensor_of: Callable[[str], Tensor], copy: bool 
 
 
 def _wait_for_copies() -> None:
-    """Trained weights of swapped blocks are on their way back to host RAM."""
+    """Waits until trained weights of swapped blocks are back in host RAM."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 class Content(NamedTuple):
-    """What one rank writes of a checkpoint, as it was when training was there."""
+    """What one rank writes of a checkpoint, as it is after its step."""
 
     step: int
     shares: list[Share]
@@ -100,10 +100,10 @@ class Content(NamedTuple):
 class CheckpointWriter:
     """Writes the checkpoints of one run, one at a time. All ranks make one and call its methods together.
 
-    The step waits until this rank's part is copied to host RAM. A thread writes it; where several ranks have parts,
+    Training waits until this rank's part is copied to host RAM, and a thread writes it. If several ranks have parts,
     their threads agree through a process group of their own (as torch's ``async_save`` does, on the CPU), and the first
-    makes the folder count. Where host RAM has no room for the copy (`planner.estimate.host_ram.has_room`), the step
-    waits for the files, which are copied one at a time.
+    gives the finished folder its name. If host RAM has no room for the copy (`planner.estimate.host_ram.has_room`),
+    training waits until the files are written, and each is copied just before.
     """
 
     def __init__(self, folder: Path, engine: LocalEngine, keep: int) -> None:
@@ -121,11 +121,12 @@ class CheckpointWriter:
         plan: str,
         lora: LoraWriter | None = None,
     ) -> None:
-        """Begins the checkpoint after ``manifest["step"]`` steps, once the one before it is written. ``lora`` writes
-        the files of adapters into its folder, of the average where the plan keeps one, as the run's end does.
+        """Starts the checkpoint after ``manifest["step"]`` steps, once the previous one is written. ``lora`` writes the
+        LoRA files into its folder, of the average if the plan keeps one, as at the end of the run.
 
-        Raises what the one before ended with: a VplanError where the disk is full, a NotFiniteError for weights that
-        are not finite. Neither counts, and whatever was there before is still there.
+        Raises the error of the previous checkpoint, or of this one if training waits for it: a VplanError if it cannot
+        be written, as on a full disk, and a NotFiniteError for weights that are not finite. A failed checkpoint does
+        not count, and earlier ones are still there.
         """
         self.wait()
         content = self._content(average, manifest, plan, lora)
@@ -139,26 +140,26 @@ class CheckpointWriter:
             self._pending.set_result(self._write(content))
 
     def finished(self) -> Path | None:
-        """The checkpoint that has been finished since the last call; None where it is still written, or there is none.
-        Raises what `save` says."""
+        """The checkpoint that was finished since the last call; None if it is still being written, or there is none.
+        Raises the errors that `save` names."""
         return self.wait() if self._pending and self._pending.done() else None
 
     def wait(self) -> Path | None:
-        """As `finished`, once it is."""
+        """As `finished`, but waits for a checkpoint that is being written."""
         pending, self._pending = self._pending, None
         try:
             return pending.result() if pending else None
         finally:
-            pending = None  # its error's traceback has this frame: the run's files would stay open
+            pending = None  # its error's traceback holds this frame, which would keep the run's files open
 
     def close(self) -> None:
-        """Waits for what is being written, however it ends."""
+        """Waits for a checkpoint that is being written, without raising its error."""
         self._thread.shutdown()
 
     def _content(
         self, average: Average | None, manifest: dict[str, Any], plan: str, lora: LoraWriter | None
     ) -> Content | None:
-        """What this rank writes, nothing of it copied yet but what had to be gathered; None where it writes nothing."""
+        """What this rank writes, not copied yet except what had to be gathered; None if it writes nothing."""
         engine, names = self.engine, list(self.engine.trainee.trainable)
         adapters = gather(names, (average or engine).full_tensor, copy=True) if lora else {}
         if not is_first() and not self.shared:
@@ -182,7 +183,7 @@ class CheckpointWriter:
     # ---- in the thread
 
     def _write(self, content: Content) -> Path | None:
-        """The folder of the checkpoint, which counts now."""
+        """Writes the checkpoint, gives its folder the final name and returns it."""
         final = self.folder / checkpoints.folder_name(content.step)
         partial = self.folder / f".partial-{final.name}"
         try:
@@ -223,7 +224,7 @@ class CheckpointWriter:
             checkpoints.keep_newest(self.folder, self.keep)
 
     def _together(self, work: Callable[[], None]) -> None:
-        """Does this rank's part of something. All ranks raise the error that one of them met."""
+        """Does this rank's part of some work. If one rank has an error, all ranks raise."""
         error: VplanError | NotFiniteError | None = None
         try:
             try:
@@ -242,7 +243,7 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def _writing(partial: Path) -> Iterator[None]:
-    """A full disk, in the words of whoever met it, is a VplanError."""
+    """A context that turns a failed write, such as on a full disk, into a VplanError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -254,11 +255,11 @@ def _writing(partial: Path) -> Iterator[None]:
         raise VplanError(f"cannot write a checkpoint to {partial.parent}: {reason}", fix, 4) from error
 
 
-# ---- going on from one
+# ---- resuming from one
 
 
 def trained_weights(checkpoint: Path) -> Weights:
-    """A checkpoint's trained weights, by the names that they have in the model."""
+    """A checkpoint's trained weights, by their names in the model."""
     if (checkpoint / OLD_WEIGHTS).is_file():
         return Weights(checkpoint, [OLD_WEIGHTS])
     folder = checkpoint / STATE
@@ -266,8 +267,8 @@ def trained_weights(checkpoint: Path) -> Weights:
 
 
 def load_state(checkpoint: Path, engine: LocalEngine, average: Average | None, average_steps: int | None) -> None:
-    """Gives the optimizer and the average, which has followed so many steps, what a checkpoint has of them; whatever
-    number of ranks wrote it. Raises a VplanError for a file that holds more than plain data."""
+    """Restores the optimizer and the average from a checkpoint, whatever number of ranks wrote it. ``average_steps``:
+    how many steps the average has followed. Raises a VplanError for a file that holds more than plain data."""
     if (checkpoint / OLD_WEIGHTS).is_file():
         _load_old_state(checkpoint, engine, average)
     else:

@@ -1,10 +1,10 @@
-"""Context parallelism: ranks that share a sample, each with some of its tokens, as diffusers splits them (Ulysses).
+"""Context parallelism: ranks share a sample, each with some of its tokens, as diffusers splits them (Ulysses).
 
-Every rank of a group is given the same sample and noise and computes the loss over all of it: diffusers gathers what
-the model gives out, and backward hands each rank the gradient of its own tokens (hooks/context_parallel.py,
-``AllGatherFunction.backward`` is a slice). So what a rank has of a weight's gradient is its tokens' share, and the
-shares of a group are added up. Engines that average over all ranks would divide by the group as well, so the loss is
-that much larger.
+Every rank of a group gets the same sample and noise and computes the loss over all of it: diffusers gathers the
+model's output, and backward gives each rank the gradient of its own tokens (hooks/context_parallel.py,
+``AllGatherFunction.backward`` is a slice). So each rank has its tokens' share of a weight's gradient, and the shares of
+a group are added up. Engines that average over all ranks would also divide by the group's size, so the loss is
+multiplied by it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def split_tokens(model: nn.Module, strategy: Strategy, device: torch.device) -> 
 
 
 def _with_device_count(device: torch.device) -> Any:
-    """diffusers numbers the accelerators of a machine, of which there is none beside a CPU."""
+    """A context in which torch counts one accelerator on the CPU instead of none: diffusers divides by the count."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 1
     return mock.patch.object(torch.accelerator, "device_count", lambda: count)
 
 
 def add_up(parameters: list[nn.Parameter]) -> None:
-    """Sums the gradients of these parameters over all ranks, in place, where no engine does it."""
+    """Sums the gradients of these parameters over all ranks, in place, if no engine does it."""
     for parameter in parameters:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)

@@ -18,7 +18,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _write(parameter: nn.Parameter, values: Tensor) -> None:
-    """Gives a parameter other values, wherever it lies by now: a sample may have sent it away and back."""
+    """Overwrites a parameter's values where it is now: making a sample may have moved it to host RAM and back."""
     _local(parameter.detach()).copy_(values)
 
 
@@ -29,10 +29,10 @@ def _exchange(parameter: nn.Parameter, shadow: Tensor) -> None:
 
 
 class Average:
-    """Follows the weights after every step; under FSDP2 each rank follows its shares.
+    """Follows the trained weights after every step; under FSDP2 each rank follows its own shards.
 
     The decay grows with the steps, ``(1 + n) / (10 + n)`` up to ``decay`` (diffusers training_utils,
-    EMAModel.get_decay), and one parameter at a time is moved by the difference (EMAModel.step).
+    EMAModel.get_decay), and parameters are moved by the difference one at a time (EMAModel.step).
     """
 
     def __init__(self, trainable: dict[str, nn.Parameter], where: str, decay: float = EMA_DECAY) -> None:
@@ -47,7 +47,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the average towards the present weights: call it after each optimizer step."""
+        """Moves the average towards the current weights; call it after each optimizer step."""
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         for name, parameter in self.trainable.items():
@@ -57,11 +57,11 @@ class Average:
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Has the model hold the average meanwhile, and its own weights again behind that, bit for bit. No step and no
-        checkpoint may come in between.
+        """A context in which the model holds the average; afterwards it has its own weights again, bit for bit. No step
+        and no checkpoint may happen in between.
 
-        fp32 weights change places with the average, one parameter at a time. Others could not wait there without
-        loss of the average's last digits: they wait in host RAM.
+        fp32 weights are swapped with the average, one parameter at a time. For other dtypes the average would lose
+        precision in the swap, so the weights are kept in host RAM.
         """
         with contextlib.ExitStack() as back:
             for name, parameter in self.trainable.items():
@@ -75,12 +75,11 @@ class Average:
             yield
 
     def kept(self, name: str) -> Tensor:
-        """The average of one parameter as a checkpoint keeps it and gives it back, in place: a DTensor where the
-        parameter is one."""
+        """The average of one parameter, for a checkpoint to save or to read into; a DTensor if the parameter is one."""
         return self._kept[name]
 
     def full_tensor(self, name: str) -> Tensor:
-        """The average of one parameter, unsplit; all ranks ask together."""
+        """The average of one parameter, unsharded. All ranks call it together."""
         parameter = self.trainable[name]
         if not isinstance(parameter, DTensor):
             return self.shadow[name]

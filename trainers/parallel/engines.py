@@ -1,7 +1,7 @@
-"""The engines that split a model over GPUs, as a strategy asks for them: DeepSpeed's config, torch's ``fully_shard``.
+"""Engines that split a model over GPUs as a strategy says: DeepSpeed's config, and torch's ``fully_shard``.
 
-What `planner.layout.sharding.zero` and `planner.layout.sharding.fsdp` price is what these two set up; tests/contract
-reads the real bytes back.
+`planner.layout.sharding.zero` and `planner.layout.sharding.fsdp` estimate what is set up here; tests/contract compares
+them with the real bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.spec.training import MAX_GRAD_NORM
 from trainers.step.step import DTYPES
 
 PIN = torch.cuda.is_available()
-"""Pinned host memory is there to be copied to a GPU."""
+"""Whether to pin host memory, which only serves copies to a GPU."""
 
 
 def deepspeed_config(
@@ -32,9 +32,10 @@ def deepspeed_config(
     drive: Path | None = None,
     max_grad_norm: float = MAX_GRAD_NORM,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration for a ``zero-N`` strategy with a client optimizer; what is left out is its default.
+    """DeepSpeed's configuration for a ``zero-N`` strategy with a client optimizer; other settings have their defaults.
 
-    ``drive``: the folder of what ``nvme`` offloads; ``max_grad_norm``: the norm of clipped gradients, 0 for none.
+    ``drive``: the folder for what ``nvme`` offloads; ``max_grad_norm``: the norm that gradients are clipped to, 0 for
+    no clipping.
     """
     assert strategy.sharding.startswith("zero")
     zero: dict[str, Any] = {
@@ -65,8 +66,8 @@ def deepspeed_config(
 
 
 def mesh_of(strategy: Strategy, device: torch.device) -> DeviceMesh:
-    """All ranks in a row, or with several copies of the model a row for each: neighbours have shares of the same copy,
-    and gradients are summed down the columns. All ranks call it together."""
+    """The device mesh: all ranks in a row, or one row for each copy of the model. The ranks of a row have shards of the
+    same copy, and gradients are summed down the columns. All ranks call it together."""
     world, copies = dist.get_world_size(), strategy.fsdp_replicas
     if copies == 1:
         return init_device_mesh(device.type, (world,))
@@ -76,9 +77,9 @@ def mesh_of(strategy: Strategy, device: torch.device) -> DeviceMesh:
 def shard(model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, mesh: DeviceMesh) -> None:
     """Splits a model in place with FSDP2: one group per repeated block, one for the rest.
 
-    The shards have the strategy's storage, weights are gathered in its compute format, and gradients are added up in
-    fp32 (as torchtitan does). FSDP2 wants one format of everything it trains, so what diffusers keeps in fp32 (norms,
-    tables) follows the strategy where it is trained.
+    Shards have the strategy's storage dtype, weights are gathered in its compute dtype, and gradients are reduced in
+    fp32 (as torchtitan does). FSDP2 needs one dtype for all trained parameters, so those that diffusers keeps in fp32
+    (norms, tables) get the strategy's dtype if they are trained.
     """
     trained = DTYPES[strategy.adapter_dtype if job.method == "lora" else strategy.weights(job.method)]
     for parameter in model.parameters():

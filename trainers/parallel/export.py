@@ -24,10 +24,11 @@ from trainers.step.weights import saved_buffers
 
 
 def part(profile: ModelProfile, job: Job | None = None) -> str:
-    """What pipelines call the model: the prefix of its LoRA weights, and its folder.
+    """The pipelines' name for the model: the prefix of its LoRA weights, and its folder.
 
-    The low-noise expert's folder is the second one; its LoRA file is like the other's, and a pipeline is told where it
-    belongs (``load_lora_weights(..., load_into_transformer_2=True)``). Of both each is in a folder of its part's name.
+    The low-noise expert's folder is the second one. Its LoRA file is like the other's, and a pipeline is told where it
+    belongs (``load_lora_weights(..., load_into_transformer_2=True)``). If both were trained, each has a folder named
+    like its part.
     """
     if profile.experts == 2 and job and job.experts == "low":
         return f"{profile.traits.part}_2"
@@ -42,8 +43,8 @@ def finish(
     average: Average | None,
     lora: Callable[[Path, Mapping[str, Tensor]], None] | None,
 ) -> None:
-    """Writes the trained weights, or their moving average where the plan keeps one. All ranks call it together.
-    ``lora`` writes the files of adapters into a folder; None in full training."""
+    """Writes the trained weights, or their moving average if the plan keeps one. All ranks call it together. ``lora``
+    writes the LoRA files into a folder; None in full training."""
     trained = engine.trainee.trainable
     tensors = gather(trained, average.full_tensor if average else engine.full_tensor)
     if job.method == "full":
@@ -75,14 +76,14 @@ def finish(
 def _parts(
     folder: Path, profile: ModelProfile, job: Job, engine: LocalEngine
 ) -> list[tuple[str, Path, torch.nn.Module]]:
-    """(how its weights' names begin, where it is written, the model itself) of all that was trained."""
+    """(prefix of its weights' names, folder to write it to, the model itself) of each model that was trained."""
     if job.experts == "both":
         return [(f"{name}.", folder / name, engine.plain.get_submodule(name)) for name in PARTS.values()]
     return [("", folder / part(profile, job), engine.plain)]
 
 
 def whole_model(tensors: dict[str, Tensor], profile: ModelProfile, trained: torch.nn.Module) -> torch.nn.Module:
-    """A plain model on the CPU around trained tensors, whatever engine split the one that was ``trained``."""
+    """A plain model on the CPU with these tensors and the buffers of the ``trained`` one, however that is split."""
     from accelerate import init_empty_weights
 
     model_class = getattr(diffusers, profile.diffusers_class)

@@ -1,4 +1,4 @@
-"""The engine of a process that has the whole model, which those of DDP, FSDP2 and DeepSpeed build on."""
+"""The engine of a process that has the whole model, and the base of those for DDP, FSDP2 and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ SCALER = "loss scaler"
 
 
 class LocalEngine(step.Engine):
-    """One process, or one that others only share gradients with: it has all weights and the whole optimizer."""
+    """The engine of a process that has all weights and the whole optimizer: alone, or sharing gradients with others."""
 
     replicated = True
-    """Whether every rank has the same state, so that one of them keeps it for all."""
+    """Whether every rank has the same state, so that one of them saves it for all."""
 
     averages = False
     """Whether the gradients of a step are the mean over all ranks."""
 
     gathers = False
-    """Whether weights are split over the ranks, so that they run every forward together."""
+    """Whether weights are split over the ranks, so that all ranks have to run every forward together."""
 
     splits_weights = False
-    """Whether each rank keeps its share of the trained weights itself"""
+    """Whether each rank saves its own share of the trained weights"""
 
     def __init__(self, trainee: step.Trainee, scaler: LossScaler | None = None) -> None:
         super().__init__(scaler)
@@ -43,8 +43,8 @@ class LocalEngine(step.Engine):
         self.parameters = dict(trainee.model.named_parameters())
 
     def backward(self, loss: Tensor) -> None:
-        # Ranks that share a sample have each a part of its gradient: the sum is wanted. Where the engine takes the mean
-        # over all ranks, the loss makes up for it.
+        # Ranks that share a sample each have a part of its gradient, and the sum is needed. If the engine takes the
+        # mean over all ranks, a larger loss makes up for it.
         super().backward(loss if self.parts == 1 or not self.averages else loss * self.parts)
 
     def step(self, trainee: step.Trainee) -> None:
@@ -53,7 +53,7 @@ class LocalEngine(step.Engine):
         super().step(trainee)
 
     def full_tensor(self, name: str) -> Tensor:
-        """A trained weight by its full name, unsharded, on whatever device it is. All ranks must call it together,
+        """A trained weight by its full name, unsharded, on the device it is on. All ranks must call it together,
         because it may be gathered."""
         return self.parameters[name].detach()
 
@@ -62,17 +62,17 @@ class LocalEngine(step.Engine):
         return share_of(key, self.full_tensor(name), dist.get_rank() if dist.is_initialized() else 0)
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state for a checkpoint, as `state_files.taken_apart` takes it; nothing in it is a copy."""
+        """The optimizer's state for a checkpoint, as `state_files.taken_apart` takes it; its tensors are not copies."""
         assert self.trainee.optimizer is not None
         scaling = {SCALER: self.scaler.state_dict()} if self.scaler else {}
         return {**self.trainee.optimizer.state_dict(), **scaling}
 
     def read_state(self, saved: SavedState) -> None:
-        """Takes up the state that a checkpoint has, of this or another number of ranks."""
+        """Restores the state from a checkpoint, whatever number of ranks wrote it."""
         self.load_state(saved.read(self.room))
 
     def room(self, shape: torch.Size, dtype: torch.dtype, is_split: bool) -> Tensor:
-        """Room in host RAM for a tensor of the state, of that whole shape."""
+        """An empty tensor in host RAM for a tensor of the state. ``shape``: of the whole tensor."""
         assert not is_split
         return torch.empty(shape, dtype=dtype)
 

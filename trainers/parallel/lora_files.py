@@ -1,15 +1,15 @@
-"""The LoRA files of a run: one as diffusers reads it, one as ComfyUI, kohya's sd-scripts and musubi-tuner do.
+"""The LoRA files of a run: one for diffusers, one for ComfyUI, kohya's sd-scripts and musubi-tuner.
 
-Both hold the same adapter. ComfyUI's models have some of diffusers' layers as one (q, k and v, often with the MLP's
-first layer): their adapters become one with as many times the rank, whose up-weights are block-diagonal, so that the
-change of the weights is the same to the last bit of a product.
+Both hold the same adapter. ComfyUI's models fuse some of diffusers' layers (q, k and v, often with the MLP's first
+layer). Their adapters become one, with the sum of their ranks and block-diagonal up-weights, so that the change of the
+weights is the same to the last bit.
 
-A LoKr's two matrices have LyCORIS' names in both. Their Kronecker product cannot be one of several layers, so there is
-a file for ComfyUI where each of its layers is one there.
+A LoKr's two matrices have LyCORIS' names in both. One Kronecker product cannot cover several fused layers, so there is
+a file for ComfyUI only if each of the LoKr's layers is a whole layer there.
 
-A DoRA has diffusers' file alone. ComfyUI divides its magnitudes by the lengths of the rows of the frozen weight
-(v0.3.77, comfy/weight_adapter/base.py, ``weight_decompose``), peft by those of the changed one: the same numbers would
-be another adapter there.
+A DoRA has diffusers' file only. ComfyUI divides its magnitudes by the row norms of the frozen weight (v0.3.77,
+comfy/weight_adapter/base.py, ``weight_decompose``), peft by those of the changed one: the same numbers would be a
+different adapter there.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from trainers.step.step import NEAR_ROOT
 from trainers.step.weights import MAGNITUDE
 
 _DEFAULT = re.compile(r"\.default(?=\.|$)")
-"""peft's name of the adapter, in the names of its weights."""
+"""peft's name for the adapter, in the names of its weights."""
 
 _BLOCK = re.compile(r"\.(\d+)\.")
 
 
 class LayerRows(NamedTuple):
-    """Which rows of which layer of ComfyUI's model one of diffusers' layers is."""
+    """Where one of diffusers' layers is in ComfyUI's model: rows of a layer's weight."""
 
     layer: str
     """name of ComfyUI's layer"""
     first_row: int
-    """of its weight"""
+    """the first of its rows in the weight of that layer"""
     rows: int
-    """of the weight of ComfyUI's whole layer"""
+    """all rows of the weight of ComfyUI's layer"""
     is_swapped: bool = False
-    """whether the halves of its rows change places"""
+    """whether the two halves of its rows are swapped there"""
 
 
 class LoraFiles:
@@ -64,8 +64,8 @@ class LoraFiles:
     def __init__(
         self, profile: ModelProfile, job: Job, training: TrainingSettings, samples: int, model: nn.Module
     ) -> None:
-        """``samples``: size of the dataset; ``model``: with its adapters, or both experts. Raises a VplanError for a
-        layer that has no name in ComfyUI though its model has: before training, not after it."""
+        """``samples``: size of the dataset; ``model``: with its adapters, or both experts. Raises a VplanError if
+        ComfyUI has the model but the name of an adapted layer there is not known: before training, not after it."""
         self.profile, self.job, self.training, self.samples = profile, job, training, samples
         self.scale = (training.lora_alpha or job.lora_rank) / job.lora_rank
         one = model.get_submodule(PARTS["high"]) if job.experts == "both" else model
@@ -80,8 +80,8 @@ class LoraFiles:
                 self.places = None
 
     def write(self, folder: Path, trained: Mapping[str, Tensor], steps: int) -> None:
-        """Writes the files of trained adapters into a folder: of two experts that trained together, each into a folder
-        of its part's name. ``trained``: by their names in the model; ``steps``: how many were done."""
+        """Writes the files of trained adapters into a folder. Two experts trained together each get a subfolder, named
+        like their part. ``trained``: adapter weights by their names in the model; ``steps``: how many were done."""
         header = self._header(steps)
         for place, of_part in self._by_part(trained).items():
             target = folder / place
@@ -92,11 +92,11 @@ class LoraFiles:
                 written[COMFYUI_LORA] = lycoris_tensors(of_part, self.places)
             elif self.places is not None:
                 written[COMFYUI_LORA] = comfyui_tensors(of_part, self.places, self.scale)
-            for name, tensors in written.items():  # safetensors' own files are readable by their owner alone
+            for name, tensors in written.items():  # `save_file` would make them readable only by their owner
                 write_file(target / name, save(tensors, metadata=header))
 
     def _by_part(self, trained: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Folder -> what belongs in it, by names within the one model."""
+        """Subfolder -> the weights that belong in it, by their names within one model."""
         if self.job.experts != "both":
             return {"": dict(trained)}
         return {
@@ -107,11 +107,11 @@ class LoraFiles:
         }
 
     def _header(self, steps: int) -> dict[str, str]:
-        """What the file says of itself. Names that begin with ``ss_`` are those of kohya's sd-scripts, which other
-        programs show."""
+        """The file's metadata. Names that begin with ``ss_`` are those of kohya's sd-scripts, which other programs
+        show."""
         law = {name: value for name, value in self.training.to_json().items() if value is not None}
         law["objective"] = self.profile.training.objective
-        if law.get("lora_init") not in (None, *NAMED_INITS):  # where it lay is nobody's business
+        if law.get("lora_init") not in (None, *NAMED_INITS):  # its path is private
             law["lora_init"] = Path(law["lora_init"]).name
         return {
             "format": "pt",
@@ -133,11 +133,11 @@ class LoraFiles:
 
 
 def diffusers_tensors(trained: Mapping[str, Tensor], part: str, scale: float) -> dict[str, Tensor]:
-    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``, and of
-    a DoRA ``transformer.blocks.0.attn1.to_q.lora_magnitude_vector`` and of a LoKr ``....to_q.lokr_w1`` (peft
+    """Adapter weights by the names of diffusers' LoRA files: ``transformer.blocks.0.attn1.to_q.lora_A.weight``, for a
+    DoRA also ``transformer.blocks.0.attn1.to_q.lora_magnitude_vector``, for a LoKr ``....to_q.lokr_w1`` (peft
     utils/save_and_load.py).
 
-    A file without alphas says that each is the rank, to whatever reads it. So the up-weights have the scale in them.
+    Readers take a missing alpha to be the rank, so the scale is multiplied into the up-weights.
     """
     scaled = trained if scale == 1 else {name: _with_scale(name, tensor, scale) for name, tensor in trained.items()}
     return {f"{part}.{_saved_name(name)}": tensor for name, tensor in scaled.items()}
@@ -149,8 +149,8 @@ def _saved_name(name: str) -> str:
 
 
 def lycoris_tensors(trained: Mapping[str, Tensor], places: Mapping[str, LayerRows]) -> dict[str, Tensor]:
-    """A LoKr's matrices by the names of LyCORIS' files: ``lora_unet_blocks_0_self_attn_q.lokr_w1``. They are whole, so
-    readers scale them by 1."""
+    """A LoKr's matrices by the names of LyCORIS' files: ``lora_unet_blocks_0_self_attn_q.lokr_w1``. They are not
+    factorised, so readers scale them by 1."""
     tensors = {}
     for name, tensor in trained.items():
         layer = _layer(name)
@@ -160,7 +160,7 @@ def lycoris_tensors(trained: Mapping[str, Tensor], places: Mapping[str, LayerRow
 
 
 def _is_whole(model: nn.Module, layer: str, place: LayerRows) -> bool:
-    """Whether a layer is all of one in ComfyUI's model, row by row."""
+    """Whether a layer is a whole layer of ComfyUI's model, with its rows in the same order."""
     frozen = model.get_submodule(f"{layer}.base_layer")
     assert isinstance(frozen, nn.Linear | nn.Conv2d | nn.Conv3d)
     rows = frozen.out_features if isinstance(frozen, nn.Linear) else frozen.out_channels
@@ -176,7 +176,7 @@ def comfyui_tensors(
 ) -> dict[str, Tensor]:
     """Adapter weights by the names of kohya's LoRA files: ``lora_unet_blocks_0_self_attn_q.lora_down.weight``.
 
-    The alpha of each is ``scale`` times its rank in this file, by which readers divide it.
+    Each alpha is ``scale`` times the adapter's rank in this file, because readers divide it by that rank.
     """
     by_layer: dict[str, list[tuple[LayerRows, Tensor, Tensor]]] = {}
     for name, down in trained.items():
@@ -196,7 +196,7 @@ def comfyui_tensors(
 
 
 def _joined(adapters: list[tuple[LayerRows, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Down and up of the one adapter that changes a layer as several do, each its own rows."""
+    """(down, up) of one adapter that changes a layer as several adapters do, each of them its own rows."""
     (place, down, up), *others = adapters
     if not others and up.shape[0] == place.rows:
         return down.contiguous(), up.contiguous()
@@ -223,7 +223,7 @@ def _names() -> dict[str, Any]:
 
 
 def has_comfyui_model(profile: ModelProfile) -> bool:
-    """Whether ComfyUI itself, without custom nodes, can run a model. LatentSync's UNet is none of those it knows."""
+    """Whether ComfyUI itself, without custom nodes, can run a model. It does not know LatentSync's UNet."""
     table = _names().get(profile.diffusers_class)
     if table is None or profile.inputs.get("sound"):
         return False
@@ -231,8 +231,8 @@ def has_comfyui_model(profile: ModelProfile) -> bool:
 
 
 def comfyui_places(profile: ModelProfile, model: nn.Module) -> dict[str, LayerRows]:
-    """Where every layer of a model, with adapters or without, is in ComfyUI's, by diffusers' name."""
-    rows = {  # not by the weight's shape: it may be packed, or split over ranks
+    """Where each layer of a model, with or without adapters, is in ComfyUI's model, by diffusers' name."""
+    rows = {  # not from the weight's shape: it may be packed, or split over ranks
         name.replace(".base_layer", ""): module.out_features if isinstance(module, nn.Linear) else module.out_channels
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d) and ".lora_" not in name
@@ -245,7 +245,7 @@ def comfyui_places(profile: ModelProfile, model: nn.Module) -> dict[str, LayerRo
 
 
 def _stacked(rows: Mapping[str, int], layers: Mapping[str, str], table: Mapping[str, Any]) -> dict[str, LayerRows]:
-    """Places of layers: those that have one name in ComfyUI one below the other, in the order of the table."""
+    """Places of layers. Those with the same name in ComfyUI are stacked row-wise, in the order of the table."""
     order = {entry: number for number, entry in enumerate(layers)}
     entries = {name: entry for name in rows if (entry := _entry(name, layers)) is not None}
     parts: dict[str, list[str]] = {}
@@ -263,19 +263,19 @@ def _stacked(rows: Mapping[str, int], layers: Mapping[str, str], table: Mapping[
 
 
 def _entry(name: str, layers: Mapping[str, str]) -> str | None:
-    """The table's entry for a layer: its own name, or that with "*" for the number of its block, which is the first
-    number in it; None where there is none."""
+    """The table's entry for a layer: its name, or its name with "*" for the block's number, the first number in it;
+    None if there is none."""
     return next((entry for entry in (name, _BLOCK.sub(".*.", name, count=1)) if entry in layers), None)
 
 
 def _numbered(layer: str, name: str) -> str:
-    """ComfyUI's name of a layer in the block of diffusers' ``name``."""
+    """ComfyUI's name of a layer, with the block's number from diffusers' ``name`` in place of "*"."""
     number = _BLOCK.search(name)
     return layer.replace("*", number[1]) if number else layer
 
 
 def _is_last(name: str, names: Iterable[str]) -> bool:
-    """Whether no block comes after the one of a layer."""
+    """Whether a layer is in the last block of its list."""
     number = _BLOCK.search(name)
     assert number
     following = f"{name[: number.start()]}.{int(number[1]) + 1}."

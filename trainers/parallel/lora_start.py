@@ -1,7 +1,7 @@
-"""Adapters that begin as a LoRA file says: in diffusers' names, or in ComfyUI's and kohya's, with dots or underscores.
+"""Initialises adapters from a LoRA file with diffusers' names, or ComfyUI's and kohya's, with dots or underscores.
 
-Every adapter of the plan must be in the file, and every one of the file in the plan: a LoRA that is half there would
-train on as something else. A lower rank is filled up with new rows that leave the model as the file has it.
+The file must have every adapter of the plan, and no others: a LoRA that is only partly there would train on as
+something else. A lower rank is filled up with new rows, which leave the model as the file has it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class _Adapter(NamedTuple):
 def from_file(
     path: Path, part: str, profile: ModelProfile, job: Job, training: TrainingSettings, model: nn.Module, fresh: Begin
 ) -> Begin:
-    """How the adapters of a built model begin as a file's. ``path``: the file, or the folder of a run's LoRA files;
-    ``part``: which of two experts it is, in such a folder; ``fresh``: gives rows that the file lacks their values."""
+    """A function that initialises the adapters of a built model from a file. ``path``: the file, or the folder of a
+    run's LoRA files; ``part``: in such a folder, which of two experts the model is; ``fresh``: initialises the rows
+    that the file lacks. Both functions raise a VplanError for a file that does not match the plan."""
     file = _file(path, part)
     layers = {name.split(".lora_")[0]: weight for name, weight in model.named_parameters() if ".lora_B." in name}
     places = comfyui_places(profile, model) if has_comfyui_model(profile) else {}
@@ -76,7 +77,7 @@ def _file(path: Path, part: str) -> Path:
 
 
 def _adapters(file: Path, layers: Mapping[str, Tensor], places: Mapping[str, LayerRows]) -> dict[str, _Adapter]:
-    """The file's adapters by diffusers' layers, with its own scale in the up-weights, in fp32."""
+    """The file's adapters by diffusers' layers, in fp32, with the file's scale multiplied into the up-weights."""
     tensors, default = _read(file)
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -101,7 +102,7 @@ def _adapters(file: Path, layers: Mapping[str, Tensor], places: Mapping[str, Lay
 
 
 def _of_layer(down: Tensor, up: Tensor, rows: int, place: LayerRows | None) -> _Adapter:
-    """The adapter of one layer: of a layer that is several of diffusers', its rows, and those columns that reach it."""
+    """The adapter of one layer. From that of a fused layer it takes its own rows, and the columns not zero there."""
     if place is None or up.shape[0] == rows != place.rows:
         return _Adapter(down, up)
     up = up[place.first_row : place.first_row + rows]
@@ -112,7 +113,7 @@ def _of_layer(down: Tensor, up: Tensor, rows: int, place: LayerRows | None) -> _
 
 
 def _owners(layers: Mapping[str, Tensor], places: Mapping[str, LayerRows]) -> dict[str, list[str]]:
-    """What a file may call a layer -> the layers of diffusers' model that this is."""
+    """Name that a file may have for a layer -> the layers of diffusers' model that it covers."""
     owners: dict[str, list[str]] = {}
     for layer in layers:
         names = {layer, layer.replace(".", "_")}

@@ -1,7 +1,7 @@
-"""Training with others: DDP, DeepSpeed's ZeRO and FSDP2 around the one step, and what a checkpoint takes out of them.
+"""Training on several ranks: the engines for DDP, DeepSpeed's ZeRO and FSDP2, and what a checkpoint saves of them.
 
-An engine is set up after the weights are loaded. `full_tensor` gives the trained weights back as they are without it;
-`kept_weight` and `state` are what this rank has of them and of the optimizer's state, for a checkpoint.
+An engine is set up after the weights are loaded. `full_tensor` gives a trained weight as it is without the engine;
+`kept_weight` and `state` give this rank's parts of the weights and of the optimizer's state, for a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainers.step.optimizers import make_optimizer
 
 
 class Ddp(LocalEngine):
-    """DistributedDataParallel: gradients are averaged in backward of the last micro-batch."""
+    """DistributedDataParallel: gradients are averaged in the backward of the last micro-batch."""
 
     averages = True
 
@@ -53,7 +53,7 @@ class Ddp(LocalEngine):
             broadcast_buffers=False,
             find_unused_parameters=finds_unused,
             gradient_as_bucket_view=strategy.grad_buckets == "view",
-            init_sync=False,  # every rank has read the same files; `check_alike` looks
+            init_sync=False,  # every rank has read the same files; `check_alike` verifies it
         )
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -62,8 +62,8 @@ class Ddp(LocalEngine):
 
 
 class Fsdp(LocalEngine):
-    """FSDP2: parameters are DTensors; gradients are reduced in every micro-batch and added up as shares, over copies of
-    the model in the last one."""
+    """FSDP2: parameters are DTensors. Every micro-batch reduces its gradients to shards, which add up; the last one
+    also reduces them over the copies of the model."""
 
     replicated = False
     averages = True
@@ -96,12 +96,12 @@ class Fsdp(LocalEngine):
         mesh, whole = first.device_mesh, torch.empty(shape, dtype=dtype, device="meta")
         local = torch.empty_like(placement.part_of(whole, first), device=mesh.device_type)
         share = DTensor.from_local(local, mesh, first.placements, run_check=False, shape=shape, stride=whole.stride())
-        return share.cpu()  # made of a local tensor in host RAM, it would lie on the mesh's device
+        return share.cpu()  # `from_local` moves tensors in host RAM to the mesh's device
 
 
 def split(model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device) -> None:
-    """Has ranks share a sample's tokens, or FSDP2 split the weights, as the strategy says. All ranks call it together,
-    on a built model whose weights are not there yet: whole, they may not fit on one GPU."""
+    """Sets up context parallelism and FSDP2, as the strategy says. All ranks call it together, on a built model whose
+    weights are not loaded yet: unsplit, they may not fit on one GPU."""
     context.split_tokens(model, strategy, device)
     if strategy.sharding == "fsdp":
         shard(model, profile, job, strategy, mesh_of(strategy, device))
@@ -111,9 +111,9 @@ def set_up(
     model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, training: TrainingSettings,
     device: torch.device, settings: ZeroSettings = DEEPSPEED, drive: Path | None = None,
 ) -> tuple[step.Trainee, LocalEngine]:  # fmt: skip
-    """A loaded model made ready to train as the strategy says, and the engine that does it; all ranks call together."""
-    # FSDP2 has replaced parameters by DTensors, of which the optimizer is made; DDP and DeepSpeed wrap a model whose
-    # optimizer is there. Only a block's forward is compiled: FSDP2's gathering stays around it.
+    """Prepares a loaded model for training as the strategy says, with its engine. All ranks call it together."""
+    # The optimizer is made after FSDP2 has replaced the parameters by DTensors, and before DDP and DeepSpeed wrap the
+    # model. Only a block's forward is compiled: FSDP2's gathering stays around it.
     trainable = step.trainable_parameters(model)
     for part in experts.models_of(model):
         step.choose_kernels(part, profile, strategy, device)
@@ -138,8 +138,9 @@ def set_up(
 
 
 def check_alike(trainable: dict[str, nn.Parameter], device: torch.device, copies: int) -> None:
-    """Refuses ranks that begin with different trained weights, which nothing broadcasts. Each of so many copies of the
-    model is split over neighbouring ranks. All ranks call it together, and all of them raise the VplanError."""
+    """Raises a VplanError on all ranks if they start with different trained weights: nothing broadcasts them. They
+    are compared by the sum of their magnitudes. ``copies``: how many copies of the model there are, each split over
+    neighbouring ranks. All ranks call it together."""
     weights = (parameter.detach() for parameter in trainable.values())
     shares = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
     total = torch.stack([share.double().abs().sum() for share in shares]).sum().to(device).reshape(1)
@@ -161,8 +162,8 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 
 def spread_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """What the ranks' parts make up, split as ``parameter`` is: a DTensor over this rank's part, wherever it lies; the
-    part itself where nothing is split."""
+    """This rank's part of a tensor as a DTensor split like ``parameter``; the part itself if ``parameter`` is not
+    split. `from_local` copies a part that is not on the mesh's kind of device."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(

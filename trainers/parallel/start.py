@@ -1,8 +1,8 @@
-"""Where ranks find each other: accelerate's state as the plan needs it, and proof that it is what came about.
+"""How ranks find each other: sets up accelerate's state for a plan, and checks that it is what the plan needs.
 
-Each mistake that is refused here runs without a word otherwise, as so many independent trainings (accelerate 1.15 on
-the CPU: ``--cpu`` starts one process; several without ``cpu=True`` do not know of each other; under DeepSpeed without a
-backend named ``num_processes`` is 1; its own FSDP never engages).
+Without these checks each mistake would run silently, as several independent trainings (accelerate 1.15 on the CPU:
+``--cpu`` starts one process; several without ``cpu=True`` do not know of each other; under DeepSpeed without an
+explicit backend ``num_processes`` is 1; its own FSDP never engages).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from planner.launch.launch import RunRequest
 
 TIMEOUT = timedelta(hours=6)
-"""How long ranks wait for each other in a collective; the one place that says so.
+"""How long ranks wait for each other in a collective; set here only.
 
 While a rank writes a checkpoint or the finished weights, the others wait in a barrier. torch gives up after 10 minutes
-with NCCL and 30 with gloo (torch/distributed/constants.py), and that ends the run. All of a model of 14B in full
-training, 20 bytes a weight with masters, states and average, is 280 GB: 4 hours to a drive of 20 MB/s. Nobody waits
-that long for a rank that has died: torch's launcher ends the others at once.
+with NCCL and 30 with gloo (torch/distributed/constants.py), and that ends the run. A 14B model in full training, at 20
+bytes per weight with masters, states and average, is 280 GB: 4 hours to a drive of 20 MB/s. If a rank dies, the others
+do not wait that long: torch's launcher ends them at once.
 """
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this rank. Raises a VplanError when there is none of that kind."""
+    """The device of this rank. Raises a VplanError if there is none of that kind."""
     if name == "cpu":
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -57,9 +57,10 @@ def find_device(name: str) -> torch.device:
 def start(
     job: Job, strategy: Strategy, machine: Machine, device: torch.device, drive: Path, request: RunRequest | None = None
 ) -> Accelerator:
-    """Accelerate's state for a plan, checked. It finds the ranks and keeps a request's trackers; the step is ours.
+    """Sets up and checks accelerate's state for a plan. It finds the ranks and runs a request's trackers; the training
+    step is ours.
 
-    ``drive``: the folder of what ``nvme`` offloads.
+    ``drive``: the folder for what ``nvme`` offloads.
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
 
@@ -83,15 +84,15 @@ def start(
 
 
 def _wandb(request: RunRequest) -> dict[str, str]:
-    """What ``wandb.init`` is told: its files lie in the run's own folder, and a run that is taken up, however it
-    ended, is the same one there."""
+    """Arguments for ``wandb.init``: its files are in the run's own folder, and a resumed run is the same one there,
+    however it ended."""
     return {"dir": request.output, "name": Path(request.output).name, "id": request.run, "resume": "allow"}
 
 
 def backend_of(strategy: Strategy, device: torch.device) -> str:
-    """What ranks talk through. FSDP2's offload leaves weights and gradients in host RAM, where they are clipped and
-    gathered, and NCCL takes nothing from there (torch.distributed.fsdp.CPUOffloadPolicy; accelerate's state.py has the
-    same pair)."""
+    """The backend that ranks communicate through. FSDP2's offload leaves weights and gradients in host RAM, where they
+    are clipped and gathered, and NCCL cannot read host RAM (torch.distributed.fsdp.CPUOffloadPolicy; accelerate's
+    state.py has the same pair)."""
     if device.type != "cuda":
         return "gloo"
     return "cuda:nccl,cpu:gloo" if strategy.sharding == "fsdp" and strategy.offload_params == "cpu" else "nccl"
@@ -103,7 +104,7 @@ def _plugin(job: Job, strategy: Strategy, drive: Path, training: TrainingSetting
 
     if strategy.offload_optimizer == "nvme":
         _build_async_io()
-    if not torch.cuda.is_available():  # else every start compiles it, for half a minute
+    if not torch.cuda.is_available():  # else every start compiles it, which takes half a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     norm = training.max_grad_norm if training else None
     config = deepspeed_config(job, strategy, DEEPSPEED, drive, MAX_GRAD_NORM if norm is None else norm)
@@ -111,7 +112,7 @@ def _plugin(job: Job, strategy: Strategy, drive: Path, training: TrainingSetting
 
 
 def _build_async_io() -> None:
-    """DeepSpeed compiles what reads and writes the drive when it is first asked for, and keeps it (some minutes)."""
+    """Builds DeepSpeed's async_io, which reads and writes the drive. The first build takes some minutes and is kept."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     fault, fix = "offload to nvme needs DeepSpeed's async_io", "or use cpu instead"
@@ -128,8 +129,9 @@ def _build_async_io() -> None:
 
 @contextlib.contextmanager
 def _no_other_builds() -> Iterator[None]:
-    """One process of ours at a time. torch keeps others away by a file (``FileBaton``), which stays when a process is
-    killed, and whoever comes then waits for ever: one that is there now is of the dead."""
+    """A context that only one of our processes is in at a time. torch locks builds with a file (``FileBaton``), which
+    stays if its process is killed, and later builds then wait forever. So any such file found here is stale, and
+    deleted."""
     from torch.utils import cpp_extension
 
     folders = [Path(cpp_extension._get_build_directory(name, verbose=False)) for name in ("pin_memory", "async_io")]
@@ -141,7 +143,7 @@ def _no_other_builds() -> Iterator[None]:
 
 
 def check(accelerator: Accelerator, strategy: Strategy, machine: Machine, backend: str) -> None:
-    """Refuses a start that is another than the plan's: ranks, kind of distribution, backend."""
+    """Raises a VplanError if the number of ranks, the kind of distribution or the backend is not the plan's."""
     from accelerate.utils import DistributedType
 
     processes, world = accelerator.num_processes, machine.world

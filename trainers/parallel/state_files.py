@@ -1,8 +1,8 @@
-"""The files of a training state: every rank's shares of tensors as safetensors, and what is no tensor as JSON.
+"""The files of a training state: each rank's shares of tensors as safetensors, and everything else as JSON.
 
-The form is that of torch's distributed checkpoints in safetensors (``HuggingFaceStorageWriter``, ``save_distributed``):
-a file's metadata says where in the whole tensor each of its shares begins. torch reads it, and cuts the shares anew for
-any number of ranks. Its writer is not used: it puts a whole file together in RAM before it writes (filesystem.py,
+The format is torch's distributed checkpoint in safetensors (``HuggingFaceStorageWriter``, ``save_distributed``): a
+file's metadata says where in the whole tensor each of its shares begins. torch reads it, and splits the tensors for any
+number of ranks. Its writer is not used: it assembles a whole file in RAM before it writes (filesystem.py,
 ``_write_files_from_queue``), and its ranks exchange their plans.
 """
 
@@ -24,22 +24,22 @@ from trainers.step.weights import BEGINS, SHARDING_INFO
 
 STATE, OUTLINE = "state", "outline.json"
 Outline = Any
-"""A nested state as JSON: its numbers, and in the place of each tensor a `Leaf`."""
+"""A nested state as JSON: its plain values, and in place of each tensor what `_leaf` says of it."""
 
 
 class Share(NamedTuple):
-    """A part of a tensor of the state. All ranks' shares of a key together are the whole."""
+    """A part of a tensor of the state. The shares of all ranks under one key make up the whole tensor."""
 
     key: str
     values: Tensor
-    """on whatever device"""
+    """on any device"""
     begin: tuple[int, ...]
     """the indices of its first element in the whole"""
     is_copy: bool = False
-    """whether nothing else changes its values"""
+    """whether its values are its own, so that nothing else changes them"""
 
     def copied(self) -> Share:
-        """The same with values of its own in host RAM."""
+        """The share with its own copy of the values in host RAM; itself if it is a copy already."""
         if self.is_copy:
             return self
         copy = torch.empty(self.values.shape, dtype=self.values.dtype)
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 
 class FlatRun(NamedTuple):
-    """In a state: a run of a tensor's elements in their order, which is how DeepSpeed splits."""
+    """In a state: a run of a tensor's flattened elements, which is how DeepSpeed splits."""
 
     values: Tensor
     """(elements,)"""
@@ -56,21 +56,21 @@ class FlatRun(NamedTuple):
 
 
 class Own(NamedTuple):
-    """In a state: a tensor that means nothing to other ranks."""
+    """In a state: a tensor that only this rank can use."""
 
     values: Tensor
     is_copy: bool = False
 
 
 def taken_apart(state: Any, rank: int) -> tuple[Outline, list[Share]]:
-    """The outline of a nested state and this rank's shares of its tensors. What is not split is rank 0's share.
+    """The outline of a nested state, and this rank's shares of its tensors. A tensor that is not split is rank 0's.
 
-    ``state``: dicts, lists, numbers and texts, with tensors (alike on all ranks), DTensors, `FlatRun` or `Own` in it.
+    ``state``: dicts, lists, numbers and strings, with tensors (equal on all ranks), DTensors, `FlatRun` or `Own`.
     """
     shares: list[Share] = []
 
     def walk(value: Any, path: str) -> Outline:
-        if isinstance(value, FlatRun):  # found by the engine again, which knows what it has of each
+        if isinstance(value, FlatRun):  # not in the outline: the engine knows its runs
             shares.append(Share(path, value.values, (value.begin,), value.is_copy))
             return None
         if isinstance(value, Own):
@@ -79,7 +79,7 @@ def taken_apart(state: Any, rank: int) -> tuple[Outline, list[Share]]:
         if isinstance(value, Tensor):
             shares.extend(share_of(path, value, rank))
             return _leaf(path, value, split=_is_split(value))
-        if isinstance(value, Mapping):  # keys are numbers or texts, which JSON does not tell apart
+        if isinstance(value, Mapping):  # keys are numbers or strings; JSON has strings only
             return {"dict": [[key, walk(inner, f"{path}/{key}")] for key, inner in value.items()]}
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
             return {"list": [walk(inner, f"{path}/{number}") for number, inner in enumerate(value)]}
@@ -90,8 +90,8 @@ def taken_apart(state: Any, rank: int) -> tuple[Outline, list[Share]]:
 
 
 def share_of(key: str, value: Tensor, rank: int) -> list[Share]:
-    """A rank's share of a tensor, where it has one. Whole ones are alike on all ranks and rank 0's, and so are several
-    copies of what is split those of the first."""
+    """A rank's share of a tensor; none if another rank writes it. A whole tensor, equal on all ranks, is rank 0's. Of a
+    tensor that is split in several equal copies, only the first copy counts."""
     if not _is_split(value):
         return [Share(key, value, (0,) * value.ndim)] if rank == 0 else []
     assert isinstance(value, DTensor)
@@ -117,8 +117,8 @@ def _leaf(path: str, value: Tensor, **kind: bool) -> Outline:
 
 
 def files_of(shares: list[Share]) -> Iterator[list[Share]]:
-    """The shares, emptied from the list, file by file: each is as large as `STATE_FILE_BYTES`, or one share. So their
-    copies are let go one file after another."""
+    """Takes the shares off the list, file by file: up to `STATE_FILE_BYTES`, or a single share. So their copies can be
+    freed one file after another."""
     shares.reverse()
     while shares:
         file, nbytes = [shares.pop()], 0
@@ -130,28 +130,28 @@ def files_of(shares: list[Share]) -> Iterator[list[Share]]:
 
 
 def write_shares(path: Path, shares: list[Share]) -> None:
-    """Writes shares, copies in host RAM, as one file."""
+    """Writes shares as one file. They must be copies in host RAM."""
     begins = {share.key: {BEGINS: list(share.begin)} for share in shares}
     metadata = {SHARDING_INFO: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
     save_file({share.key: share.values for share in shares}, path, metadata=metadata)
 
 
 class SplitTensor(Tensor):
-    """Room for a run of the elements of a larger tensor: torch's protocol for objects that a distributed checkpoint is
-    read into (torch.distributed._checkpointable)."""
+    """A buffer for a run of a larger tensor's elements. It has torch's protocol for objects that a distributed
+    checkpoint is read into (torch.distributed._checkpointable)."""
 
     begin: int
     whole: int
 
     @classmethod
     def of(cls, values: Tensor, begin: int, whole: int) -> SplitTensor:
-        """``values``, (elements,), which are those from ``begin`` on of ``whole`` elements."""
+        """``values``, (elements,): the elements from ``begin`` on, of a tensor of ``whole`` elements."""
         part = values.as_subclass(cls)
         part.begin, part.whole = begin, whole
         return part
 
     def size(self) -> torch.Size:  # type: ignore[override]
-        """The whole tensor's, with which the file's is compared."""
+        """The whole tensor's size, which is compared with the file's."""
         return torch.Size([self.whole])
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -164,7 +164,7 @@ class SplitTensor(Tensor):
 
 
 class SavedState:
-    """The state in a checkpoint's folder. It is data alone: safetensors and JSON."""
+    """The state in a checkpoint's folder. It is only data: safetensors and JSON."""
 
     def __init__(self, checkpoint: Path, rank: int) -> None:
         self.folder, self.rank = checkpoint / STATE, rank
@@ -179,11 +179,12 @@ class SavedState:
             return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized")
-            # Each rank reads for itself what it lacks.
+            # Each rank reads what it needs by itself.
             load(tensors, storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
 
     def read(self, room: Callable[[torch.Size, torch.dtype, bool], Tensor], outline: Outline = None) -> Any:
-        """The nested state. ``room`` makes a tensor for a whole shape, in host RAM; it is told which are split."""
+        """Reads the nested state, or the part with this outline. ``room`` makes a tensor in host RAM from its whole
+        shape, its dtype and whether it is split."""
         targets: dict[str, Tensor] = {}
 
         def walk(value: Outline) -> Any:
@@ -201,5 +202,5 @@ class SavedState:
 
         state = walk(self.outline if outline is None else outline)
         self.fill(targets)
-        targets.clear()  # `walk` refers to itself, and would keep them until garbage is collected
+        targets.clear()  # `walk` refers to itself, and would keep them until the garbage collector runs
         return state

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO around the one step, and its flat states weight by weight for a checkpoint."""
+"""The engine for DeepSpeed's ZeRO, which splits its flat states by weight for a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from trainers.parallel.state_files import FlatRun, Own, SavedState, Share, Split
 from trainers.step import step
 
 MASTER, RUNS = "master", "optimizer/runs"
-"""Key of a weight's fp32 master among its states under DeepSpeed, and where these are in a checkpoint."""
+"""Key of a weight's fp32 master among its states under DeepSpeed, and prefix of those states in a checkpoint."""
 
 
 class FlatPiece(NamedTuple):
-    """A run of a weight's elements in a flat master of DeepSpeed's."""
+    """A run of a weight's elements in one of DeepSpeed's flat masters."""
 
     name: str
     """of the weight"""
     place: int
-    """in the flat master"""
+    """its first element in the flat master"""
     begin: int
-    """in the weight, which has ``whole`` elements"""
+    """its first element in the weight, which has ``whole`` elements"""
     elements: int
     whole: int
 
 
 class Zero(LocalEngine):
-    """DeepSpeed: it averages, clips and steps itself, at the last of as many micro-batches as its config says."""
+    """DeepSpeed, which averages, clips and steps itself, at the last of the micro-batches that its config asks for."""
 
     replicated = False
 
@@ -64,7 +64,7 @@ class Zero(LocalEngine):
     def micro_batch(self, last: bool) -> Iterator[None]:
         yield
         if not last:
-            self.deepspeed.step()  # counts the micro-batch: it steps at the last of them alone
+            self.deepspeed.step()  # counts the micro-batch; DeepSpeed steps only at the last
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed would divide by its accumulation steps; the step has divided the loss already.
@@ -87,8 +87,8 @@ class Zero(LocalEngine):
             return
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        self.inner.parameter_offload.get_param_coordinator().reset_step()  # waits for what was fetched ahead
-        parameters: Iterable[Any] = self.plain.parameters()  # with what DeepSpeed adds to them
+        self.inner.parameter_offload.get_param_coordinator().reset_step()  # waits for prefetched weights
+        parameters: Iterable[Any] = self.plain.parameters()  # with DeepSpeed's own attributes
         for parameter in parameters:
             if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
                 parameter.ds_active_sub_modules.clear()
@@ -102,13 +102,13 @@ class Zero(LocalEngine):
 
     def kept_weight(self, name: str, key: str) -> list[Share]:
         shares = super().kept_weight(name, key)
-        # Of stage 3 it was gathered: the GPU never holds two.
+        # Stage 3 gathered it: moved to host RAM, so that the GPU never holds two.
         return [share._replace(values=share.values.cpu(), is_copy=True) for share in shares] if self.stage_3 else shares
 
     def state(self) -> dict[str, Any]:
-        """Masters and states weight by weight, whatever part of each this rank has: DeepSpeed cuts them by the number
-        of ranks. States that are no numbers of their own (8 bits, with constants of a whole block) are kept as they
-        are, and can only be taken up by as many ranks."""
+        """Masters and states by weight, the parts that this rank has: DeepSpeed's own split depends on the number of
+        ranks. States that are not one number per element (8 bits, with constants per block) are saved as they are, and
+        can only be resumed on the same number of ranks."""
         runs: dict[str, dict[str, FlatRun]] = {name: {} for name in self.trainee.trainable}
         own: list[dict[str, Own]] = []
         keys: list[str] = []
@@ -137,7 +137,7 @@ class Zero(LocalEngine):
             with self._in_host_ram(number, changed=True) as from_drive:
                 states = self.inner.optimizer.state[master]
                 for key in keys:
-                    if not (from_drive and key in states):  # else its buffer is what goes back to the drive
+                    if not (from_drive and key in states):  # else its buffer is filled and goes back to the drive
                         states[key] = torch.zeros_like(master)
                 with torch.no_grad():
                     flat = {MASTER: master.detach(), **{key: states[key] for key in keys}}
@@ -154,7 +154,7 @@ class Zero(LocalEngine):
                 states |= {key: value.to(master.device) for key, value in own[number].items()} if any(own) else {}
 
     def _pieces(self, number: int) -> Iterator[FlatPiece]:
-        """What a flat master of this rank consists of, without what fills it up."""
+        """The pieces of weights in a flat master of this rank, without its padding."""
         names = {parameter: name for name, parameter in self.trainee.trainable.items()}
         if not self.stage_3:
             for parameter in self.inner.bit16_groups[number]:
@@ -174,8 +174,8 @@ class Zero(LocalEngine):
 
     @contextlib.contextmanager
     def _in_host_ram(self, number: int, changed: bool) -> Iterator[bool]:
-        """A sub-group's master and states in host RAM, where DeepSpeed keeps them on a drive (stage3.py, around its own
-        step); whether it does."""
+        """Brings a sub-group's master and states into host RAM if DeepSpeed keeps them on a drive (as stage3.py does
+        around its own step), and yields whether it does. ``changed``: whether they are written back afterwards."""
         if not self.stage_3 or not self.inner._swappable_optimizer_subgroup(number):
             yield False
             return
@@ -192,11 +192,11 @@ class Zero(LocalEngine):
 
 
 def _keep_misplaced_gradients(swapper: Any) -> None:
-    """Has gradients stay in host RAM that a drive could not give back.
+    """Keeps gradients in host RAM that could not be read back from a drive.
 
-    DeepSpeed 0.19 reads each gradient straight to its place in a flat buffer (``_swap_in_pinned_gradients``), past the
-    page cache (O_DIRECT), which takes places at multiples of 512 bytes alone. Any other is left as it was, and no error
-    comes of it (csrc/aio counts what is done, not what was read): the step is then of other gradients.
+    DeepSpeed 0.19 reads each gradient straight into its place in a flat buffer (``_swap_in_pinned_gradients``), past
+    the page cache (O_DIRECT), which only accepts places at multiples of 512 bytes. Any other place is left as it was,
+    without an error (csrc/aio counts finished reads, not the bytes read), and the step would use wrong gradients.
     """
     adjust = swapper._adjust_for_misaligned_lengths
 
