@@ -56,13 +56,11 @@ def plans(name: str, card: GpuProfile | None) -> Iterator[Plan]:
 
 
 def _allowed(model: ModelProfile, frames: int) -> int:
-    """``frames`` adjusted to a clip length near it that the model takes; 1 for models that are not for video."""
+    """The longest clip of at most so many frames that the model takes, or its shortest if that is longer."""
     if model.kind != "video":
         return 1
     rules = model.shape
-    if frames > 1:
-        return min(frames, rules.max_frames) // rules.frame_step * rules.frame_step + rules.frame_rest
-    return rules.cut(max(rules.min_frames, rules.frame_rest))
+    return rules.cut(max(rules.min_frames, rules.frame_rest, min(frames, rules.max_frames)))
 
 
 def _may_run(configuration: Configuration, card: GpuProfile) -> bool:

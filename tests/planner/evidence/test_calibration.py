@@ -293,3 +293,12 @@ def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
     assert known["summary"]["reserved"] == listed["summary"]["reserved"]
     done = CliRunner().invoke(cli, ["accuracy", "--only", "cvxf-001", "--json"])
     assert json.loads(done.stdout)["learned"]["before"]["reserved"]["n"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("wan2.1-t2v-1.3b", {1, 17, 49}), ("framepack", {33}), ("latentsync-1.6-stage1", {1, 16})],
+)
+def test_clips_that_are_measured_are_as_long_as_the_model_takes(name: str, lengths: set[int]) -> None:
+    """FramePack takes 33 frames or more, LatentSync 16 or fewer."""
+    assert {plan.job.frames for plan in plans(name, card_lookup.gpu("h200"))} == lengths
