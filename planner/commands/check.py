@@ -63,7 +63,7 @@ from planner.untrusted import read_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-TOLD = ("model", "frames", "height", "width")
+TOLD = ("model", "frames", "height", "width", "text_tokens")
 """Options that say what the command does not, or otherwise."""
 
 MOST_NAMED = 3
@@ -99,6 +99,8 @@ READ_WITH = tuple(ending for ending in FILES if ending != ".py")
 @click.option("--frames", type=int, metavar="N", help="Frames per clip, instead of the command's.")
 @click.option("--height", type=int, metavar="N", help="Height of a sample in pixels, instead of the command's.")
 @click.option("--width", type=int, metavar="N", help="Width of a sample in pixels, instead of the command's.")
+@click.option("--text-tokens", type=click.IntRange(1), metavar="N",
+              help="Tokens of a prompt, instead of the command's.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1, MOST_STEPS), metavar="N",
               help="Tell hours of so many optimizer steps, instead of the command's.")  # fmt: skip
 @click.option("--price", multiple=True, metavar="X", help="Price of a GPU for an hour.")

@@ -18,6 +18,7 @@ from planner.catalog.swapped_stacks import fetches_again
 from planner.dialects.base.bindings import Fields, InexpressibleError, Remark, Settings
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Translation, translate
 from planner.dialects.base.launchers import ALLOCATOR, NEW_ALLOC_CONF
+from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.errors import NotRecordedError, VplanError
 from planner.layout.recordings import load_facts
 from planner.layout.unpriced import refuse_trainers_of_cuda, refuse_uncast_inputs
@@ -29,6 +30,10 @@ from planner.spec.rules import ResolvedStrategy
 NOT_ESTIMATED, _, NEEDS_LESS = MAY_NEED_LESS.partition(",")
 """What stands behind an option's name, and at the end of its note: why may stand between
 (`planner.dialects.base.flag_effects`)."""
+
+
+WIDER_ADAPTERS = {"adapter_dtype": "fp32", "autocast": "bf16"}
+"""Over a quantised base: they need at least as much as adapters in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -72,24 +77,22 @@ class Case:
 
     def changed(self, changes: Mapping[str, Any]) -> Case:
         """A copy of the case with some fields of job or strategy changed. Without samples the sample's shape is removed
-        too: a trainer that makes none has no settings for it."""
+        too: a trainer that makes none has no settings for it. A quantised base is estimated as `read_case` estimates a
+        command with it."""
         if changes.get("validation_mode") == "off":
             changes = {"validation": None, **changes}
         job = self.job.replace(**{name: value for name, value in changes.items() if name in Job.model_fields})
         inside = {name: value for name, value in changes.items() if name in Strategy.model_fields}
-        return replace(
-            self,
-            job=job,
-            strategy=self.strategy.replace(**inside),
-            version=str(changes.get("version", self.version)),
-        )
+        version = str(changes.get("version", self.version))
+        other = replace(self, job=job, strategy=self.strategy.replace(**inside), version=version)
+        return _as_read(other) if changes.get("weights_dtype") in QUANTISED else other
 
 
 def read_case(
     dialect: Dialect, invocation: Invocation, overrides: Mapping[str, Any], machine: Mapping[str, Any]
 ) -> Case:
-    """The case of a command. `overrides`: what was told beside it (model, frames, height, width). `machine`: the fields
-    of Machine that were typed, including the card."""
+    """The case of a command. `overrides`: what was told beside it (model, frames, height, width, text_tokens).
+    `machine`: the fields of Machine that were typed, including the card."""
     settings = dict(invocation.settings)
     settings |= {name: value for name, value in overrides.items() if value is not None}
     notes: list[str] = []
@@ -114,6 +117,9 @@ def read_case(
     if not strategy.expandable_segments:
         why = NOT_IN_A_CONFIG if invocation.config_alone else NOT_SET
         notes.append(f"default CUDA allocator ({ON_WINDOWS if where.os == 'windows' else why})")
+    if job.text_tokens is None and profile.trained_with(dialect.name.partition("@")[0], "prompts-unpadded"):
+        priced = f"priced at {profile.shape.text_tokens} tokens, the low end at {SHORT_PROMPT}"
+        notes.append(f"prompts are as long as the longest of a batch: {priced} (--text-tokens)")
     words = (*reading.notes, *notes)
     return Case(dialect, invocation, reading, configuration.job, strategy, where, profile, card, words, reading.version)
 
@@ -122,7 +128,8 @@ def _job(model: ModelProfile, read: Fields, overrides: Mapping[str, Any], notes:
     """The job that the settings describe; ``overrides`` replace its fields, and the model's defaults fill the rest."""
     fields = {name: value for name, value in read.items() if value is not None}
     told = {name: value for name, value in overrides.items() if value is not None and name != "model"}
-    fields = _with_shape(fields, told)
+    tokens = {name: told.pop(name) for name in ("text_tokens",) if name in told}
+    fields = _with_shape(fields, told) | tokens
     job = job_for(model, fields)
     if "height" not in fields and not job.buckets:
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")
@@ -278,9 +285,8 @@ def _with_mixed_precision(dialect: Dialect, configuration: Configuration, error:
 def _recorded(configuration: Configuration, notes: list[str]) -> ResolvedStrategy:
     """The strategy; or, if its quantised base was not recorded, one that needs at least as much: with fp32 adapters, or
     in bf16."""
-    wider = {"adapter_dtype": "fp32", "autocast": "bf16"}
     strategy, recorded = configuration.strategy, _at_a_recorded_batch(configuration.job)
-    for changes, what in (({}, ""), (wider, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
+    for changes, what in (({}, ""), (WIDER_ADAPTERS, "fp32 adapters"), ({"weights_dtype": "bf16"}, "the base in bf16")):
         variant = strategy.replace(**changes)
         try:
             load_facts(Configuration(recorded, variant, configuration.machine))
@@ -292,6 +298,18 @@ def _recorded(configuration: Configuration, notes: list[str]) -> ResolvedStrateg
             notes.append(f"{strategy.weights_dtype} as in this trainer is not recorded: estimated with {what}")
         return variant
     raise AssertionError("bf16 is recorded for every model")
+
+
+def _as_read(case: Case) -> Case:
+    """A case whose base a change quantises, as `read_case` estimates it: where it is not recorded, without dropout's
+    masks, and if that is not either, with fp32 adapters. Unchanged if nothing is recorded."""
+    if _is_recorded(case.configuration):
+        return case
+    bare = case
+    if case.job.lora_dropout and case.job.adapter == "lora":
+        bare = replace(case, job=case.job.replace(lora_dropout=0.0))
+    wider = replace(bare, strategy=bare.strategy.replace(**WIDER_ADAPTERS))
+    return next((each for each in (bare, wider) if _is_recorded(each.configuration)), case)
 
 
 def _is_recorded(configuration: Configuration) -> bool:

@@ -18,6 +18,3 @@ def own_model_notes(trainer: str, fields: Fields) -> Iterator[str]:
     model = lookup.model(fields["model"])
     if model.trained_with(trainer, "own-model"):
         yield f"its own code of {model.title} is priced as diffusers': no run of it was compared"
-    if model.trained_with(trainer, "prompts-unpadded"):
-        tokens = model.shape.text_tokens
-        yield f"prompts are as long as the longest of a batch: priced at {tokens} tokens, the low end at {SHORT_PROMPT}"

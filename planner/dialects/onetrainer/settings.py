@@ -9,7 +9,17 @@ from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
-from planner.dialects.base.bindings import ONLY_LORA, Choice, Fields, FunctionPair, Settings, Value, When
+from planner.dialects.base.bindings import (
+    ONLY_LORA,
+    Choice,
+    Fields,
+    FunctionPair,
+    InexpressibleError,
+    Settings,
+    UnsupportedValue,
+    Value,
+    When,
+)
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, find_model, one_of, our_defaults, word_for
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.layer_names import chosen_layers
@@ -18,7 +28,7 @@ from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
 from planner.dialects.onetrainer import peft_types
 from planner.errors import VplanError, quoted
-from planner.layout.trainer_terms.onetrainer import EVERY_LAYER, LAYERS_OF_BLOCKS
+from planner.layout.trainer_terms.onetrainer import ENCODERS_OFFLOADED, EVERY_LAYER, LAYERS_OF_BLOCKS
 from planner.spec.job import QUANTISED
 from planner.untrusted import flat
 
@@ -49,6 +59,12 @@ MODELS = {
 """Its ModelType -> ours; those of `BY_NAME` have several, told by their names."""
 
 BY_NAME = ("STABLE_DIFFUSION_35", "FLUX_2", "SANA")
+
+CHECKPOINTS = "gradient_checkpointing"
+"""Our field, and its key of a part."""
+
+LEAST_LOADED = 2
+"""Layers that are on the GPU whatever is asked for (modules/util/LayerOffloadConductor.py ``__get_layers_below``)."""
 
 FORMATS = {
     "FLOAT_32": "fp32",
@@ -251,30 +267,115 @@ def _checkpointing(settings: Settings) -> Fields:
         away = older == "CPU_OFFLOADED" and _of(settings, "enable_activation_offloading", True)
     else:
         on, away = _part(settings, "gradient_checkpointing", True), _part(settings, "activation_offloading", False)
-    return {"gradient_checkpointing": "none" if not on else "offload" if away else "full"}
+    away = away and _offloads(_model(settings)["model"])
+    return {CHECKPOINTS: "none" if not on else "offload" if away else "full"}
+
+
+def _offloads(model: str) -> bool:
+    """Whether its layers and checkpoints may wait in host RAM: not those of a U-Net
+    (modules/modelSetup/BaseStableDiffusionXLSetup.py ``supports_offloading``)."""
+    return not lookup.model(model).diffusers_class.startswith("UNet")
 
 
 def _swap(settings: Settings) -> Fields:
     """``offload_fraction`` of the layers wait in host RAM (modules/util/LayerOffloadConductor.py)."""
-    fraction = _part(settings, "offload_fraction", 0.0)
-    if _is_old(settings):
-        fraction = _of(settings, "layer_offload_fraction", 0.0) if settings[OLD_CHECKPOINTS] == "CPU_OFFLOADED" else 0.0
-    blocks = lookup.model(_model(settings)["model"]).blocks
-    return {"swap_blocks": min(blocks - 1, round(float(fraction or 0.0) * blocks))}
+    model = _model(settings)["model"]
+    blocks = lookup.model(model).blocks
+    if not _offloads(model):
+        return {"swap_blocks": 0}
+    return {"swap_blocks": min(blocks - 1, round(_fraction(settings) * blocks))}
+
+
+def _fraction(settings: Settings) -> float:
+    """Of the layers of the part that is trained, how much waits in host RAM."""
+    if not _is_old(settings):
+        return float(_part(settings, "offload_fraction", 0.0) or 0.0)
+    offloads = settings[OLD_CHECKPOINTS] == "CPU_OFFLOADED"
+    return float(_of(settings, "layer_offload_fraction", 0.0) or 0.0) if offloads else 0.0
+
+
+def _trained_part(settings: Settings) -> str:
+    return next((part for part in PARTS if any(key.startswith(f"{CONFIG}{part}.") for key in settings)), PARTS[0])
 
 
 def _in_part(key: str, value: str) -> Callable[[Settings], list[str]]:
     """The words of a setting of the part that is trained, as `Move.words_for` has them."""
-
-    def words(settings: Settings) -> list[str]:
-        name = next((part for part in PARTS if any(key.startswith(f"{CONFIG}{part}.") for key in settings)), PARTS[0])
-        return [f"{name}.{key}: {value}"]
-
-    return words
+    return lambda settings: [f"{_trained_part(settings)}.{key}: {value}"]
 
 
-def _with_checkpoints(settings: Settings) -> list[str]:
-    return ["gradient_checkpointing: ON"] if _is_old(settings) else _in_part("gradient_checkpointing", "true")(settings)
+def _changed_checkpoints(settings: Settings, before: Fields, after: Fields) -> Settings:
+    """The settings that say checkpoints of the part that is trained, and whether they wait in host RAM."""
+    mode = after["gradient_checkpointing"]
+    if _is_old(settings):
+        swaps = bool(after["swap_blocks"])
+        word = "OFF" if mode == "none" else "CPU_OFFLOADED" if swaps or mode == "offload" else "ON"
+        away = {} if word != "CPU_OFFLOADED" else {f"{CONFIG}enable_activation_offloading": mode == "offload"}
+        return {OLD_CHECKPOINTS: word, **away}
+    part = f"{CONFIG}{_trained_part(settings)}"
+    away = {f"{part}.activation_offloading": mode == "offload"} if "offload" in (mode, before[CHECKPOINTS]) else {}
+    return {f"{part}.gradient_checkpointing": mode != "none", **away}
+
+
+def _changed_swap(settings: Settings, before: Fields, after: Fields) -> Settings:
+    """The settings that say how much of the layers waits in host RAM. In older configs checkpoints are offloaded by the
+    same word."""
+    blocks = lookup.model(after["model"]).blocks
+    share = round(after["swap_blocks"] / blocks, 3)
+    if not _is_old(settings):
+        return {f"{CONFIG}{_trained_part(settings)}.offload_fraction": share}
+    same = before[CHECKPOINTS] == after[CHECKPOINTS]
+    checkpoints = _changed_checkpoints(settings, before, after) if same else {}
+    return {f"{CONFIG}layer_offload_fraction": share, **checkpoints}
+
+
+SWAP_PARTS = 8
+"""Equal parts of the layers that may wait in host RAM, which a fix tries one after another."""
+
+
+def _more_swapped(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+    """More layers in host RAM than now, at most all but two. Checkpoints are needed for it
+    (modules/util/checkpointing_util.py ``enable_checkpointing``)."""
+    most = lookup.model(fields["model"]).blocks - LEAST_LOADED
+    checkpoints = {CHECKPOINTS: "full"} if fields[CHECKPOINTS] == "none" else {}
+    parts = dict.fromkeys(-(-most * part // SWAP_PARTS) for part in range(1, SWAP_PARTS + 1))
+    return tuple({"swap_blocks": blocks, **checkpoints} for blocks in parts if blocks > fields["swap_blocks"])
+
+
+def _may_swap(fields: Fields) -> bool:
+    """Full training offloads layers with an optimizer that steps in backward alone (modules/util/create.py
+    ``create_optimizer``)."""
+    may_leave = fields["method"] == "lora" or fields["optimizer_step"] == "backward"
+    return bool(may_leave and _offloads(fields["model"]))
+
+
+def _with_encoders_offloaded(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+    """The version with the text encoders' layers in host RAM, unless it is this one."""
+    parts = [part for part in (fields["version"], ENCODERS_OFFLOADED) if part]
+    return () if str(fields["version"]).endswith(ENCODERS_OFFLOADED) else ({"version": "-".join(parts)},)
+
+
+def _encoder_words(settings: Settings) -> list[str]:
+    """The setting by which the largest text encoder's layers wait in host RAM. Raises an InexpressibleError for older
+    configs, which say one fraction for all parts."""
+    if _is_old(settings):
+        raise InexpressibleError(
+            UnsupportedValue("version", ENCODERS_OFFLOADED, "", "one fraction is that of all parts")
+        )
+    return [f"{_largest_encoder(settings)}.offload_fraction: 1.0"]
+
+
+def _may_step_in_backward(fields: Fields) -> bool:
+    return (fields["method"], fields["gradient_accumulation"]) == ("full", 1)
+
+
+def _quantised(dtype: str, word: str, what: str) -> Move:
+    """Quantising the base of an adapter. ``dtype``: ours; ``word``: its name of it; ``what``: in words."""
+    return Move(
+        {"weights_dtype": dtype},
+        what,
+        words_for=_in_part("weight_dtype", word),
+        when=lambda fields: fields["method"] == "lora" and fields["weights_dtype"] not in QUANTISED,
+    )
 
 
 def _layers(settings: Settings) -> Fields:
@@ -313,9 +414,16 @@ def _version_of_layers(settings: Settings) -> str:
 
 
 def _version(settings: Settings, fields: Fields) -> str:
-    if fields["method"] != "lora":
-        return ""
-    return "-".join(filter(None, (_version_of_layers(settings), peft_types.version_of(settings))))
+    lora = fields["method"] == "lora"
+    adapters = (_version_of_layers(settings), peft_types.version_of(settings)) if lora else ()
+    return "-".join(filter(None, (*adapters, ENCODERS_OFFLOADED if _encoder_offloads(settings) else "")))
+
+
+def _encoder_offloads(settings: Settings) -> bool:
+    """Whether layers of the largest text encoder wait in host RAM."""
+    if _is_old(settings):
+        return _fraction(settings) > 0
+    return float(_of(settings, f"{_largest_encoder(settings)}.offload_fraction", 0.0) or 0.0) > 0
 
 
 def _steps(settings: Settings) -> Fields:
@@ -441,9 +549,15 @@ DIALECT = Dialect(
             _checkpointing,
             _nothing,
             {"gradient_checkpointing": "none, full, offload"},
+            _changed_checkpoints,
         ),
         FunctionPair(
-            ("swap_blocks",), (f"{CONFIG}layer_offload_fraction",), _swap, _nothing, {"swap_blocks": "offload_fraction"}
+            ("swap_blocks",),
+            (f"{CONFIG}layer_offload_fraction",),
+            _swap,
+            _nothing,
+            {"swap_blocks": "offload_fraction"},
+            _changed_swap,
         ),
         FunctionPair(
             ("text_encoder", "vae", "vae_dtype", "text_encoder_dtype"),
@@ -478,17 +592,43 @@ DIALECT = Dialect(
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
+        Move({CHECKPOINTS: "full"}, "one more forward pass", when=lambda fields: fields[CHECKPOINTS] == "none"),
         Move(
-            {"gradient_checkpointing": "full"},
-            "one more forward pass",
-            words_for=_with_checkpoints,
+            {CHECKPOINTS: "offload"},
+            "slower, and host RAM for the checkpoints",
+            when=lambda fields: _offloads(fields["model"]),
         ),
         Move(
-            {"weights_dtype": "fp8"},
-            "the frozen base is rounded to 8 bits",
-            words_for=_in_part("weight_dtype", "FLOAT_8"),
-            when=lambda fields: fields["method"] == "lora",
+            {"vae": "cached", "text_encoder": "cached"},
+            "disk for latents and prompts, which are no longer changed at random",
+            words_for=lambda settings: ["latent_caching: true"],
         ),
+        Move(
+            {"swap_blocks": 1, CHECKPOINTS: "full"},
+            "slower, and host RAM for the layers",
+            by_fields=_more_swapped,
+            when=_may_swap,
+        ),
+        Move(
+            {"version": ENCODERS_OFFLOADED},
+            "the text encoder's layers come over PCIe as prompts are encoded",
+            words_for=_encoder_words,
+            by_fields=_with_encoders_offloaded,
+        ),
+        Move(
+            {"optimizer_step": "backward"},
+            "the step runs inside backward",
+            words_for=lambda settings: ["optimizer.fused_back_pass: true"],
+            when=lambda fields: _may_step_in_backward(fields) and fields["optimizer"] in ("adamw", "adafactor", "came"),
+        ),
+        Move(
+            {"optimizer": "adafactor", "optimizer_step": "backward"},
+            "second moments are row and column sums; the step runs inside backward",
+            words_for=lambda settings: ["optimizer.optimizer: ADAFACTOR", "optimizer.fused_back_pass: true"],
+            when=_may_step_in_backward,
+        ),
+        _quantised("fp8", "FLOAT_8", "the frozen base is rounded to 8 bits"),
+        _quantised("nf4", "NFLOAT_4", "the frozen base is rounded to 4 bits"),
     ),
     assigns=": ",
 )

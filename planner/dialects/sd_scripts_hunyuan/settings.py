@@ -23,7 +23,6 @@ from planner.dialects.base.bindings import (
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import half_precision
-from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.dialects.base.script import Script
 from planner.dialects.sd_scripts import network_module
 from planner.dialects.sd_scripts.common import (
@@ -125,12 +124,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from shape_notes(fields)
-    model = lookup.model(fields["model"])
-    yield (
-        f"its own code of the model is priced as diffusers': it cuts text to the longest caption of a batch, where "
-        f"{model.shape.text_tokens} + {model.inputs['glyph_tokens']} tokens are priced, and {SHORT_PROMPT} at the low "
-        f"end ({AT} library/hunyuan_image_models.py)"
-    )
+    yield f"its own code of the model is priced as diffusers' ({AT} library/hunyuan_image_models.py)"
     resident = [
         name
         for name, field in (("Qwen2.5-VL and ByT5", "text_encoder"), ("the VAE", "vae"))

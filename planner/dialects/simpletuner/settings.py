@@ -6,7 +6,7 @@ Its memory terms are in `planner.layout.trainer_terms.simpletuner`, which its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -65,6 +65,7 @@ from planner.dialects.simpletuner.files import files
 from planner.dialects.simpletuner.models import ASSISTED, CONFIG, MODELS, family_of, is_on, model_of, of, write_model
 from planner.dialects.simpletuner.number_formats import (
     OPTIMIZERS,
+    WRITTEN,
     formats_of,
     optimizer_of,
     write_formats,
@@ -292,6 +293,20 @@ def _write_swap(fields: Fields) -> Settings:
         why = f"it swaps {most} blocks of {model.title} at most" if most else f"it swaps no blocks of {model.title}"
         raise InexpressibleError(UnsupportedValue("swap_blocks", blocks, most, why))
     return {f"{CONFIG}musubi_blocks_to_swap": blocks}
+
+
+SWAP_PARTS = 8
+"""Equal parts of the blocks that may be swapped, which a fix tries one after another."""
+
+
+def _more_swapped(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+    """More blocks in host RAM than now, in eighths of those that this family swaps. On several GPUs, DDP's buckets
+    become views."""
+    family = write_model(fields)[f"{CONFIG}model_family"]
+    most = _most_swapped(lookup.model(fields["model"]), family)
+    buckets = {"grad_buckets": "view"} if fields["sharding"] == "ddp" else {}
+    parts = dict.fromkeys(-(-most * part // SWAP_PARTS) for part in range(1, SWAP_PARTS + 1))
+    return tuple({"swap_blocks": blocks, **buckets} for blocks in parts if blocks > fields["swap_blocks"])
 
 
 def _ramtorch(settings: Settings) -> bool:
@@ -531,6 +546,20 @@ def _by_torchao(settings: Settings) -> str:
     return str(of(settings, "base_model_precision")).replace("-quanto", "-torchao")
 
 
+def _quantised(dtype: str, what: str, *more: str) -> Move:
+    """Quantising the base of an adapter. ``dtype``: ours; ``what``: in words; ``more``: settings that go with it."""
+    return Move(
+        {"weights_dtype": dtype},
+        what,
+        words_for=lambda settings: [f"base_model_precision: {WRITTEN[dtype]}", *more],
+        when=lambda fields: (
+            fields["method"] == "lora"
+            and fields["version"] not in (*WHOLE, *BY_RAMTORCH)
+            and fields["weights_dtype"] not in QUANTISED
+        ),
+    )
+
+
 def _in_host_ram(whole: str, then: str) -> Move:
     """Quantising in host RAM instead of on the GPU. ``whole``, ``then``: the versions of both."""
     return Move(
@@ -701,11 +730,14 @@ DIALECT: Dialect = Dialect(
         ),
         Move({"optimizer": "adamw-8bit", "optimizer_step": "foreach"}, "8-bit optimizer states"),
         Move(
-            {"weights_dtype": "int8"},
-            "the frozen base is rounded to 8 bits",
-            words_for=lambda settings: ["base_model_precision: int8-torchao", "quantize_via: cpu"],
-            when=lambda fields: fields["method"] == "lora" and fields["version"] not in WHOLE,
+            {"swap_blocks": 1},
+            "slower, and host RAM for the blocks",
+            by_fields=_more_swapped,
+            when=lambda fields: fields["version"] not in BY_RAMTORCH,
         ),
+        _quantised("int8", "the frozen base is rounded to 8 bits", "quantize_via: cpu"),
+        _quantised("fp8", "the frozen base is rounded to 8 bits", "quantize_via: cpu"),
+        _quantised("nf4", "the frozen base is rounded to 4 bits"),
     ),
     files=_files,
     assigns=": ",

@@ -25,7 +25,7 @@ from planner.layout.trainer_terms.lora_layers import (
     width_of,
 )
 from planner.layout.trainer_terms.lycoris.whole_changes import HADAMARD_KEPT, KRONECKER, whole_changes
-from planner.layout.trainer_terms.shared import layers_of_encoders_offloaded, modulation_in_8_bits
+from planner.layout.trainer_terms.shared import modulation_in_8_bits
 from planner.tape.program import Moment, Stage
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
@@ -186,7 +186,6 @@ def _frees(buffers: Sequence[int]) -> list[int]:
 
 
 TERMS: tuple[Transform, ...] = (
-    layers_of_encoders_offloaded,
     modulation_in_8_bits("onetrainer"),
     layers_in_buffers,
     statistics_kept,
@@ -200,6 +199,17 @@ TERMS: tuple[Transform, ...] = (
 LOHA, LOKR = "loha", "whole-lokr"
 """The versions with `peft_type` LOHA, and LOKR without `lokr_vec_trick`."""
 
+ENCODERS_OFFLOADED = "encoders-offloaded"
+"""The version in which the text encoder has an ``offload_fraction`` too. Since version 11 of its configs each part has
+its own; before, one fraction was that of all parts (util/config/TrainConfig.py ``__migration_10``)."""
+
+
+def layers_of_encoders_offloaded(run: Run) -> None:
+    """Layers of the text encoders wait in host RAM and come one by one (util/checkpointing_util.py
+    ``enable_checkpointing``, whose conductor text encoders have as well)."""
+    run.device.encoders_whole = False
+
+
 _LAYERS: dict[str, tuple[Transform, ...]] = {
     "": (),
     EVERY_LAYER: (adapters_on_linear_layers(of_blocks=False), inputs_of_convolutions),
@@ -207,12 +217,15 @@ _LAYERS: dict[str, tuple[Transform, ...]] = {
 }
 _ADAPTERS = {"": None, LOHA: HADAMARD_KEPT, LOKR: KRONECKER}
 BY_VERSION: dict[str, tuple[Transform, ...]] = {
-    "-".join(filter(None, (layers, kind))): (
+    "-".join(filter(None, (layers, kind, encoders))): (
         *terms,
         *((whole_changes(change, linear_layers if layers else None),) if change else ()),
+        *((layers_of_encoders_offloaded,) if encoders else ()),
     )
     for layers, terms in _LAYERS.items()
     for kind, change in _ADAPTERS.items()
-    if layers or kind
+    for encoders in ("", ENCODERS_OFFLOADED)
+    if layers or kind or encoders
 }
-"""Not older: which layers have adapters, and of which kind (module/LoRAModule.py ``LoHaModule``, ``LoKrModule``)."""
+"""Not older: which layers have adapters, of which kind (module/LoRAModule.py ``LoHaModule``, ``LoKrModule``), and
+whether text encoders are offloaded."""

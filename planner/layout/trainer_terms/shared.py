@@ -55,9 +55,8 @@ def encoders_whole(run: Run) -> None:
 
 
 def layers_of_encoders_offloaded(run: Run) -> None:
-    """Where layers of the model wait in host RAM, those of its text encoders do too, and come one by one: OneTrainer's
-    ``layer_offload_fraction`` (util/checkpointing_util.py ``create_checkpoint``, whose conductor text encoders have as
-    well), ai-toolkit's ``layer_offloading`` (``layer_offloading_text_encoder_percent`` is 1 unless it is written)."""
+    """Where layers of the model wait in host RAM, those of its text encoders do too, and come one by one: ai-toolkit's
+    ``layer_offloading`` (``layer_offloading_text_encoder_percent`` is 1 unless it is written)."""
     if run.strategy.swap_blocks:
         run.device.encoders_whole = False
 

@@ -108,10 +108,16 @@ def test_simpletuner_leaves_published_weights_as_they_are_stored(
     assert found.strategy["weights_dtype"] == weights
 
 
-def test_prompts_that_are_not_filled_up_are_said(tmp_path: Path) -> None:
-    for file in (onetrainer("IDEOGRAM_4"), diffusion_pipe("hunyuan_image")):
-        _, found = read(tmp_path, *file)
-        assert any("prompts are as long as the longest of a batch" in note for note in found.notes)
+def test_prompts_that_are_not_filled_up_are_said_unless_their_length_is(tmp_path: Path) -> None:
+    name, text = onetrainer("IDEOGRAM_4")
+    parts = {"transformer": {"weight_dtype": "INT_W8A8"}, "train_dtype": "BFLOAT_16"}
+    (tmp_path / name).write_text(json.dumps({**json.loads(text), **parts}))
+    dialect, given = dialects.read_script(from_file(tmp_path / name))
+    usual, told = (read_case(dialect, given, {"text_tokens": tokens}, {"gpu": "80GB"}) for tokens in (None, 256))
+    said = "prompts are as long as the longest of a batch: priced at 2048 tokens"
+    assert any(said in note for note in usual.notes) and not any(said in note for note in told.notes)
+    assert (usual.job.text_tokens, told.job.text_tokens) == (None, 256)
+    assert Pricing(told).outcome(told).estimate.peak < Pricing(usual).outcome(usual).estimate.peak
 
 
 def test_lora_of_every_linear_layer_is_priced_where_trainers_adapt_them(tmp_path: Path) -> None:
