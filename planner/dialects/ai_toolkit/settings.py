@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
+from typing import Any
 
 from planner.catalog import lookup
 from planner.dialects.ai_toolkit.lokr import lokr_note, rank_of, write_rank
@@ -413,6 +414,15 @@ def _two_on_gpu(fields: Fields) -> bool:
     return bool(fields["inactive_expert"] == "gpu")
 
 
+SWAPPED = (8, 16, 20, 26, 29, 32, 39, 56)
+"""Blocks in host RAM that a fix tries, and all but one."""
+
+
+def _swapped(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+    most = lookup.model(fields["model"]).blocks - 1
+    return tuple({"swap_blocks": blocks} for blocks in (*(each for each in SWAPPED if each < most), most))
+
+
 FEWER_BITS = {f"uint{bits}": f"model.qtype: uint{bits}" for bits in (7, 6, 5, 4, 3)}
 """Of `UINTX` those that accuracy recovery adapters are published for, and what is between them and 8 bits."""
 MOVES = (
@@ -427,7 +437,7 @@ MOVES = (
          when=lambda fields: fields["version"] == f"{QUANTISED_WHOLE}-{WITHOUT_EXPERTS}"),
     Move({"inactive_expert": "cpu", "version": ""}, "slower where the noise level changes sides",
          words_for=lambda settings: [LOW_VRAM], when=_two_on_gpu),
-    Move({"swap_blocks": 8}, "slower, and host RAM for the layers", values=(8, 16, 20, 26, 29, 32, 39, 56)),
+    Move({"swap_blocks": 8}, "slower, and host RAM for the layers", by_fields=_swapped),
     Move({"optimizer": "adamw-8bit"}),
     Move({"weights_dtype": "fp8"}, when=lambda fields: fields["weights_dtype"] not in QUANTISED),
     Move({"version": "uint6"}, "weights in fewer bits", values=tuple(FEWER_BITS), lossy=True,
