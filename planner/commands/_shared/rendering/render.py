@@ -169,9 +169,10 @@ def print_windows(console: Console, found: Estimate) -> None:
     if found.host is not None and found.host.pinned_bytes > GIB // 10:
         pinned = format_gib(found.host.pinned_bytes)
         console.print(f"{pinned} of it pinned, and Windows pins about half of the RAM", style="dim")
-    if found.host is not None and found.host.mapped_bytes:
-        mapped, whole = format_gib(found.host.mapped_bytes), format_gib(found.host.mapped_bytes + found.host_ram_bytes)
-        text = f"RAM and page file must be {whole} together: Windows counts {mapped} of mapped weight files too"
+    mapped = found.host.mapped_bytes if found.host is not None else 0
+    if mapped and mapped + found.host_ram_bytes > (found.machine.host_ram or 0):
+        whole, files = format_gib(mapped + found.host_ram_bytes), format_gib(mapped)
+        text = f"RAM and page file must be {whole} together: Windows counts {files} of mapped weight files too"
         console.print(text, style="dim")
     text = "what is more than the card has spills into shared memory, ten times slower: not called fitting"
     console.print(text, style="dim")
