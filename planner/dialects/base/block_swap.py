@@ -52,3 +52,12 @@ def steps(trainer: str, settings: tuple[int, ...]) -> Callable[[Fields], tuple[M
         return tuple({"swap_blocks": sum(known[blocks])} for blocks in sorted(tried))
 
     return changes
+
+
+PARTS = 8
+
+
+def in_parts(most: int, now: int) -> list[int]:
+    """Numbers of swapped blocks to try: more than there are now, in eighths of the most that a trainer swaps."""
+    tried = dict.fromkeys(-(-most * part // PARTS) for part in range(1, PARTS + 1))
+    return [blocks for blocks in tried if blocks > now]

@@ -20,6 +20,7 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.block_swap import in_parts
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, find_model, one_of, our_defaults, word_for
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.layer_names import chosen_layers
@@ -328,17 +329,12 @@ def _changed_swap(settings: Settings, before: Fields, after: Fields) -> Settings
     return {f"{CONFIG}layer_offload_fraction": share, **checkpoints}
 
 
-SWAP_PARTS = 8
-"""Equal parts of the layers that may wait in host RAM, which a fix tries one after another."""
-
-
 def _more_swapped(fields: Fields) -> tuple[Mapping[str, Any], ...]:
     """More layers in host RAM than now, at most all but two. Checkpoints are needed for it
     (modules/util/checkpointing_util.py ``enable_checkpointing``)."""
     most = lookup.model(fields["model"]).blocks - LEAST_LOADED
     checkpoints = {CHECKPOINTS: "full"} if fields[CHECKPOINTS] == "none" else {}
-    parts = dict.fromkeys(-(-most * part // SWAP_PARTS) for part in range(1, SWAP_PARTS + 1))
-    return tuple({"swap_blocks": blocks, **checkpoints} for blocks in parts if blocks > fields["swap_blocks"])
+    return tuple({"swap_blocks": blocks, **checkpoints} for blocks in in_parts(most, fields["swap_blocks"]))
 
 
 def _may_swap(fields: Fields) -> bool:

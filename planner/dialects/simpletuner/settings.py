@@ -27,6 +27,7 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
+from planner.dialects.base.block_swap import in_parts
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.launchers import launch_settings
@@ -295,18 +296,12 @@ def _write_swap(fields: Fields) -> Settings:
     return {f"{CONFIG}musubi_blocks_to_swap": blocks}
 
 
-SWAP_PARTS = 8
-"""Equal parts of the blocks that may be swapped, which a fix tries one after another."""
-
-
 def _more_swapped(fields: Fields) -> tuple[Mapping[str, Any], ...]:
-    """More blocks in host RAM than now, in eighths of those that this family swaps. On several GPUs, DDP's buckets
-    become views."""
+    """More blocks in host RAM than now, up to all that this family swaps. On several GPUs DDP's buckets are views."""
     family = write_model(fields)[f"{CONFIG}model_family"]
     most = _most_swapped(lookup.model(fields["model"]), family)
     buckets = {"grad_buckets": "view"} if fields["sharding"] == "ddp" else {}
-    parts = dict.fromkeys(-(-most * part // SWAP_PARTS) for part in range(1, SWAP_PARTS + 1))
-    return tuple({"swap_blocks": blocks, **buckets} for blocks in parts if blocks > fields["swap_blocks"])
+    return tuple({"swap_blocks": blocks, **buckets} for blocks in in_parts(most, fields["swap_blocks"]))
 
 
 def _ramtorch(settings: Settings) -> bool:
