@@ -240,8 +240,12 @@ class BatchSampler:
         """Continues in the order of a saved position and returns its number of steps. Raises a VplanError if that is
         impossible: the data, the global batch or the seed differs, or micro-batches would have to be joined."""
         steps, began = int(position["steps"]), (int(position.get("ranks", 0)), int(position.get("accumulation", 0)))
-        groups = began[0] * began[1]
-        if groups and self.ranks * self.accumulation % groups == 0:
+        groups, now = began[0] * began[1], self.ranks * self.accumulation
+        if groups and now % groups:
+            fault = f"a step of {now} micro-batches (GPUs x accumulation) differs from the checkpoint's of {groups}"
+            fix = f"train with a multiple of {groups} and the same global batch, or start over with --resume no"
+            raise VplanError(fault, fix)
+        if groups:
             with self._lock:
                 self._draw_as(*began)
         if self.position(steps) != position:

@@ -206,6 +206,8 @@ def test_a_position_is_taken_up_by_the_same_order_only() -> None:
     ):
         with pytest.raises(VplanError, match="differs from the checkpoint's"):
             other.resume(position)
+    with pytest.raises(VplanError, match=r"a step of 1 micro-batches .* of 2"):
+        sampler([[1] * 5, [1] * 3], 2).resume(position)
     with pytest.raises(VplanError, match="differs from the checkpoint's"):
         one.resume({"steps": 7, "epoch": 0, "order": "of an earlier version"})
 
