@@ -77,15 +77,13 @@ class Case:
 
     def changed(self, changes: Mapping[str, Any]) -> Case:
         """A copy of the case with some fields of job or strategy changed. Without samples the sample's shape is removed
-        too: a trainer that makes none has no settings for it. A quantised base is estimated as `read_case` estimates a
-        command with it."""
+        too: a trainer that makes none has no settings for it."""
         if changes.get("validation_mode") == "off":
             changes = {"validation": None, **changes}
         job = self.job.replace(**{name: value for name, value in changes.items() if name in Job.model_fields})
         inside = {name: value for name, value in changes.items() if name in Strategy.model_fields}
         version = str(changes.get("version", self.version))
-        other = replace(self, job=job, strategy=self.strategy.replace(**inside), version=version)
-        return _as_read(other) if changes.get("weights_dtype") in QUANTISED else other
+        return replace(self, job=job, strategy=self.strategy.replace(**inside), version=version)
 
 
 def read_case(
@@ -300,10 +298,10 @@ def _recorded(configuration: Configuration, notes: list[str]) -> ResolvedStrateg
     raise AssertionError("bf16 is recorded for every model")
 
 
-def _as_read(case: Case) -> Case:
-    """A case whose base a change quantises, as `read_case` estimates it: where it is not recorded, without dropout's
-    masks, and if that is not either, with fp32 adapters. Unchanged if nothing is recorded."""
-    if _is_recorded(case.configuration):
+def as_read(case: Case) -> Case:
+    """A case as `read_case` estimates a command that says the same: with a quantised base that is not recorded, without
+    dropout's masks, and if that is not either, with fp32 adapters. Unchanged if nothing is recorded."""
+    if case.strategy.weights_dtype not in QUANTISED or _is_recorded(case.configuration):
         return case
     bare = case
     if case.job.lora_dropout and case.job.adapter == "lora":

@@ -11,7 +11,7 @@ from planner.dialects.base.own_models import SHORT_PROMPT
 from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import assess, outside_bytes
 from planner.estimate.peak_moment import OPTIMIZER_MOMENT, PHASE_MOMENTS, describe_moment
-from planner.foreign.case import Case
+from planner.foreign.case import Case, as_read
 from planner.layout import margin
 from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
@@ -71,7 +71,7 @@ class Pricing:
         """Whether a case has no estimate because nothing was recorded of it, and not because it contradicts itself."""
         try:
             refuse_contradictions(case.configuration, fetched_again=fetches_again(case.trainer))
-            self._screen(case.trainer).facts(case.configuration)
+            self._screen(case.trainer).facts(as_read(case).configuration)
         except NotRecordedError:
             return True
         except VplanError:
@@ -89,7 +89,7 @@ class Pricing:
         """What a case needs, without a replay; None where it contradicts itself, or nothing was recorded of it."""
         screen = self._screen(case.trainer)
         try:
-            configuration = case.configuration
+            configuration = as_read(case).configuration
             refuse_contradictions(configuration, fetched_again=fetches_again(case.trainer))
             check_blocks(case.model, case.strategy)
             return screen.quick_estimate(configuration)
@@ -110,7 +110,7 @@ class Pricing:
         return replace(found, estimate=estimate)
 
     def _outcome(self, case: Case) -> CheckedEstimate:
-        configuration = case.configuration
+        configuration = as_read(case).configuration
         screen = self._screen(case.trainer)
         facts = screen.facts(configuration)
         run, played, estimate, kept = assess(configuration, facts, case.trainer, screen.run_cache.lay_out)

@@ -275,7 +275,7 @@ def _checkpointing(settings: Settings) -> Fields:
 def _offloads(model: str) -> bool:
     """Whether its layers and checkpoints may wait in host RAM: not those of a U-Net
     (modules/modelSetup/BaseStableDiffusionXLSetup.py ``supports_offloading``)."""
-    return not lookup.model(model).diffusers_class.startswith("UNet")
+    return not lookup.model(model).traits.stages
 
 
 def _swap(settings: Settings) -> Fields:
