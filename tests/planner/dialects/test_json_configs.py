@@ -15,6 +15,7 @@ from planner.dialects.base.script import from_file
 from planner.dialects.onetrainer.settings import DIALECT as ONETRAINERS
 from planner.errors import VplanError
 from planner.foreign.case import read_case
+from planner.foreign.change_words import move_words
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 
@@ -149,12 +150,12 @@ def test_a_fix_for_onetrainer_names_the_part_and_the_setting_that_its_config_has
     part = {"unet": {"weight_dtype": "BFLOAT_16", "gradient_checkpointing": False}}
     for config, expected in (
         (unet | encoders | part, "unet.gradient_checkpointing: true"),
-        (ONETRAINER | {"gradient_checkpointing": "OFF"}, "gradient_checkpointing: ON"),
+        (ONETRAINER | {"gradient_checkpointing": "OFF"}, 'gradient_checkpointing: "ON"'),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        _, given = dialects.read_script(from_file(tmp_path / "config.json"))
-        moves = [move for move in ONETRAINERS.moves if move.changes == {"gradient_checkpointing": "full"}]
-        assert [move.words_for(given.settings) for move in moves if move.words_for] == [[expected]]
+        case = read_case(*dialects.read_script(from_file(tmp_path / "config.json")), {}, {"gpu": "80GB"})
+        (move,) = (move for move in ONETRAINERS.moves if move.changes == {"gradient_checkpointing": "full"})
+        assert list(move_words(case, case.changed(move.changes), move)) == [expected]
 
 
 def test_onetrainers_format_of_encoders_is_that_of_the_largest(tmp_path: Path) -> None:

@@ -66,5 +66,5 @@ def test_what_the_script_stops_at_or_is_not_priced_is_refused(words: str, fault:
 def test_its_own_code_and_what_does_nothing_is_said(tmp_path: Path) -> None:
     found = command(tmp_path, "--fp8_base --vae_chunk_size 16")
     assert [remark.flag for remark in found.ineffective] == ["--fp8_base"]
-    assert any("1000 + 128 tokens" in note for note in found.notes)
+    assert any("its own code of the model is priced as diffusers'" in note for note in found.notes)
     assert any("--vae_chunk_size" in note for note in found.notes)
