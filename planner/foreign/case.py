@@ -126,8 +126,8 @@ def _job(model: ModelProfile, read: Fields, overrides: Mapping[str, Any], notes:
     """The job that the settings describe; ``overrides`` replace its fields, and the model's defaults fill the rest."""
     fields = {name: value for name, value in read.items() if value is not None}
     told = {name: value for name, value in overrides.items() if value is not None and name != "model"}
-    tokens = {name: told.pop(name) for name in ("text_tokens",) if name in told}
-    fields = _with_shape(fields, told) | tokens
+    tokens = told.pop("text_tokens", fields.get("text_tokens"))
+    fields = {**_with_shape(fields, told), "text_tokens": tokens}
     job = job_for(model, fields)
     if "height" not in fields and not job.buckets:
         notes.append(f"{job.height}x{job.width} pixels (height x width, the model's default)")

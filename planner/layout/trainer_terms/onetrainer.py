@@ -204,7 +204,7 @@ ENCODERS_OFFLOADED = "encoders-offloaded"
 its own; before, one fraction was that of all parts (util/config/TrainConfig.py ``__migration_10``)."""
 
 
-def layers_of_encoders_offloaded(run: Run) -> None:
+def encoders_offloaded(run: Run) -> None:
     """Layers of the text encoders wait in host RAM and come one by one (util/checkpointing_util.py
     ``enable_checkpointing``, whose conductor text encoders have as well)."""
     run.device.encoders_whole = False
@@ -220,7 +220,7 @@ BY_VERSION: dict[str, tuple[Transform, ...]] = {
     "-".join(filter(None, (layers, kind, encoders))): (
         *terms,
         *((whole_changes(change, linear_layers if layers else None),) if change else ()),
-        *((layers_of_encoders_offloaded,) if encoders else ()),
+        *((encoders_offloaded,) if encoders else ()),
     )
     for layers, terms in _LAYERS.items()
     for kind, change in _ADAPTERS.items()
