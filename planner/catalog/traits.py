@@ -148,6 +148,7 @@ TrainerTrait = Literal[
     "loaded-as-trained",
     "loaded-as-published",
     "encoders-wait",
+    "text-encoder-read",
     "read-for-swapped-blocks",
     "encoder-head-untied",
 ]
@@ -174,6 +175,7 @@ makes a mask over all pairs of tokens for every head. masks-one-sample: prompts 
 sample too. joint-tensor-kept: of a block that gives text and image as parts of one tensor, only the image is offloaded.
 fusion-checkpointed: blocks that fuse a prompt's states before the model's own, too.
 text-encoders-trained: always, beside the model.
+text-encoder-read: into host RAM whole, not mapped.
 encoders-wait: in host RAM, from when their outputs are cached until training begins.
 encoder-head-untied: its text encoder's, once it is quantised.
 read-for-swapped-blocks: into host RAM whole, where blocks are swapped.

@@ -81,6 +81,8 @@ class HostShare(NamedTuple):
     """the moving average"""
     components: int
     """text encoders and the VAE that come to the GPU for each batch"""
+    loaded_components: int
+    """those that are there while the model is loaded"""
     encoding: int
     """the most while a text encoder encodes, before the model is there"""
     waiting: int
@@ -115,6 +117,7 @@ def host_share(run: Run) -> HostShare:
         blocks=single_gpu.swapped_host_bytes(run),
         ema=single_gpu.ema_bytes(run) if run.strategy.ema == "cpu" else 0,
         components=components_host_bytes(run),
+        loaded_components=phases.loaded_encoders_bytes(run),
         encoding=encoding,
         waiting=phases.waiting_encoders_bytes(run),
         beside_latents=run.summed(_weights) + phases.encoders_bytes(run) if run.host.waits_for_latents else 0,
@@ -193,7 +196,8 @@ def _training(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
         loading = run.summed(_largest_weight)
     if _loaded_bytes(run) is not None:  # what stays there was loaded there
         loading = max(0, loading - share.blocks)
-    by_phase["load"] = {"weights": held["weights"] + share.waiting, "ema": held["ema"], "loading": loading}
+    weights = held["weights"] - share.components + share.loaded_components + share.waiting
+    by_phase["load"] = {"weights": weights, "ema": held["ema"], "loading": loading}
     by_phase["train"] = held
     if run.strategy.validation_mode != "off":
         by_phase["denoise"] = {**held, "weights": held["weights"] + max(share.groups, share.grouping)}

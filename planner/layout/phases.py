@@ -15,7 +15,13 @@ from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
 from planner.layout.cublas import kept_workspaces, workspace_bytes
 from planner.layout.encoders_vae.component_layout import alive_after, load_component, run_component
-from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER, ComponentPass, decoder, encoders
+from planner.layout.encoders_vae.component_pass import (
+    BYTES_PER_PARAMETER,
+    ComponentPass,
+    components_host_bytes,
+    decoder,
+    encoders,
+)
 from planner.layout.encoders_vae.encoding_memory import encoding_memory, lay_out_encoding
 from planner.layout.group_offload import offload_model_groups
 from planner.layout.run import STRATEGY_MOMENT, Run
@@ -138,6 +144,12 @@ def encoding_host_bytes(run: Run) -> int:
 def waiting_encoders_bytes(run: Run) -> int:
     """Host RAM, bytes, of the text encoders that come back from the GPU once their outputs are cached."""
     return encoders_bytes(run) if run.host.encoders_wait and run.strategy.text_encoder == "cached" else 0
+
+
+def loaded_encoders_bytes(run: Run) -> int:
+    """Host RAM, bytes, of text encoders and the VAE while the model is loaded."""
+    how = run.host.encoders_loaded
+    return 0 if how == "mapped" else encoders_bytes(run) if how == "read" else components_host_bytes(run)
 
 
 def encoders_bytes(run: Run) -> int:

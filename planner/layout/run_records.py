@@ -145,6 +145,10 @@ class HostTerms:
     loaded_for_swapping: bool = False
     """whether that is so only where blocks are swapped"""
 
+    encoders_loaded: Literal["held", "mapped", "read"] = "held"
+    """text encoders and the VAE in host RAM while the model is loaded: as training holds them there, still mapped, or
+    read whole wherever training has them"""
+
     maps_files: bool = True
     """whether weight files are mapped while the model is loaded, not read"""
 

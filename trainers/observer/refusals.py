@@ -16,6 +16,9 @@ FLEX = ("FlexAttention", "choose another attention, as torch's scaled_dot_produc
 TRITON = ("a Triton kernel", "choose the trainer's option without Triton kernels")
 GRAPH = ("CUDA graphs", "run it without: leave out the option that captures CUDA graphs")
 
+TORCH_KERNELS = "torch._native."
+"""The package of torch's own kernels in Triton."""
+
 Refuse = Callable[[str, str], None]
 """Gets what is refused and the fix; the call that follows never happens."""
 
@@ -24,7 +27,7 @@ def install(hook: ImportHook, refuse: Refuse) -> None:
     """Watch for the modules that begin such work."""
     hook.after("torch._dynamo.eval_frame", lambda module: _refuse_compiled(module, refuse))
     hook.after("torch._inductor.compile_fx", lambda module: _replace(module, "compile_fx", COMPILE, refuse))
-    hook.after("triton.runtime.jit", lambda module: _replace(module.JITFunction, "run", TRITON, refuse))
+    hook.after("triton.runtime.jit", lambda module: _refuse_triton(module, refuse))
     hook.after("torch.nn.attention.flex_attention", lambda module: _replace(module, "flex_attention", FLEX, refuse))
     hook.after("torch.cuda.graphs", lambda module: _refuse_graphs(module, refuse))
 
@@ -44,6 +47,18 @@ def _refuse_compiled(module: Any, refuse: Refuse) -> None:
     for name in ("set_eval_frame", "_maybe_set_eval_frame"):
         if hasattr(module, name):
             setattr(module, name, refusing(getattr(module, name)))
+
+
+def _refuse_triton(module: Any, refuse: Refuse) -> None:
+    """torch's own Triton kernels do nothing, like all kernels of a virtual card: they write to an output that torch has
+    allocated (``torch/_native``: torch 2.13 multiplies two vectors per batch with one, as language models do for rotary
+    positions)."""
+
+    def run(kernel: Any, *_arguments: Any, **_options: Any) -> None:
+        if not kernel.fn.__module__.startswith(TORCH_KERNELS):
+            refuse(*TRITON)
+
+    module.JITFunction.run = run
 
 
 def _refuse_graphs(module: ModuleType, refuse: Refuse) -> None:

@@ -6,7 +6,12 @@ from planner.layout.encoders_vae.component_pass import component_bytes
 from planner.layout.phases import RGB
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins, share_comes_back_in_fp32
-from planner.layout.trainer_terms.shared import cache_kept_while_sampling, clip_pixels, steps_by_itself
+from planner.layout.trainer_terms.shared import (
+    cache_kept_while_sampling,
+    clip_pixels,
+    filled_in_fp32,
+    steps_by_itself,
+)
 
 
 def all_at_start(run: Run) -> None:
@@ -15,6 +20,13 @@ def all_at_start(run: Run) -> None:
     nbytes = component_bytes(run, "swapped")
     if nbytes:
         run.free(run.load, [run.add(run.load, nbytes, "residents", "encoders at the start")])
+
+
+def loaded_in_fp32(run: Run) -> None:
+    """The scripts call ``from_pretrained_2d`` without ``low_cpu_mem_usage`` (easyanimate/models/transformer3d.py). The
+    encoders were loaded before, and are mapped files until they go to the GPU."""
+    filled_in_fp32(run)
+    run.host.encoders_loaded = "mapped"
 
 
 def cache_emptied_between_swaps(run: Run) -> None:
@@ -73,6 +85,7 @@ def second_transformer(run: Run) -> None:
 
 
 TERMS: tuple[Transform, ...] = (
+    loaded_in_fp32,
     all_at_start,
     clips_kept,
     gradients_in_a_list,

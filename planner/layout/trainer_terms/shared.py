@@ -86,6 +86,13 @@ def from_pretrained(run: Run, dtype: WeightsDtype) -> None:
         run.host.loaded_bytes = BYTES_PER_PARAMETER[dtype]
 
 
+def filled_in_fp32(run: Run) -> None:
+    """The model is made on the CPU in fp32, filled from its mapped files, and cast at the end: whatever the files have,
+    its fp32 weights take RAM (EasyAnimate and VideoX-Fun, ``from_pretrained`` of their own models: ``from_config``,
+    ``load_state_dict``, ``to(torch_dtype)``)."""
+    run.host.loaded_bytes = BYTES_PER_PARAMETER["fp32"]
+
+
 def swap_in_place(run: Run) -> None:
     """Block swap exchanges the weights of two blocks where they lie, over host memory that is not pinned: the blocks
     that stay are all there is on the GPU, and there is no ring (kohya-ss library/custom_offloading_utils.py

@@ -12,7 +12,17 @@ from planner.layout.trainer_terms.easyanimate import (
     clips_kept,
     gradients_in_a_list,
 )
-from planner.layout.trainer_terms.shared import cache_kept_while_sampling
+from planner.layout.trainer_terms.shared import cache_kept_while_sampling, filled_in_fp32
+
+
+def loaded_on_the_cpu(run: Run) -> None:
+    """Most of its models have a ``from_pretrained`` of their own (videox_fun/models), which scripts call without
+    ``low_cpu_mem_usage``; FLUX.1's is diffusers', and LTX-2's scripts pass that option. Wan's text encoder is a
+    ``.pth`` file, read whole before (``torch.load`` without ``mmap``)."""
+    model = run.facts.model
+    if not model.trained_with("videox-fun", "loaded-as-trained"):
+        filled_in_fp32(run)
+    run.host.encoders_loaded = "read" if model.trained_with("videox-fun", "text-encoder-read") else "mapped"
 
 
 def gradients_of_full_training(run: Run) -> None:
@@ -22,6 +32,7 @@ def gradients_of_full_training(run: Run) -> None:
 
 
 TERMS: tuple[Transform, ...] = (
+    loaded_on_the_cpu,
     cache_emptied_between_swaps,
     clips_kept,
     gradients_of_full_training,

@@ -176,6 +176,21 @@ def test_what_from_pretrained_casts_is_in_host_ram_whole_once_per_process() -> N
     assert loads[0] == loads[1]
 
 
+def test_easyanimate_and_videox_fun_make_models_in_fp32_on_the_cpu() -> None:
+    """Rehearsed on EasyAnimate with 6 of its blocks: 4.35 GiB for 1.16 B parameters, its text encoder mapped (the
+    least is what each process takes by itself). Wan's text encoder is read whole before; FLUX.1 stays mapped."""
+    easy, swapped = lookup.model("easyanimate-v5.1-7b"), {"text_encoder": "swapped", "vae": "swapped"}
+    found = needs(easy, {}, 1, "easyanimate", **swapped)
+    assert found.phases["load"] == PROCESS_BYTES + 4 * easy.parameters and found.phase == "load"
+    assert found.phases["train"] > PROCESS_BYTES + 2 * easy.text_encoders[0].parameters
+    encoder = 2 * WAN.text_encoders[0].parameters
+    for how in ("swapped", "resident"):
+        wan = needs(WAN, SHORT, 1, "videox-fun", text_encoder=how, vae=how)
+        assert wan.phases["load"] == pytest.approx(PROCESS_BYTES + 4 * WAN.parameters + encoder, rel=0.01)
+    flux = needs(lookup.model("flux.1-dev"), {}, 1, "videox-fun", **swapped)
+    assert flux.phases["load"] < PROCESS_BYTES + 0.7 * GIB
+
+
 def test_encoders_of_sd_scripts_wait_for_training_beside_the_model_that_is_cast() -> None:
     """Behind its caches T5 is back in host RAM until training begins; over fp8 FLUX.1 was cast there before."""
     flux, cached = lookup.model("flux.1-dev"), {"text_encoder": "cached"}
