@@ -143,17 +143,23 @@ def _linear_layers(configuration: Configuration, shape: tuple[tuple[str, int], .
     return layers
 
 
-def add_adapters(run: Run, elements: int) -> None:
+MORE_ADAPTERS = "adapters on more layers"
+"""Operator of the weights that `add_adapters` adds."""
+
+
+def add_adapters(run: Run, elements: int, number_bytes: int | None = None) -> None:
     """Adds adapters of so many numbers to a LoRA: their weights, gradients and states. What the step keeps for them is
-    not added. Nothing is added for an engine that splits parameters."""
+    not added. Nothing is added for an engine that splits parameters. ``number_bytes``: of each number, if not those of
+    the strategy's `adapter_dtype`."""
     if run.job.method != "lora" or run.strategy.sharding in SPLIT:
         return
     own = run.total_bytes(run.named("gradient").values())
-    trained = run.trained_experts * (4 if run.strategy.adapter_dtype == "fp32" else 2) * elements
+    number_bytes = number_bytes or (4 if run.strategy.adapter_dtype == "fp32" else 2)
+    trained = run.trained_experts * number_bytes * elements
     if trained <= 0 or not own:
         return
     states = run.total_bytes(run.named("optimizer").values())
-    run.add(run.load, trained, "weight", "adapters on more layers")
+    run.add(run.load, trained, "weight", MORE_ADAPTERS)
     if run.strategy.offload_optimizer == "none":
         run.add(run.optimizer_first, states * trained // own, "optimizer", "states of more adapters")
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):

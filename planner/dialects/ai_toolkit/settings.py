@@ -57,7 +57,7 @@ from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer, number
 from planner.errors import VplanError
 from planner.layout.trainer_terms.ai_toolkit import GROUP_BITS, QUANTISED_WHOLE, UINTX
-from planner.layout.trainer_terms.lora_layers import WITHOUT_EXPERTS, on_all_linear, unpriced_layers_note
+from planner.layout.trainer_terms.lora_layers import WITHOUT_EXPERTS, more_layers_note, on_all_linear
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
 from planner.untrusted import flat
@@ -359,11 +359,8 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if fields["method"] == "full":
         if any(name.startswith(f"{MODEL}only_if_contains") for name in settings):
             yield "model.only_if_contains is estimated as training everything: it needs at most this"
-    elif profile.traits.stages or (profile.lora.wide and profile.traits.wide_is_all_linear):
-        if note := unpriced_layers_note(profile, fields["lora_targets"]):
-            yield note
-    elif fields["lora_targets"] is None:
-        yield "every linear layer of the blocks has an adapter: what those take that were not recorded is worked out"
+    elif note := more_layers_note(profile, fields["lora_targets"]):
+        yield note
     if fields["method"] == "lora" and profile.traits.stages and settings.get(f"{NETWORK}conv"):
         yield "network.conv gives convolutions adapters too: not estimated, takes more"
     if fields["method"] == "lora" and settings.get(f"{NETWORK}transformer_only") is False:

@@ -50,7 +50,7 @@ from planner.dialects.diffusion_pipe.models import (
 )
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.diffusion_pipe import LLAMA_IN_4_BITS
-from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, on_all_linear, unpriced_layers_note
+from planner.layout.trainer_terms.lora_layers import HALF_ADAPTERS, more_layers_note, on_all_linear
 from planner.spec.job import QUANTISED
 from planner.spec.plan import Plan
 from planner.untrusted import flat
@@ -393,9 +393,7 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         what = "trained" if fields["method"] == "full" else "adapted"
         yield f"{model.text_encoders[-1].name} is {what} too, which is not estimated: llm_adapter_lr = 0 leaves it"
     yield from _edit_notes(settings, fields)
-    if fields["method"] == "lora" and (
-        note := unpriced_layers_note(lookup.model(fields["model"]), fields["lora_targets"])
-    ):
+    if fields["method"] == "lora" and (note := more_layers_note(lookup.model(fields["model"]), fields["lora_targets"])):
         yield note
     if str(settings.get("config:optimizer.type", "")).lower() in ("adamw", "adamw8bit"):
         yield "estimated with the Kahan buffer of adamw_optimi and AdamW8bitKahan, which this optimizer has not"

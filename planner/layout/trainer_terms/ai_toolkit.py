@@ -15,9 +15,8 @@ from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.trainer_terms.attention_masks import masks_by_head
 from planner.layout.trainer_terms.lora_layers import (
     WITHOUT_EXPERTS,
-    adapters_on_linear_layers,
+    adapters_on_blocks,
     experts_not_adapted,
-    inputs_of_more_adapters,
     wider_adapters,
 )
 from planner.layout.trainer_terms.shared import (
@@ -105,17 +104,6 @@ def average_as_trained(run: Run) -> None:
     for buffer, name in enumerate(run.program.op):
         if name == "ema":
             run.resize(buffer, run.trained_bytes)
-
-
-def adapters_on_blocks(run: Run) -> None:
-    """Every linear layer of a transformer's blocks has an adapter, its modulation too, of models too whose recording
-    has them on the usual layers alone (toolkit/lora_special.py ``transformer_only``). A U-Net's are priced as usual."""
-    model = run.facts.model
-    recorded = run.in_own_code or (model.lora.wide and model.traits.wide_is_all_linear)
-    if recorded or model.traits.stages or run.job.lora_targets is not None:
-        return
-    inputs_of_more_adapters(run)
-    adapters_on_linear_layers(of_blocks=True)(run)
 
 
 def encoders_at_start(run: Run) -> None:

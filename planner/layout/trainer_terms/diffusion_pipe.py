@@ -5,13 +5,16 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 
 from __future__ import annotations
 
-from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
-from planner.layout.run import Run, Transform
+from planner.layout.adapters import MORE_ADAPTERS
+from planner.layout.encoders_vae.component_layout import alive_after, load_component
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER, encoders
+from planner.layout.phases import take_sizes
+from planner.layout.run import STRATEGY_MOMENT, Run, Transform
 from planner.layout.trainer_terms.attention_masks import masks_by_head
 from planner.layout.trainer_terms.lora_layers import (
     HALF_ADAPTERS,
     adapters_in_half,
-    adapters_on_modulation,
+    adapters_on_blocks,
     wider_adapters,
 )
 from planner.layout.trainer_terms.lycoris.factors_in_turn import nothing_between
@@ -34,6 +37,7 @@ from planner.layout.trainer_terms.trained_text_encoders import (
     keep_of_conditioner,
     text_encoders_whole,
 )
+from planner.tape.program import Moment
 from planner.tape.variants.precision import trained_storage
 
 
@@ -48,6 +52,7 @@ def kahan_buffer(run: Run) -> None:
         return
     trained = run.total_bytes(run.named("gradient").values())
     trained //= 2 if HALF_ADAPTERS in run.trainer else 1  # which are made smaller behind this
+    trained += sum(run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op == MORE_ADAPTERS)
     run.place(run.optimizer_first, [run.new(trained, "optimizer", "Kahan buffer")], "Kahan buffer", at=0)
 
 
@@ -75,6 +80,22 @@ def last_encoder_stays(run: Run) -> None:
     run.add(run.load, int(nbytes), "residents", encoder.name)
 
 
+def encoders_before_the_model(run: Run) -> None:
+    """Latents and prompts are cached by the process that trains, one encoder on the GPU after another, and the
+    allocator's cache is emptied only once the model is there (utils/dataset.py ``_handle_task``; train.py before its
+    loop). So the model's weights come to lie in segments that the encoders left."""
+    if run.strategy.text_encoder != "cached":
+        return
+    first = len(run.program.buffers)
+    turns: list[tuple[Moment, list[int]]] = []
+    for component in encoders(run, "cached", 1):
+        loading, _ = load_component(run.program, component)
+        turns += [*loading.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(loading)])]
+    take_sizes(run, first)
+    run.load.stretches = [*turns, *run.load.stretches]
+    run.empty_cache.after_load = True
+
+
 def encoders_trained(run: Run) -> None:
     """SDXL's text encoders are layers of what is trained: adapters on every linear layer of theirs, or all of them
     (models/sdxl.py ``InitialLayer``, ``configure_adapter``)."""
@@ -92,14 +113,16 @@ def conditioner_kept(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     *(
+        encoders_before_the_model,
         last_encoder_stays,
         modulation_in_8_bits("diffusion-pipe"),
         wider_adapters,
+        adapters_on_blocks,
         swap_in_place,
         checkpoints_saved_on_cpu,
         kahan_buffer,
     ),
-    *(adapters_on_modulation("diffusion-pipe"), swapped_to_pinned_memory, checkpoints_in_pinned_memory),
+    *(swapped_to_pinned_memory, checkpoints_in_pinned_memory),
     *(
         encoders_trained,
         masks_by_head("diffusion-pipe"),

@@ -11,6 +11,7 @@ from planner.catalog.profiles import ModelProfile
 from planner.errors import NotRecordedError
 from planner.garbage_collection import recording_cache
 from planner.layout.adapters import (
+    MORE_ADAPTERS,
     adapted_layers,
     add_adapters,
     compute_adapters,
@@ -46,6 +47,18 @@ def unpriced_layers_note(profile: ModelProfile, targets: object) -> str | None:
         return "every linear layer of the blocks has an adapter; all but the usual ones are priced as over a bf16 base"
     return f"every linear layer of the blocks has an adapter: only {profile.title}'s usual layers are priced"
 
+
+def more_layers_note(profile: ModelProfile, targets: object) -> str | None:
+    """The same for a trainer to which `adapters_on_blocks` applies."""
+    if profile.traits.stages or (profile.lora.wide and profile.traits.wide_is_all_linear):
+        return unpriced_layers_note(profile, targets)
+    if targets is not None:
+        return None
+    return "every linear layer of the blocks has an adapter: what those take that were not recorded is worked out"
+
+
+HALF = 2
+"""Bytes of a number in 16 bits."""
 
 HALF_ADAPTERS = "half-adapters"
 """The version of memory terms with adapters in 16 bits over a quantised base, where fp32 is recorded."""
@@ -126,7 +139,7 @@ def wider_adapters(run: Run) -> None:
     own = run.total_bytes(run.named("gradient").values())
     states = run.total_bytes(run.named("optimizer").values())
     copies = run.trained_experts
-    run.add(run.load, copies * trained, "weight", "adapters on more layers")
+    run.add(run.load, copies * trained, "weight", MORE_ADAPTERS)
     if run.strategy.offload_optimizer == "none" and own:
         run.add(run.optimizer_first, copies * states * trained // own, "optimizer", "states of more adapters")
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
@@ -209,10 +222,23 @@ def adapters_on_linear_layers(of_blocks: bool) -> Transform:
         there = run.job.lora_rank * sum(layer.numbers for layer in layers.values())
         each = 4 if run.strategy.adapter_dtype == "fp32" else 2
         own = run.total_bytes(run.named("gradient").values())
-        add_adapters(run, there - own // (each * run.trained_experts))
+        in_half = HALF if HALF_ADAPTERS in run.trainer else None
+        add_adapters(run, there - own // (each * run.trained_experts), in_half)
         compute_adapters(run, [layers[name] for name in layers.keys() - adapted_layers(run)])
 
     return term
+
+
+def adapters_on_blocks(run: Run) -> None:
+    """Every linear layer of a transformer's blocks has an adapter, its modulation too, of models too whose recording
+    has them on the usual layers alone (ai-toolkit toolkit/lora_special.py ``transformer_only``; diffusion-pipe
+    models/base.py ``get_target_modules``). A U-Net's are priced as usual."""
+    model = run.facts.model
+    recorded = run.in_own_code or (model.lora.wide and model.traits.wide_is_all_linear)
+    if recorded or model.traits.stages or run.job.lora_targets is not None:
+        return
+    inputs_of_more_adapters(run)
+    adapters_on_linear_layers(of_blocks=True)(run)
 
 
 CONVOLUTION = "convolution"
@@ -263,19 +289,16 @@ def _factors(run: Run) -> dict[Block, int]:
     text = grid["B"] * grid["T"]
     kept: dict[Block, int] = {}
     for name in run.named("weight"):
-        if not (layer := MODULATION.search(name)):
+        block = run.facts.step.block_of(name)
+        if block is None or not (layer := MODULATION.search(name)):
             continue
-        place = BLOCK.match(name)
-        assert place is not None, name
         single = layer[1] in VECTORS
         tokens = clip + text if single else text if TEXT_STREAM.search(name) else clip
         times = VECTORS.get(layer[1], 6) // 3
-        block = place[1], int(place[2])
         kept[block] = kept.get(block, 0) + times * (normed + 2) * width_of(run) * tokens
     return kept
 
 
-BLOCK = re.compile(r"(\w+)\.(\d+)\.")
 TEXT_STREAM = re.compile(r"norm1_context|txt_m|ff_context|\.add_\w_proj|to_add_out")
 """Layers of the text's stream, by diffusers' names."""
 

@@ -432,7 +432,10 @@ def test_swap_in_place_has_no_ring_and_takes_what_it_needs_of_the_host(trainer: 
     """Copies that torch pins are rounded up to powers of two; musubi-tuner has two buffers of that kind."""
     strategy = {"gradient_checkpointing": "full", "swap_blocks": 2}
     ours, theirs = laid_out(**strategy), done_by(trainer, **strategy)
-    assert peaks(theirs) == {stage: nbytes - 2 * WEIGHTS for stage, nbytes in peaks(ours).items()}
+    found, expected = peaks(theirs), {stage: nbytes - 2 * WEIGHTS for stage, nbytes in peaks(ours).items()}
+    if trainer == "diffusion-pipe":  # its encoders come to the GPU before the model
+        assert found.pop("load") > expected.pop("load")
+    assert found == expected
     assert host_ram.host_ram(ours, ONE).parts["weights"] == 2 * WEIGHTS
     assert host_ram.host_ram(theirs, ONE).parts["weights"] == nbytes
 
@@ -665,11 +668,12 @@ def test_diffusion_pipe_s_adapters_in_16_bits_over_fp8_take_half() -> None:
         whole, less = (run.total_bytes(run.named(kind).values()) for run in (fp32, half))
         assert less == pytest.approx(whole / 2, rel=0.001)
     added = [
-        {op: run.sizes[buffer] for buffer, op in enumerate(run.program.op) if "more adapters" in op or "Kahan" in op}
+        {op: run.sizes[buffer] for buffer, op in enumerate(run.program.op) if " more " in op or "Kahan" in op}
         for run in (fp32, half)
     ]
     assert added[1]["states of more adapters"] == pytest.approx(added[0]["states of more adapters"] / 2, rel=0.001)
-    assert added[1]["Kahan buffer"] == half.total_bytes(half.named("gradient").values())
+    own = half.total_bytes(half.named("gradient").values())
+    assert added[1]["Kahan buffer"] == own + added[1]["adapters on more layers"]
     assert "Kahan buffer" not in added[0]
 
 
