@@ -1,8 +1,8 @@
-"""Finds what a model's `forward` is called with: candidates by name and docstring, decided by dry runs.
+"""Finds the arguments of a model's `forward`: candidates by name and docstring, tried in dry runs.
 
-What the user said stands. A required argument without a candidate that runs, and a width that no layer asked for, are
-reported as missing: nothing is guessed from nothing. An optional argument is given where the model cannot do without,
-where its pipeline gives it, or where weights would stay idle otherwise.
+The user's descriptions are used as they are. A required argument without a candidate that runs, and a width that no
+layer determines, are reported as missing, not guessed. An optional argument is passed if the model does not run without
+it, if its pipeline passes it, or if weights would get no gradient otherwise.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from trainers.recording.any_class.dry_run import (
 )
 
 MORE_RUNS = 30
-"""Tries of one more argument."""
+"""Dry runs for one more optional argument."""
 MATTERS = re.compile(r".*rotary.*|.*mask.*|(img|image|txt|text|position)_ids|guidance")
-"""Optional arguments that change what a step keeps without any weight of their own: not left out in silence."""
+"""Optional arguments that affect a step's memory without having weights; they are not left out silently."""
 ABSENT = "none"
-"""What a user writes for an argument that is not given."""
+"""The user's description of an argument that is not passed."""
 
 
 class MissingArgument(NamedTuple):
-    """An argument that could not be found out, why, and how it might be written."""
+    """An argument that could not be determined, why, and an example of its description."""
 
     name: str
     why: str
@@ -47,18 +47,19 @@ class MissingArgument(NamedTuple):
 
 @dataclass
 class FoundArguments:
-    """Arguments that run, what the model returned for them, and where each comes from."""
+    """Arguments that run, the model's output for them, and where each comes from."""
 
     forward: dict[str, Any]
     output: Any
     grid: Mapping[str, int]
     sources: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    """optional arguments that are not given, though the model's class or its pipeline knows them"""
+    """optional arguments that are not passed"""
 
     idle: set[str] = field(default_factory=set)
+    """parameters that get no gradient"""
     varies: list[str] = field(default_factory=list)
-    """sizes that the model loops over, so that it does something else at each"""
+    """atoms that the model loops over, so that its operators depend on them"""
 
 
 class ArgumentSearch:
@@ -75,7 +76,7 @@ class ArgumentSearch:
         self.grid = {**GRID, **({"F": 1} if question.one_frame else {}), BLOCKS: question.blocks}
         self.runs = 0
         self.last = ""
-        """how the combination that came furthest failed, for messages"""
+        """the error of the combination that got furthest, for messages"""
 
         self.missing: list[MissingArgument] = []
         self._furthest = (-1, -1)
@@ -108,10 +109,11 @@ class ArgumentSearch:
         ]
 
     def _climbed(self, names: Sequence[str], options: Mapping[str, list[Any]]) -> FoundArguments | None:
-        """A combination that runs, one argument changed at a time: what comes further before it fails is kept.
+        """A combination that runs, found by hill climbing: one argument is changed at a time, and the change that gets
+        furthest before it fails is kept.
 
-        Noise levels are changed together, as a model that takes one per frame takes all so; and all that lies like the
-        latents.
+        All noise levels are changed together, because a model takes either all or none of them per frame; so are all
+        arguments with the layout of the latents.
         """
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in names:
@@ -137,7 +139,7 @@ class ArgumentSearch:
     def _tried(
         self, options: Mapping[str, list[Any]], chosen: Mapping[str, int]
     ) -> tuple[FoundArguments | None, tuple[int, int]]:
-        """One combination, and how far it came: modules called and tensors made before it failed."""
+        """Tries one combination. Also returns how far it got: (modules called, tensors made) before it failed."""
         table, owners = _numbered({name: options[name][index] for name, index in chosen.items()}, self._unused)
         self._progress = (0, 0)
         return self._solved(table, owners), self._progress
@@ -160,7 +162,7 @@ class ArgumentSearch:
         return options
 
     def _layouts(self, entry: inspect.Parameter) -> list[Any]:
-        """Layouts of the latents, those of the docstring first."""
+        """The possible layouts of the latents, that of the docstring first."""
         known: list[Any] = list(candidates.layouts(self.question.patch, self.question.one_frame))
         said = candidates.from_words(candidates.documented(self.doc, entry.name), entry.name, self.question.patch)
         if "list" in str(entry.annotation).lower():
@@ -171,8 +173,8 @@ class ArgumentSearch:
         return ordered
 
     def _solved(self, table: dict[str, Any], owners: dict[int, str]) -> FoundArguments | None:
-        """One combination with its widths found, one complaint after another, and with the optional arguments that it
-        does not run without; None where it leads nowhere."""
+        """Completes one combination: finds its widths, one error message after another, and adds the optional arguments
+        that it does not run without. None if it does not run."""
         while self.runs < MOST_RUNS:
             self.runs += 1
             outcome = self.model.call(table, self.grid)
@@ -210,7 +212,7 @@ class ArgumentSearch:
         return None
 
     def _widths(self, error: str, owners: Mapping[int, str]) -> Iterator[tuple[int, int]]:
-        """What `learned` reads from a complaint; groups of channels say no width, and the config has the latents'."""
+        """As `likely_widths`; an error about channel groups does not tell a width, so the latents' is the config's."""
         channels = self.question.config.get("in_channels")
         mine = next((number for number, name in owners.items() if name == self.main), None)
         if "num_groups" in error and mine is not None and isinstance(channels, int):
@@ -218,8 +220,8 @@ class ArgumentSearch:
         yield from likely_widths(error, set(owners))
 
     def _of_table(self, table: dict[str, Any], error: str) -> dict[str, Any] | None:
-        """The arguments at the number of text tokens, or of frames, that a table of positions holds: where the config
-        has it and a size is off by as many. Such a model takes no other."""
+        """The arguments with the number of text tokens or frames fixed to a number in the config, if the mismatch in
+        the error message suggests that a table of positions has that length. None if it does not."""
         numbers = {value for value in self.question.config.values() if type(value) is int}
         for letter in "TF":
             size = self.grid[letter]
@@ -232,8 +234,9 @@ class ArgumentSearch:
         return None
 
     def _joined(self, table: dict[str, Any], owners: Mapping[int, str], error: str) -> FoundArguments | None:
-        """Where two arguments of unknown width are joined along it (the latents once or twice): the split at which the
-        model's output is as wide as its latents. Their width is taken to be a number of the config."""
+        """Solves a combination in which two arguments of unknown width are concatenated (the latents once or twice):
+        chooses the split at which the model's output has the shape of its latents. The latents' width must be a number
+        in the config."""
         mine = [number for number, name in owners.items() if name == self.main]
         others = [number for number in owners if number not in mine]
         sums = {times * number + other: number for number in mine for other in others for times in (1, 2)}
@@ -255,12 +258,12 @@ class ArgumentSearch:
         return isinstance(latents, str) and parse_argument(latents, "latents").shape(self.grid) == shape
 
     def _note(self, missing: list[MissingArgument], complaint: str = "") -> None:
-        """Keeps what the combination that came furthest ended with."""
+        """Keeps the failure of the combination that got furthest."""
         if self._progress > self._furthest:
             self._furthest, self.missing, self.last = self._progress, missing, complaint
 
     def _completed(self, answer: FoundArguments) -> FoundArguments | list[MissingArgument]:
-        """With the optional arguments that the pipeline gives, and those without which weights stay idle."""
+        """Adds the optional arguments that the pipeline passes, and those without which weights get no gradient."""
         passed = self.question.pipeline.passed if self.question.pipeline else {}
         optional = [name for name in self.parameters if name not in answer.forward and not IGNORED.fullmatch(name)]
         optional = [name for name in optional if name not in self._decided_off | self._absent]
@@ -286,12 +289,12 @@ class ArgumentSearch:
         answer.idle = idle
         answer.left_out = [name for name in optional if name not in answer.forward]
         sizes = [letter for letter in "BFHT" if answer.grid[letter] > 1]
-        # Three times: twice as many tokens could be a multiple of 8, at which masks are no longer copied.
+        # Three times as many: twice as many tokens could be a multiple of 8, at which masks are not copied.
         more = {letter: self._allocations(answer, {letter: 3 * answer.grid[letter]}) for letter in sizes}
-        # The call that is kept is the last one, so that `called` is of it.
+        # This call comes last, so that `self.model.called` is about the usual shape.
         usual = self._allocations(answer, {})
         other = [letter for letter, count in more.items() if count not in (0, usual)]
-        # Some keep tables of positions for the shapes they have seen: only what is more once more is a loop.
+        # Some models cache tables of positions by shape: only if a repeated call makes more allocations is it a loop.
         again = {letter: self._allocations(answer, {letter: 3 * answer.grid[letter]}) for letter in other}
         if other:
             usual = self._allocations(answer, {})
@@ -299,8 +302,8 @@ class ArgumentSearch:
         return answer
 
     def _allocations(self, answer: FoundArguments, other: Mapping[str, int]) -> int:
-        """How many allocations a call makes at a shape; 0 where it does not run there. A model that makes more at
-        another size loops over it."""
+        """The number of allocations of a call with some atoms changed; 0 if it fails. A model that makes more
+        allocations when an atom is larger loops over it."""
         outcome = self.model.call(answer.forward, {**answer.grid, **other})
         return 0 if isinstance(outcome, Complaint) else self.model.allocations
 
@@ -314,7 +317,7 @@ class ArgumentSearch:
         return None
 
     def _example(self, name: str) -> Any:
-        """How an argument might be written: its first candidate with a number for what is not known."""
+        """An example of an argument's description: its first candidate, with a number in place of an unknown width."""
         if name in self.question.given:
             return self.question.given[name]
         usual = "B T ones" if "mask" in name else "B T 4096"
@@ -323,7 +326,7 @@ class ArgumentSearch:
 
 
 def _numbered(table: Mapping[str, Any], unused: Iterator[int]) -> tuple[dict[str, Any], dict[int, str]]:
-    """The table with a placeholder for each `?`, and whose argument each is."""
+    """The table with a placeholder for each `?`, and the argument that each placeholder belongs to."""
     owners: dict[int, str] = {}
 
     def numbered(tree: Any, name: str) -> Any:
