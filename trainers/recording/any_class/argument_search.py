@@ -47,12 +47,11 @@ class MissingArgument(NamedTuple):
 
 @dataclass
 class FoundArguments:
-    """Arguments that run, the model's output for them, and where each comes from."""
+    """Arguments that run, and the model's output for them."""
 
     forward: dict[str, Any]
     output: Any
     grid: Mapping[str, int]
-    sources: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     """optional arguments that are not passed"""
 
@@ -65,15 +64,15 @@ class FoundArguments:
 class ArgumentSearch:
     """One search over the arguments of a model's `forward`."""
 
-    def __init__(self, model: FakeModel, question: ClassFacts) -> None:
+    def __init__(self, model: FakeModel, facts: ClassFacts) -> None:
         self.model = model
-        self.question = question
+        self.facts = facts
         signature = inspect.signature(type(model.model).forward)
         plain = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         parameters = [entry for entry in signature.parameters.values() if entry.kind not in plain]
         self.parameters = {entry.name: entry for entry in parameters if entry.name != "self"}
         self.doc = inspect.cleandoc(type(model.model).forward.__doc__ or "")
-        self.grid = {**GRID, **({"F": 1} if question.one_frame else {}), BLOCKS: question.blocks}
+        self.grid = {**GRID, **({"F": 1} if facts.one_frame else {}), BLOCKS: facts.blocks}
         self.runs = 0
         self.last = ""
         """the error of the combination that got furthest, for messages"""
@@ -81,10 +80,10 @@ class ArgumentSearch:
         self.missing: list[MissingArgument] = []
         self._furthest = (-1, -1)
         self._progress = (0, 0)
-        self._absent = {name for name, tree in question.given.items() if tree == ABSENT}
+        self._absent = {name for name, tree in facts.given.items() if tree == ABSENT}
         self._unused = itertools.cycle(PLACEHOLDERS)
-        passed = question.pipeline.passed if question.pipeline else {}
-        self._decided_off = {name for name, key in passed.items() if key and not question.config.get(key)}
+        passed = facts.pipeline.passed if facts.pipeline else {}
+        self._decided_off = {name for name, key in passed.items() if key and not facts.config.get(key)}
 
     @property
     def main(self) -> str | None:
@@ -94,7 +93,7 @@ class ArgumentSearch:
     def find(self) -> FoundArguments | list[MissingArgument]:
         """Arguments that run, or what is missing."""
         names = [name for name, entry in self.parameters.items() if entry.default is inspect.Parameter.empty]
-        given = [name for name in self.parameters if name in self.question.given and name not in self._absent]
+        given = [name for name in self.parameters if name in self.facts.given and name not in self._absent]
         names += [name for name in given if name not in names]
         if self.main is not None and self.main not in names:
             names.insert(0, self.main)
@@ -145,14 +144,14 @@ class ArgumentSearch:
         return self._solved(table, owners), self._progress
 
     def _options(self, name: str) -> list[Any]:
-        if name in self.question.given:
-            return [self.question.given[name]]
+        if name in self.facts.given:
+            return [self.facts.given[name]]
         entry = self.parameters[name]
         if name == self.main or (self.main and candidates.LIKE_LATENTS.fullmatch(name)):
             return self._layouts(self.parameters[self.main])
         if IGNORED.fullmatch(name):
             return []
-        found = candidates.candidates(name, entry, self.doc, self.question)
+        found = candidates.candidates(name, entry, self.doc, self.facts)
         options = list(found)
         annotation = str(entry.annotation).lower()
         if "list" in annotation and "dict" not in annotation:
@@ -163,12 +162,12 @@ class ArgumentSearch:
 
     def _layouts(self, entry: inspect.Parameter) -> list[Any]:
         """The possible layouts of the latents, that of the docstring first."""
-        known: list[Any] = list(candidates.layouts(self.question.patch, self.question.one_frame))
-        said = candidates.from_words(candidates.documented(self.doc, entry.name), entry.name, self.question.patch)
+        known: list[Any] = list(candidates.layouts(self.facts.patch, self.facts.one_frame))
+        said = candidates.from_words(candidates.documented(self.doc, entry.name), entry.name, self.facts.patch)
         if "list" in str(entry.annotation).lower():
             known = [{SAMPLES: layout[2:]} for layout in known if layout.startswith("B ")]
         ordered = sorted(known, key=lambda layout: layout != said)
-        if said and said not in known and "F" in said and self.question.one_frame:
+        if said and said not in known and "F" in said and self.facts.one_frame:
             ordered.insert(0, said)
         return ordered
 
@@ -184,8 +183,7 @@ class ArgumentSearch:
                     why = "any width runs, so that none can be told"
                     self._note([MissingArgument(name, why, self._example(name)) for name in set(owners.values())])
                     return None
-                sources = {name: "given" if name in self.question.given else "found" for name in table}
-                return FoundArguments(table, outcome, self.grid, sources)
+                return FoundArguments(table, outcome, self.grid)
             if step := next(iter(self._widths(outcome.error, owners)), None):
                 placeholder, width = step
                 table = _replaced(table, str(placeholder), str(width))
@@ -213,7 +211,7 @@ class ArgumentSearch:
 
     def _widths(self, error: str, owners: Mapping[int, str]) -> Iterator[tuple[int, int]]:
         """As `likely_widths`; an error about channel groups does not tell a width, so the latents' is the config's."""
-        channels = self.question.config.get("in_channels")
+        channels = self.facts.config.get("in_channels")
         mine = next((number for number, name in owners.items() if name == self.main), None)
         if "num_groups" in error and mine is not None and isinstance(channels, int):
             yield mine, channels
@@ -222,7 +220,7 @@ class ArgumentSearch:
     def _of_table(self, table: dict[str, Any], error: str) -> dict[str, Any] | None:
         """The arguments with the number of text tokens or frames fixed to a number in the config, if the mismatch in
         the error message suggests that a table of positions has that length. None if it does not."""
-        numbers = {value for value in self.question.config.values() if type(value) is int}
+        numbers = {value for value in self.facts.config.values() if type(value) is int}
         for letter in "TF":
             size = self.grid[letter]
             off = {left - right + size for left, right in mismatched(error)} if letter == "T" else set()
@@ -243,7 +241,7 @@ class ArgumentSearch:
         for wrong, right in mismatched(error):
             if wrong not in sums:
                 continue
-            numbers = {value for value in self.question.config.values() if type(value) is int and 1 < value < right}
+            numbers = {value for value in self.facts.config.values() if type(value) is int and 1 < value < right}
             for width in sorted(numbers):
                 less = {number: name for number, name in owners.items() if number != sums[wrong]}
                 found = self._solved(_replaced(table, str(sums[wrong]), str(width)), less)
@@ -264,7 +262,7 @@ class ArgumentSearch:
 
     def _completed(self, answer: FoundArguments) -> FoundArguments | list[MissingArgument]:
         """Adds the optional arguments that the pipeline passes, and those without which weights get no gradient."""
-        passed = self.question.pipeline.passed if self.question.pipeline else {}
+        passed = self.facts.pipeline.passed if self.facts.pipeline else {}
         optional = [name for name in self.parameters if name not in answer.forward and not IGNORED.fullmatch(name)]
         optional = [name for name in optional if name not in self._decided_off | self._absent]
         for name in optional:
@@ -312,14 +310,13 @@ class ArgumentSearch:
         for option in self._options(name):
             more, unknown = _numbered({name: option}, self._unused)
             if tried := self._solved({**answer.forward, **more}, unknown):
-                tried.sources = {**answer.sources, name: "found"}
                 return tried
         return None
 
     def _example(self, name: str) -> Any:
         """An example of an argument's description: its first candidate, with a number in place of an unknown width."""
-        if name in self.question.given:
-            return self.question.given[name]
+        if name in self.facts.given:
+            return self.facts.given[name]
         usual = "B T ones" if "mask" in name else "B T 4096"
         option = next(iter(self._options(name)), usual) if name in self.parameters else usual
         return _replaced(option, "?", "16" if name == self.main else "1024")

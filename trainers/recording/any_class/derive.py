@@ -17,7 +17,7 @@ from torch.nn import Linear, RMSNorm
 
 from planner.catalog.diffusers_folder import CONFIG, Config, Source, architecture
 from planner.catalog.forward_call import ANY, FAMILY, LAST, ForwardCall
-from planner.catalog.forward_inputs import BLOCKS, SAMPLES, leaves, length
+from planner.catalog.forward_inputs import BLOCKS, SAMPLES, leaves, length, parse_argument
 from planner.catalog.own_code import is_own
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile, Stack
@@ -141,8 +141,8 @@ class _Description:
             model = whole
         blocks = sum(len(list(model.get_submodule(entry.name).children())) for entry in self.lists)
         self.fake = FakeModel(model)
-        question = ClassFacts(self.config, self.patch, not self.is_video, self.pipeline, self.inputs.inputs, blocks)
-        found = ArgumentSearch(self.fake, question).find()
+        facts = ClassFacts(self.config, self.patch, not self.is_video, self.pipeline, self.inputs.inputs, blocks)
+        found = ArgumentSearch(self.fake, facts).find()
         if isinstance(found, FoundArguments):
             every = sum(entry.blocks for entry in self.lists)
             for name, tree in found.forward.items():
@@ -220,7 +220,7 @@ class _Description:
             self.assumed.append(f"a token is a cell of {patch.rows}x{patch.columns} latents")
         stacks = self._stacks()
         call = self._call(main, stacks)
-        targets, wide = self._lora_targets(stacks)
+        targets = self._lora_targets(stacks)
         shape = self._shape(patch, space)
         flow = self.pipeline is None or self.pipeline.predicts_velocity
         self.assumed.append("the loss is the plain squared error of the " + ("velocity" if flow else "noise"))
@@ -246,7 +246,7 @@ class _Description:
                 "vae": space.vae,
                 "text_encoders": [encoder.to_json() for encoder in encoders],
                 "shape": shape,
-                "lora": {"targets": targets, "wide": wide},
+                "lora": {"targets": targets},
                 "inputs": ForwardCall.read(call).to_json(),
                 "training": {
                     "objective": "flow" if flow else "epsilon",
@@ -326,11 +326,10 @@ class _Description:
         }
         return {**call, "traits": Traits.read(traits).to_json()}
 
-    def _lora_targets(self, stacks: Sequence[Stack]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(default LoRA targets, more targets for a wide adapter): attention's by diffusers' names, else all linear
-        layers of the blocks."""
+    def _lora_targets(self, stacks: Sequence[Stack]) -> tuple[str, ...]:
+        """The layers that a LoRA is put on: attention's by diffusers' names, else all linear layers of the blocks."""
         if self.inputs.lora_targets:
-            return self.inputs.lora_targets, ()
+            return self.inputs.lora_targets
         names = [
             name
             for stack in stacks
@@ -339,7 +338,7 @@ class _Description:
         ]
         found = tuple(target for target in ADAPTED if any(f".{name}".endswith(f".{target}") for name in names))
         if {"to_q", "to_k", "to_v"} <= set(found):
-            return found, ()
+            return found
         ends = dict.fromkeys(re.sub(r"^(\d+\.)+", "", name) for name in names)
         if not ends:
             raise VplanError(
@@ -347,7 +346,7 @@ class _Description:
                 'name layers in --inputs: lora_targets = ["to_q", "to_v"]',
             )
         self.assumed.append("a LoRA is on every linear layer of the blocks")
-        return tuple(ends), ()
+        return tuple(ends)
 
     def _shape(self, patch: Patch, space: LatentSpace) -> dict[str, Any]:
         defaults: Mapping[str, Any] = self.pipeline.defaults if self.pipeline else {}
@@ -418,8 +417,6 @@ def _stack(entry: BlockList, config: Config) -> Stack:
 
 
 def _sizes(text: str, grid: Mapping[str, int]) -> Iterator[int]:
-    from planner.catalog.forward_inputs import parse_argument
-
     yield from parse_argument(text, "latents").shape(grid)
 
 
