@@ -53,7 +53,7 @@ def measure(request: ProbeRequest, report: FactSink) -> None:
                 raise
             _write_history(request, meter)
             if report.facts["phase"] == "step":
-                report.tell(phase="optimizer" if "optimizer_step" in callers(error) else "train")
+                report.tell(phase="optimizer" if step.optimizer_step.__name__ in callers(error) else "train")
             report.tell(outcome=outcome, **_shortage(error, device), **_sampled(watch))
             return
         _write_history(request, meter)

@@ -185,7 +185,7 @@ class ProbedTraining:
 
     def optimizer_step(self) -> None:
         """Runs the optimizer step with the gradients of `forward_backward`: the phase ``optimizer``."""
-        self.trainee.engine.step(self.trainee)
+        step.optimizer_step(self.trainee)
         self._count_step()
 
     def sample(self) -> None:

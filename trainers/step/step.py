@@ -289,8 +289,14 @@ def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch],
     There must be ``gradient_accumulation`` of them. If ``batches`` is lazy, only one is on the device at a time.
     """
     loss = gradients(trainee, family, batches, strategy)
-    trainee.engine.step(trainee)
+    optimizer_step(trainee)
     return loss
+
+
+def optimizer_step(trainee: Trainee) -> None:
+    """Runs the optimizer with the gradients of `gradients`. A probe looks for this function in the traceback of an
+    out-of-memory error, to tell the optimizer from the passes."""
+    trainee.engine.step(trainee)
 
 
 def gradients(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:

@@ -115,24 +115,6 @@ def test_pinned_memory_is_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out_of_memory(raised.value) == "host-oom"
 
 
-def test_an_oom_in_a_step_is_told_with_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    def optimizer_step() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
-
-    def run(wanted: ProbeRequest, meter: Meter) -> None:
-        with meter.phase("step"):
-            optimizer_step()
-
-    told: dict[str, Any] = {"phases": {}}
-    report = SimpleNamespace(facts=told, tell=lambda **facts: told.update(facts))
-    monkeypatch.setattr(measure, "_run", run)
-    measure.measure(SimpleNamespace(device="cpu", history=None), report)
-    assert (told["outcome"], told["phase"]) == ("oom", "optimizer")
-    assert told["message"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
-    assert told["requested_bytes"] == 2 * 2**30
-    assert told["phases"]["step"]["allocated_bytes"] is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_weights_are_filled_and_buffers_left(dtype: torch.dtype) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.LayerNorm(64))
