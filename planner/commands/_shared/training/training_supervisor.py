@@ -341,7 +341,7 @@ class TrainingSupervisor:
 
     def _step_down(self, ended: launch.Outcome) -> bool:
         """Switches to the next plan and keeps the failed one next to it; False if there is none."""
-        found = next_plan(self.plan)
+        found = next_plan(self.plan, self.estimate if ended.name == "oom" else None)
         if found is None:
             return False
         kept = self.output / PLAN
