@@ -317,13 +317,13 @@ class _Answer:
         return Plan.of(found, tuple(sorted(ladder, key=lambda each: each.step_seconds))).replace(evidence=proof)
 
     def _switches(self, found: Estimate) -> list[Switch]:
-        """Prints the options that are switched on; `suggest` explains what each saves."""
+        """The options that are switched on, without the effect of each, which only `suggest` computes."""
         before, after = self.tuning.tuner.search.space.baseline(found.job), found.strategy
         fields = [*switched(before, after), *(["checkpointed_blocks"] if after.checkpointed_blocks else [])]
         return [Switch(field, getattr(before, field) or 0, getattr(after, field), 0, 0.0) for field in fields]
 
     def _proof(self, best: FinishedProbe) -> str:
-        """Prints one line: the measured peak, next to the estimate and the budget."""
+        """A line about the measured peak, next to the estimate and the budget."""
         seen, found = best.measured, best.estimate
         proved = "[bold green]proved[/]"
         step = f"{format_seconds(seen.step_seconds)} per step" if seen.step_seconds else "runs"

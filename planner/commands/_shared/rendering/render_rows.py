@@ -80,7 +80,7 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
 
 
 def _print_with_words_beneath(console: Console, found: Table, beneath: Sequence[str | Text]) -> None:
-    """A table that prints each row's words on a line below it, for terminals too narrow for a last column."""
+    """Prints a table with each row's words on a line below it, for terminals too narrow for a last column."""
     from rich.padding import Padding
     from rich.text import Text
 
