@@ -173,7 +173,8 @@ class AnyClass(Family):
         return self.called.is_idle(name, self._depths(blocks))
 
     def _depths(self, blocks: int) -> dict[str, int]:
-        """The blocks of each list in a model with so many blocks in total: the published depth or the recorded one."""
+        """The number of blocks of each list in a model with ``blocks`` blocks in total: the published depth or the
+        recorded one."""
         profile = self.profile
         whole = blocks == profile.blocks
         return {

@@ -52,7 +52,8 @@ def of_diffusers(encoder: TextEncoder) -> bool:
 
 
 def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
-    """The encoder on the meta device. ``layers``: at most so many; None: all. Ignored for diffusers' classes."""
+    """The encoder on the meta device. ``layers``: the most layers to build; None: all. Ignored for diffusers'
+    classes."""
     model_class = encoder_class(encoder)
     config = copy.deepcopy(encoder.config)
     with init_empty_weights():

@@ -36,8 +36,8 @@ def set_flags() -> None:
 
 @contextlib.contextmanager
 def fewer_threads(processes: int) -> Iterator[None]:
-    """A context in which torch uses ``processes`` fewer threads, which leaves a core to each of so many other
-    processes: a thread that waits for its part of an operator spins and occupies its core."""
+    """A context in which torch uses ``processes`` fewer threads, to leave a core to each of that many other processes:
+    a thread that waits for its part of an operator spins and occupies its core."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, before - processes))
     try:
