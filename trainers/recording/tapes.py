@@ -250,11 +250,11 @@ def record(profile: ModelProfile, variant: Variant) -> Tape:
     return sample_tape(profile, variant) if isinstance(variant, SampleVariant) else optimizer_tape(profile, variant)
 
 
-def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None) -> dict[str, Any]:
+def parameter_table(profile: ModelProfile) -> dict[str, Any]:
     """The JSON of the parameters file (`planner.tape.parameter_table`), from the model without adapter on the meta
     device."""
     job, strategy = _records_of_bare_model(profile)
-    parameters = dict(step.build_model(profile, job, strategy, config).named_parameters())
+    parameters = dict(step.build_model(profile, job, strategy).named_parameters())
     return {
         "format": PARAMETERS_FORMAT,
         "model": profile.name,
